@@ -1,0 +1,55 @@
+"""nnsight: an intervention compiler for PyTorch models.
+
+Write ordinary Python against a model's internals inside ``with model.trace(...)``; it runs together with the model,
+eagerly or lowered into the graph that ``torch.compile`` captured of it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .config import CONFIG
+from .tracing import WithBlockNotFoundError, save
+
+if TYPE_CHECKING:
+    from .envoy import Envoy
+    from .eproperty import eproperty
+    from .modeling.base import NNsight
+    from .modeling.language import LanguageModel, demo_model
+
+__version__ = "0.9.0.dev0"
+
+#: Names that are imported when first used, with the module they come from.
+_LAZY = {
+    "Envoy": ".envoy",
+    "LanguageModel": ".modeling.language",
+    "NNsight": ".modeling.base",
+    "demo_model": ".modeling.language",
+    "eproperty": ".eproperty",
+}
+
+__all__ = [
+    "CONFIG",
+    "Envoy",
+    "LanguageModel",
+    "NNsight",
+    "WithBlockNotFoundError",
+    "demo_model",
+    "eproperty",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fx":
+        return import_module(".fx", __name__)
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name], __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'nnsight' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, "fx"})

@@ -1,0 +1,244 @@
+"""The user's view of a module: an envoy.
+
+An envoy mirrors one ``torch.nn.Module`` and adds what a block can ask of it while the model runs: ``.output``,
+``.input``, ``.inputs``. Everything else is the module's: child modules appear as envoys under their own names,
+other attributes and methods fall through. Paths such as ``model.transformer.h.0`` are the names of locations.
+
+A child module may have the name of one of the envoy's own attributes (BERT has modules called ``output``). The child
+keeps its name, and the envoy's attribute moves to ``nns_<name>``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .eproperty import eproperty
+from .runtime.interleaver import active_interleaver
+from .tree import ModuleTree
+
+logger = logging.getLogger("nnsight.envoy")
+
+
+class Envoy:
+    """Mirror of ``module`` in the tree of a wrapped model.
+
+    Args:
+        module: The mirrored module.
+        path: Its path, the prefix of its locations.
+        tree: The tree it belongs to; a new one is made for a root.
+        known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
+
+    Attributes:
+        path: Prefix of the locations of this module.
+    """
+
+    path: str
+    _module: torch.nn.Module
+    _tree: ModuleTree
+    _children: dict[str, Envoy]
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        path: str = "model",
+        tree: ModuleTree | None = None,
+        known: dict[torch.nn.Module, Envoy] | None = None,
+    ) -> None:
+        own = self.__dict__
+        own["path"] = path
+        own["_module"] = module
+        own["_tree"] = tree or ModuleTree(module, path)
+        own["_children"] = {}
+        known = {} if known is None else known
+        known[module] = self
+        for name, child in module._modules.items():
+            if child is not None:
+                self._adopt(name, child, known)
+
+    # -- values of the running model -----------------------------------------------------------------------------
+
+    @eproperty(description="what the module returned")
+    def output(self) -> Any:
+        """What the module's call returned: a tensor, or the tuple, dict or ``ModelOutput`` it returned.
+
+        Edit it in place, or assign a replacement of the same structure and shapes.
+        """
+
+    @eproperty(key="input", description="first argument of the module")
+    def input(self) -> Any:
+        """The first argument of the module's call: the first positional one, else the first by keyword."""
+
+    @input.preprocess
+    def input(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        if not args and not kwargs:
+            raise ValueError(f"`{self.path}` was called without arguments, so it has no `.input`.")
+        return args[0] if args else next(iter(kwargs.values()))
+
+    @input.postprocess
+    def input(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = self._current_inputs()
+        if args or not kwargs:
+            return (value, *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: value}
+
+    @eproperty(key="input", description="all arguments of the module")
+    def inputs(self) -> Any:
+        """All arguments of the module's call, as ``(args, kwargs)``: a tuple and a dict."""
+
+    def _current_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        run = active_interleaver()
+        assert run is not None and run.current is not None
+        args, kwargs = run.current.request(f"{self.path}.input")
+        return args, kwargs
+
+    @property
+    def interleaving(self) -> bool:
+        """Whether a run is active in this context."""
+        return active_interleaver() is not None
+
+    # -- the module ----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
+        no location is passed and no hook of the module runs.
+        """
+        run = active_interleaver()
+        if run is not None and run.current is not None:
+            return self._module.forward(*args, **kwargs)
+        return self._module(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the child at an index, slice or key of a container module."""
+        if isinstance(key, slice):
+            return list(self._children.values())[key]
+        if isinstance(key, str):
+            return self._children[key]
+        children = list(self._children.values())
+        try:
+            return children[key]
+        except IndexError:
+            raise IndexError(f"`{self.path}` has {len(children)} children; index {key} is out of range.") from None
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Envoy]:
+        return iter(self._children.values())
+
+    def modules(self, include: Callable[[Envoy], bool] | None = None) -> list[Envoy]:
+        """Return this envoy and all below it, each once, those for which ``include`` holds."""
+        return [envoy for _, envoy in self.named_modules(include)]
+
+    def named_modules(self, include: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
+        """Return path and envoy of this module and all below it, each once, those for which ``include`` holds."""
+        found: dict[int, tuple[str, Envoy]] = {}
+        pending: list[Envoy] = [self]
+        while pending:
+            envoy = pending.pop()
+            if id(envoy) not in found:
+                found[id(envoy)] = (envoy.path, envoy)
+                pending.extend(reversed(envoy._children.values()))
+        return [(path, envoy) for path, envoy in found.values() if include is None or include(envoy)]
+
+    def get(self, path: str) -> Any:
+        """Return what a dotted path below this envoy names, such as ``"transformer.h.0.output"``."""
+        value: Any = self
+        for part in path.split("."):
+            children = value._children if isinstance(value, Envoy) else {}
+            value = children[part] if part in children else getattr(value, part)
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("_module")
+        if module is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            raise AttributeError(self._unknown(name)) from None
+        if isinstance(value, torch.nn.Module):
+            self._sync()
+            if name in self._children:
+                return self._children[name]
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            setattr(self._module, name, value)
+            self._sync()
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._module)})
+
+    def __repr__(self) -> str:
+        return repr(self._module)
+
+    def _unknown(self, name: str) -> str:
+        candidates = [*self._children, *(key for key in dir(type(self)) if not key.startswith("_"))]
+        near = difflib.get_close_matches(name, candidates, n=3)
+        hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
+        children = ", ".join(list(self._children)[:8]) + (", …" if len(self._children) > 8 else "")
+        inside = f" Its child modules: {children}." if children else ""
+        return f"`{self.path}` ({type(self._module).__name__}) has no attribute `{name}`.{hint}{inside}"
+
+    # -- keeping up with the module ------------------------------------------------------------------------------
+
+    def _adopt(self, name: str, child: torch.nn.Module, known: dict[torch.nn.Module, Envoy]) -> None:
+        """Mirror ``child`` under ``name``."""
+        envoy = known.get(child)
+        if envoy is None:
+            path = self._tree.paths.get(child, f"{self.path}.{name}")
+            envoy = Envoy(child, path=path, tree=self._tree, known=known)
+        self._children[name] = envoy
+        if hasattr(type(self), name):
+            self.__class__ = _with_child_named(type(self), name)
+        self.__dict__[name] = envoy
+
+    def _sync(self) -> None:
+        """Mirror the modules as they are now; envoys of modules that stayed keep their identity."""
+        if not self._tree.changed() and self._mirrors_module():
+            return
+        known = {envoy._module: envoy for envoy in self.modules() if envoy is not self}
+        self._mirror(known, set())
+
+    def _mirrors_module(self) -> bool:
+        modules = {name: child for name, child in self._module._modules.items() if child is not None}
+        return modules == {name: envoy._module for name, envoy in self._children.items()}
+
+    def _mirror(self, known: dict[torch.nn.Module, Envoy], done: set[int]) -> None:
+        done.add(id(self))
+        for name in self._children:
+            self.__dict__.pop(name, None)
+        self._children.clear()
+        for name, child in self._module._modules.items():
+            if child is not None:
+                self._adopt(name, child, known)
+        for envoy in self._children.values():
+            if id(envoy) not in done:
+                envoy._mirror(known, done)
+
+
+def _with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
+    """Return ``base`` with its attribute ``name`` moved to ``nns_<name>``, to make room for a child module."""
+    moved = getattr(base, name)
+    logger.info("a child module is called `%s`; the envoy's own attribute is `nns_%s`", name, name)
+
+    def child(self: Envoy) -> Envoy:
+        return self._children[name]
+
+    return type(base.__name__, (base,), {name: property(child), f"nns_{name}": moved, "__module__": base.__module__})

@@ -1,0 +1,118 @@
+"""The root of an envoy tree: any ``torch.nn.Module``, traced eagerly or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..envoy import Envoy
+from ..runtime.eager import EagerDriver
+from ..runtime.tracer import Driver, InterleavingTracer
+from ..tracing import Backend
+from ..tree import ModuleTree
+
+if TYPE_CHECKING:
+    from ..fx.driver import CompiledDriver
+
+
+class NNsight(Envoy):
+    """A model whose internals can be read and edited while it runs.
+
+    Args:
+        module: The model. A module that was compiled with ``torch.compile`` or ``Module.compile`` is recognised:
+            traces then run compiled too, with the same options.
+        compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled; see
+            :meth:`compile`.
+
+    Example:
+        >>> model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
+        >>> with model.trace(torch.ones(1, 2)):
+        ...     hidden = model[0].output.save()
+    """
+
+    def __init__(self, module: torch.nn.Module, *, compile: bool | dict[str, Any] = False) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"NNsight wraps a torch.nn.Module, not {type(module).__name__}.")
+        options: dict[str, Any] | None = dict(compile) if isinstance(compile, dict) else {} if compile else None
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            from ..fx.compat import options_of_compiled
+
+            module, found = options_of_compiled(module)
+            options = found if options is None else options
+        self.__dict__["_compiled"] = None
+        self.__dict__["_compile_by_default"] = False
+        super().__init__(module, tree=ModuleTree(module, traced_call=_traced_call))
+        if options is not None:
+            self.compile(**options)
+
+    def compile(self, **options: Any) -> None:
+        """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
+
+        Args:
+            **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``.
+        """
+        from ..fx.driver import CompiledDriver
+
+        self.__dict__["_compiled"] = CompiledDriver(self._tree, options)
+        self.__dict__["_compile_by_default"] = True
+
+    def trace(
+        self, *args: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any
+    ) -> InterleavingTracer:
+        """Run the model once, with the block of the ``with`` statement reading and editing its internals.
+
+        Args:
+            *args: The model's input.
+            compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`.
+            backend: Where the block runs; in this process by default.
+            **kwargs: The model's input, by name.
+
+        Returns:
+            The tracer; ``tracer.report`` tells how the trace ran.
+        """
+        self._sync()
+        compiled = self._compile_by_default if compile is None else compile
+        driver = self._compiled_driver() if compiled else EagerDriver(self._eager_call, self._tree.instrumentation)
+        return InterleavingTracer(driver, self._prepare_input, args, kwargs, backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, compiled if :meth:`compile` was called; inside a block, apply it to the block's values."""
+        if self._compile_by_default and not self.interleaving:
+            return self._compiled_driver().call_plain(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""
+        return args, kwargs
+
+    def _eager_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, past a ``Module.compile`` of the root."""
+        return self._module._call_impl(*args, **kwargs)
+
+    def _compiled_driver(self) -> CompiledDriver:
+        if self._compiled is None:
+            from ..fx.driver import CompiledDriver
+
+            self.__dict__["_compiled"] = CompiledDriver(self._tree, {})
+        return self._compiled
+
+    _compiled: CompiledDriver | None
+    _compile_by_default: bool
+
+
+def _traced_call(
+    input_location: str,
+    output_location: str,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a module while dynamo traces it; see :func:`nnsight.fx.taps.tapped_call`."""
+    from ..fx.taps import tapped_call
+
+    return tapped_call(input_location, output_location, call, args, kwargs)
+
+
+__all__ = ["Driver", "NNsight"]

@@ -1,0 +1,35 @@
+"""Errors of a run: a block waited for something the model did not offer."""
+
+from __future__ import annotations
+
+
+class MissedProviderError(ValueError):
+    """A location was requested that the run did not offer after the request."""
+
+
+class OutOfOrderError(MissedProviderError):
+    """A location was requested after the model had passed it, or was never reached at all."""
+
+
+def passed_message(location: str, occurrence: int, visited: str | None) -> str:
+    """Explain a request for a location that the run has already passed."""
+    here = f" The block last stopped at `{visited}`." if visited else ""
+    return (
+        f"Value was missed for {location}.i{occurrence}: the model had already passed this point when the block "
+        f"asked for it.{here} Within a block, read locations in the order in which the model runs them; "
+        "move this line up, before the later location."
+    )
+
+
+def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
+    """Explain a request that was still waiting when the model had finished."""
+    if calls:
+        cause = f"it occurred only {calls} time{'s' * (calls > 1)} in this run"
+    else:
+        cause = (
+            "it never occurred in this run. Either the forward pass does not call this module (a container such as "
+            "ModuleList, a branch that was not taken, or a module whose parameters are used directly), or it ran "
+            "before the block asked"
+        )
+    here = f" The block last stopped at `{visited}`." if visited else ""
+    return f"Execution complete but `{location}.i{occurrence}` was not provided: {cause}.{here}"

@@ -1,0 +1,127 @@
+"""The turn-taking between a model and the blocks written against it.
+
+A *driver* walks the model and calls :meth:`Interleaver.handle` with the value at each location. ``handle`` gives the
+value to every mediator that waits there, lets each run until it waits for something else, and returns what they
+made of the value. Everything a block can do to a run (read, edit in place, replace) happens inside this call, so a
+feature implemented here works under every driver: eager modules, the taps of a captured graph, an inference engine.
+
+One interleaver is one run. The active one lives in a context variable and never on the model, so two threads can
+trace one model at once and each sees its own run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from .errors import OutOfOrderError, never_reached_message
+
+if TYPE_CHECKING:
+    from .mediator import Mediator
+
+_active: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", default=None)
+
+#: The run of this thread and context, or ``None``. Bound method: called once for every module call of a run.
+active_interleaver = _active.get
+
+
+class Interleaver:
+    """One run: a model, the mediators of its blocks, and whose turn it is.
+
+    Args:
+        mediators: The blocks, in the order in which they were defined.
+
+        on_blocks_done: Called once no block has code left to run, while the model may still have to.
+
+    Attributes:
+        waited: Number of mediators waiting, by location. A driver needs to call :meth:`handle` only for these,
+            and :meth:`pass_by` for others.
+        counts: How often the run has passed each location.
+        current: The mediator whose code is running, or ``None`` while the model runs.
+        failure: What a block raised, kept in case the model's own code swallows it on the way out.
+    """
+
+    __slots__ = ("_on_blocks_done", "_token", "counts", "current", "failure", "mediators", "waited")
+
+    def __init__(self, mediators: list[Mediator], on_blocks_done: Callable[[], None] | None = None) -> None:
+        self.mediators = mediators
+        self.failure: BaseException | None = None
+        self._on_blocks_done = on_blocks_done
+        self.waited: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
+        self.current: Mediator | None = None
+        self._token: Any = None
+
+    def __enter__(self) -> Interleaver:
+        """Make this the active run and let every block run to the first location it waits for."""
+        self._token = _active.set(self)
+        try:
+            for mediator in self.mediators:
+                mediator.start(self)
+        except BaseException:
+            self.cancel()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    @property
+    def interleaving(self) -> bool:
+        """Whether this run is active."""
+        return self._token is not None
+
+    def handle(self, location: str, value: Any) -> Any:
+        """Offer ``value`` to the mediators waiting at ``location``.
+
+        Args:
+            location: Name of the point the run has reached, without occurrence number.
+            value: What the model has there.
+
+        Returns:
+            The value with which the model continues.
+        """
+        occurrence = self.counts.get(location, 0)
+        self.counts[location] = occurrence + 1
+        if location in self.waited:
+            for mediator in self.mediators:
+                if mediator.waits_at(location, occurrence):
+                    value = mediator.visit(location, occurrence, value)
+        return value
+
+    def pass_by(self, location: str) -> None:
+        """Count a passage of ``location`` for which nobody waits."""
+        self.counts[location] = self.counts.get(location, 0) + 1
+
+    def release(self) -> None:
+        """Drop what only finished blocks could still have used. Drivers call it before they decide what to keep."""
+        if self._on_blocks_done is not None and not any(mediator.alive for mediator in self.mediators):
+            self._on_blocks_done()
+            self._on_blocks_done = None
+
+    def finish(self) -> None:
+        """End the blocks after the model has returned.
+
+        Raises:
+            OutOfOrderError: At the user's line, for a block that still waits for a location.
+        """
+        for mediator in self.mediators:
+            request = mediator.waiting
+            if request is not None:
+                location, occurrence = request
+                calls = self.counts.get(location, 0)
+                mediator.throw(
+                    OutOfOrderError(never_reached_message(location, occurrence, calls, mediator.last_visited))
+                )
+
+    def cancel(self) -> None:
+        """End whatever still runs and stop being the active run."""
+        for mediator in self.mediators:
+            mediator.cancel()
+        if self._token is not None:
+            _active.reset(self._token)
+            self._token = None
+        self.mediators = []
+        self.waited.clear()
+        self._on_blocks_done = None

@@ -1,0 +1,251 @@
+"""A block as a function over a shared scope.
+
+The body of a ``with`` statement must run later, as often as its tracer likes, and still mean what it says:
+read the variables of the function around it, assign variables that later code of the same block (or a sibling
+block) reads, and be visible to comprehensions and nested functions. Python has exactly one construct with
+these properties, the closure. So the body is compiled as an inner function all of whose variables are free, and
+every variable is a cell in a :class:`Scope`.
+
+* An outermost block gets fresh cells, filled from the user's frame.
+* A block inside a block gets the same cells. Sibling invokes, an iteration body and the block around them share
+  variables for that reason alone: there is nothing to copy.
+
+The syntax tree is compiled where it stands, with the user's file name and positions, so tracebacks, debuggers and
+nested blocks (which look up *their* ``with`` statement in the same file) need no line arithmetic.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import dis
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import BLOCK_NAME, WithBlockNotFoundError
+from .saving import saves
+from .source import WithSite, find_with
+
+SCOPE_NAME = "__nnsight_scope__"
+TRACER_NAME = "__nnsight_tracer__"
+
+
+@dataclass(eq=False)
+class Scope:
+    """The variables of a family of blocks, one cell each.
+
+    Attributes:
+        cells: Cell by variable name.
+    """
+
+    cells: dict[str, types.CellType] = field(default_factory=dict)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of every bound variable."""
+        for name, cell in self.cells.items():
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # unbound
+                continue
+
+    def drop_unsaved(self) -> None:
+        """Unbind the variables that would not come home anyway."""
+        marked = saves.get() or {}
+        for name, value in list(self.items()):
+            if id(value) not in marked:
+                del self.cells[name].cell_contents
+
+    def clear(self) -> None:
+        """Unbind all variables, so that the scope keeps no object alive."""
+        self.cells.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A compiled body, ready to be bound to a scope.
+
+    Attributes:
+        code: Code object of the body; every variable of the block is free in it.
+        filename: The user's file.
+        line: First line of the ``with`` statement.
+        shared: Names of all variables of the block.
+        targets: Names bound by ``as`` in the statement.
+    """
+
+    code: types.CodeType
+    filename: str
+    line: int
+    shared: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    def open_scope(self, frame: types.FrameType) -> Scope:
+        """Return the scope of the block around this one, or a new one with the values of the user's frame."""
+        if frame.f_code.co_name == BLOCK_NAME:
+            scope = frame.f_locals[SCOPE_NAME]
+            for name in self.shared:
+                if name not in scope.cells:
+                    scope.cells[name] = types.CellType()
+            return scope
+        variables = frame.f_locals
+        return Scope(
+            {name: types.CellType(variables[name]) if name in variables else types.CellType() for name in self.shared}
+        )
+
+    def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
+        """Return the body as a function without arguments that works on ``scope``."""
+        fixed = {SCOPE_NAME: types.CellType(scope), TRACER_NAME: types.CellType(tracer)}
+        closure = tuple(fixed.get(name) or scope.cells[name] for name in self.code.co_freevars)
+        return types.FunctionType(self.code, module_globals, BLOCK_NAME, None, closure)
+
+
+_blocks: dict[tuple[int, int], tuple[weakref.ref[types.CodeType], Block]] = {}
+
+
+def block_at(frame: types.FrameType) -> Block:
+    """Return the compiled block that ``frame`` is entering; each place in the code is compiled once.
+
+    Raises:
+        WithBlockNotFoundError: If the block has no source or is on the line of its ``with``.
+        SyntaxError: If the body contains a statement that cannot be deferred.
+    """
+    key = (id(frame.f_code), frame.f_lasti)
+    known = _blocks.get(key)
+    if known is not None:
+        return known[1]
+    block = _compile(find_with(frame), frame)
+    reference = weakref.ref(frame.f_code, lambda _: _blocks.pop(key, None))
+    _blocks[key] = (reference, block)
+    return block
+
+
+def _compile(site: WithSite, frame: types.FrameType) -> Block:
+    node, filename = site.node, site.filename
+    header_line = max(item.context_expr.end_lineno or 0 for item in node.items)
+    if node.body[0].lineno <= header_line:
+        raise WithBlockNotFoundError(
+            f"The body of the block at {filename}:{node.lineno} is on the line of its `with`. "
+            "Put it on lines of its own, indented, so that it can be captured."
+        )
+    _refuse_jumps(node, filename)
+    body: list[ast.stmt] = list(node.body)
+    if site.item + 1 < len(node.items):
+        inner = ast.With(items=node.items[site.item + 1 :], body=body)
+        body = [ast.copy_location(inner, node)]
+    target = node.items[site.item].optional_vars
+    if target is not None:
+        assignment = ast.Assign(targets=[target], value=ast.Name(TRACER_NAME, ast.Load()))
+        body.insert(0, ast.copy_location(assignment, target))
+    body = [statement for statement in body if not isinstance(statement, ast.Nonlocal)]
+
+    stored, loaded = _names_of(_function_code(body, [], site))
+    local = _local_names(frame)
+    if local is None:  # a module's own variables are globals: only assignments need a cell
+        shared, declared_global = stored, set()
+    else:
+        declared_global = stored - local if frame.f_code.co_flags & inspect.CO_OPTIMIZED else set()
+        shared = (stored | (loaded & local)) - declared_global
+    shared -= {SCOPE_NAME, TRACER_NAME}
+    declarations: list[ast.stmt] = [ast.Expr(ast.Name(SCOPE_NAME, ast.Load()))]
+    if declared_global:
+        declarations.append(ast.Global(sorted(declared_global)))
+    if stored & shared:
+        declarations.append(ast.Nonlocal(sorted(stored & shared)))
+    for declaration in declarations:
+        ast.copy_location(declaration, node)
+    code = _function_code(declarations + body, sorted(shared | {SCOPE_NAME, TRACER_NAME}), site)
+    targets = () if target is None else tuple(n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+    return Block(code, filename, node.lineno, tuple(sorted(shared)), targets)
+
+
+def _local_names(frame: types.FrameType) -> set[str] | None:
+    """Names of the frame's own variables; ``None`` at module level, where they are globals."""
+    code = frame.f_code
+    if code.co_name == BLOCK_NAME:
+        return set(frame.f_locals[SCOPE_NAME].cells)
+    if code.co_flags & inspect.CO_OPTIMIZED:
+        return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    return None if frame.f_locals is frame.f_globals else set(frame.f_locals)
+
+
+def _function_code(body: list[ast.stmt], free: list[str], site: WithSite) -> types.CodeType:
+    """Compile ``body`` as a function in which the names ``free`` are variables of a function around it."""
+    parameters = ast.arguments(
+        posonlyargs=[], args=[ast.arg(name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
+    )
+    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    inner = ast.FunctionDef(name=BLOCK_NAME, args=nothing, body=body, decorator_list=[], type_params=[])
+    outer = ast.FunctionDef(name=BLOCK_NAME, args=parameters, body=[inner], decorator_list=[], type_params=[])
+    top: ast.stmt = outer
+    if site.class_name is not None:  # private names (``self.__x``) are mangled with the class around them
+        top = ast.ClassDef(
+            name=site.class_name, bases=[], keywords=[], body=[outer], decorator_list=[], type_params=[]
+        )
+    module = ast.Module(body=[top], type_ignores=[])
+    for node in (inner, outer, top):
+        ast.copy_location(node, site.node)
+    ast.fix_missing_locations(module)
+    code = compile(module, site.filename, "exec", dont_inherit=True)
+    for _ in range(2 if site.class_name is None else 3):
+        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return code
+
+
+def _names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Names that ``code`` binds, and names that it or a function in it looks up outside."""
+    stored = {*code.co_varnames, *code.co_cellvars}
+    loaded: set[str] = set()
+    pending = [code]
+    while pending:
+        current = pending.pop()
+        loaded.update(
+            instruction.argval
+            for instruction in dis.get_instructions(current)
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        )
+        pending.extend(constant for constant in current.co_consts if isinstance(constant, types.CodeType))
+    return stored, loaded
+
+
+def _refuse_jumps(node: ast.With, filename: str) -> None:
+    """Raise for statements that leave the block in a way a deferred body cannot."""
+
+    def visit(current: ast.AST, in_loop: bool) -> None:
+        for child in ast.iter_child_nodes(current):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+                continue
+            jump = (
+                "return"
+                if isinstance(child, ast.Return)
+                else "yield"
+                if isinstance(child, (ast.Yield, ast.YieldFrom))
+                else "await"
+                if isinstance(child, ast.Await)
+                else "break or continue of a loop around the block"
+                if isinstance(child, (ast.Break, ast.Continue)) and not in_loop
+                else None
+            )
+            if jump is not None:
+                line = getattr(child, "lineno", node.lineno)
+                raise SyntaxError(
+                    f"`{jump}` at {filename}:{line} would leave a block that runs later, together with the model. "
+                    "Save what you need and use it after the block."
+                )
+            visit(child, in_loop or isinstance(child, (ast.For, ast.AsyncFor, ast.While)))
+
+    for statement in node.body:
+        visit(ast.Module(body=[statement], type_ignores=[]), False)
+
+
+def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
+    """Bind ``values`` as variables of ``frame``."""
+    if not values:
+        return
+    variables = frame.f_locals
+    variables.update(values)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

@@ -1,0 +1,76 @@
+"""Errors of the tracing layer, and tracebacks that show the user's code.
+
+A block runs later than where it is written, under several frames of this package. The frames of the
+block itself carry the user's file and line (the block is compiled from the user's own syntax tree), so
+a readable traceback is the original one with this package's frames taken out. ``CONFIG.APP.DEBUG`` leaves
+them in.
+"""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+from ..config import CONFIG
+
+PACKAGE_DIRECTORY = str(Path(__file__).resolve().parent.parent) + "/"
+
+#: Name of the function that a block is compiled to; shows in tracebacks.
+BLOCK_NAME = "__nnsight_block__"
+
+#: Packages whose frames only carry the run (module calls, compiled graphs), never the cause of an error.
+_CARRIERS = ("/torch/nn/modules/module.py", "/torch/_dynamo/eval_frame.py", "/torch/_dynamo/external_utils.py")
+
+
+class WithBlockNotFoundError(Exception):
+    """The source of a ``with`` block cannot be found, or the block has a form that cannot be deferred."""
+
+
+def is_internal(code: types.CodeType) -> bool:
+    """Whether ``code`` belongs to this package rather than to the user or to a library."""
+    filename = code.co_filename
+    return filename.startswith(PACKAGE_DIRECTORY) and not filename.startswith(PACKAGE_DIRECTORY + "demo/")
+
+
+def clean_traceback(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Return ``traceback`` without the frames that only carried the run.
+
+    Frames of this package and of the module-call machinery of torch are dropped. When the error came out of a
+    block, the frames of the model that had stopped for it are dropped too.
+    """
+    kept: list[types.TracebackType] = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_name == BLOCK_NAME and not (kept and kept[0].tb_frame.f_code.co_name == BLOCK_NAME):
+            kept.clear()
+        if not is_internal(code) and not code.co_filename.endswith(_CARRIERS):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    result: types.TracebackType | None = None
+    for entry in reversed(kept):
+        result = types.TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def wrap_exception(error: BaseException, info: object = None) -> BaseException:
+    """Return ``error``, same object and type, with a traceback that shows the user's lines.
+
+    Args:
+        error: What a block or the model raised.
+        info: The block it came from; accepted for backends that pass ``tracer.info``.
+    """
+    if CONFIG.APP.DEBUG:
+        return error
+    cleaned = clean_traceback(error.__traceback__)
+    return error if cleaned is None else error.with_traceback(cleaned)
+
+
+def user_position(traceback: types.TracebackType | None) -> tuple[str, int] | None:
+    """Return file and line of the innermost frame of ``traceback`` that is not this package's."""
+    position = None
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not is_internal(code):
+            position = (code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return position

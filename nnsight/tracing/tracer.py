@@ -1,0 +1,147 @@
+"""The context manager of a deferred block.
+
+``with`` cannot skip its body by itself, so ``__enter__`` arms the interpreter's tracing on the caller's frame: the
+very next instruction after entering raises a private exception, which ``__exit__`` swallows. Tracing is on for
+that one instruction only and what was there before (a debugger, coverage) is put back. Then ``__exit__`` hands the
+compiled body to a backend, which decides where and when it runs, and finally rebinds saved names in the user's
+frame.
+
+What follows from this: the body never runs in place, a second context manager in the same header is entered around
+the deferred body only, and the header's arguments are evaluated exactly once, at the usual time.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .block import Block, Scope, block_at, write_back
+from .errors import BLOCK_NAME, is_internal, wrap_exception
+from .saving import mount, saves
+
+
+class _SkipBody(BaseException):
+    """Raised in the user's frame to leave the body before its first instruction."""
+
+
+def _raise_skip(frame: types.FrameType, event: str, argument: Any) -> None:
+    raise _SkipBody
+
+
+def _ignore_new_frames(frame: types.FrameType, event: str, argument: Any) -> None:
+    return None
+
+
+class Backend:
+    """Decides what happens to a compiled block.
+
+    A subclass overrides ``__call__``, gets the function from ``super().__call__(tracer)`` and either runs it
+    with ``tracer.execute(function)`` or sends it elsewhere.
+    """
+
+    def __call__(self, tracer: Tracer) -> Any:
+        """Return the body of ``tracer`` as a function without arguments."""
+        return tracer.compile()
+
+
+class ExecutionBackend(Backend):
+    """Runs the block in this process."""
+
+    def __call__(self, tracer: Tracer) -> Any:
+        return tracer.execute(super().__call__(tracer))
+
+
+class Tracer:
+    """Captures the body of its ``with`` statement and defers it.
+
+    Args:
+        backend: Called with the tracer once the body is captured; runs it in this process by default.
+
+    Attributes:
+        info: The captured :class:`Block` while the context is open, else ``None``.
+        scope: Its variables, likewise.
+    """
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        self.backend = backend or ExecutionBackend()
+        self.info: Block | None = None
+        self.scope: Scope | None = None
+        self._frame: types.FrameType | None = None
+        self._previous: tuple[Any, Any, bool] | None = None
+
+    def __enter__(self) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_code.co_name == "__enter__" and is_internal(frame.f_code) and frame.f_back is not None:
+            frame = frame.f_back
+        self.info = block_at(frame)
+        self.scope = self.info.open_scope(frame)
+        self._frame = frame
+        self._previous = (sys.gettrace(), frame.f_trace, frame.f_trace_opcodes)
+        frame.f_trace = _raise_skip
+        frame.f_trace_opcodes = True
+        sys.settrace(_ignore_new_frames)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
+        frame, previous = self._frame, self._previous
+        assert frame is not None and previous is not None
+        sys.settrace(previous[0])
+        frame.f_trace_opcodes = previous[2]
+        frame.f_trace = previous[1]
+        if kind is not _SkipBody:
+            self._close()
+            return False
+        try:
+            self.run()
+        finally:
+            self._close()
+        return True
+
+    def run(self) -> None:
+        """Call the backend inside a table of saves, then bring saved names home.
+
+        Saved names come home also when the block failed: what was saved before the error is not lost.
+        """
+        assert self.info is not None and self.scope is not None and self._frame is not None
+        frame, scope = self._frame, self.scope
+        mount()
+        outermost = saves.get() is None
+        token = saves.set({}) if outermost else None
+        try:
+            self.backend(self)
+        except BaseException as failure:
+            context = failure.__context__
+            try:
+                raise wrap_exception(failure, self.info)
+            finally:
+                # ``raise`` chained the failure to the private exception that skipped the body.
+                failure.__context__ = context if not isinstance(context, _SkipBody) else None
+        finally:
+            self._bring_home(frame, scope)
+            if token is not None:
+                saves.reset(token)
+
+    def _bring_home(self, frame: types.FrameType, scope: Scope) -> None:
+        assert self.info is not None
+        if frame.f_code.co_name == BLOCK_NAME:
+            return  # the block around this one shares the scope
+        marked = saves.get() or {}
+        values = {name: value for name, value in scope.items() if id(value) in marked}
+        if len(self.info.targets) == 1:
+            values[self.info.targets[0]] = self
+        write_back(frame, values)
+        scope.clear()
+
+    def compile(self) -> Callable[[], None]:
+        """Return the captured body, bound to its scope."""
+        assert self.info is not None and self.scope is not None and self._frame is not None
+        return self.info.bind(self.scope, self, self._frame.f_globals)
+
+    def execute(self, function: Callable[[], None]) -> Any:
+        """Run the body; subclasses run it together with something else."""
+        return function()
+
+    def _close(self) -> None:
+        self.info = self.scope = self._frame = self._previous = None

@@ -1,0 +1,65 @@
+"""The modules of one wrapped model, by path, and what a run needs of them.
+
+All envoys of a model share one :class:`ModuleTree`. It holds modules and never envoys, so an envoy tree is free of
+reference cycles and goes away with its last user. The tree notices when somebody replaces, adds or removes a
+submodule after wrapping, so that a run never intercepts modules that are no longer part of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .runtime.instrumentation import Instrumentation, TracedCall
+
+
+class ModuleTree:
+    """Paths of the modules below ``root``.
+
+    A module that is reachable by several paths has one location, that of the first path.
+
+    Args:
+        root: The wrapped module.
+        path: Prefix of all locations.
+        traced_call: What intercepted calls do while dynamo traces them.
+    """
+
+    def __init__(self, root: torch.nn.Module, path: str = "model", traced_call: TracedCall | None = None) -> None:
+        self.root = root
+        self.path = path
+        self._traced_call = traced_call
+        self.paths: dict[torch.nn.Module, str] = {}
+        self._shape: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
+        self._instrumentation: Instrumentation | None = None
+        self._scan()
+
+    def _scan(self) -> None:
+        named = dict(self.root.named_modules())
+        self.paths = {module: f"{self.path}.{name}" if name else self.path for name, module in named.items()}
+        self._shape = [(module._modules, tuple(module._modules.values())) for module in named.values()]
+        self._instrumentation = None
+
+    def replace_root(self, root: torch.nn.Module) -> None:
+        """Describe another module of the same structure, for instance the one with the real weights."""
+        self.root = root
+        self._scan()
+
+    def changed(self) -> bool:
+        """Whether submodules were added, removed or replaced since the last look; looks again if so."""
+        if all(tuple(children.values()) == known for children, known in self._shape):
+            return False
+        self._scan()
+        return True
+
+    @property
+    def instrumentation(self) -> Instrumentation:
+        """Interception of all calls in the tree; install it for the time of a run."""
+        if self._instrumentation is None:
+            modules = {path: module for module, path in self.paths.items()}
+            self._instrumentation = Instrumentation(modules, self._traced_call)
+        return self._instrumentation
+
+    def names(self) -> Iterable[str]:
+        """Yield the paths of all modules."""
+        return self.paths.values()

@@ -90,6 +90,13 @@ class Interleaver:
                     value = mediator.visit(location, occurrence, value)
         return value
 
+    def is_waited(self, location: str) -> bool:
+        """Whether somebody waits for the passage of ``location`` that comes next."""
+        if location not in self.waited:
+            return False
+        occurrence = self.counts.get(location, 0)
+        return any(mediator.waits_at(location, occurrence) for mediator in self.mediators)
+
     def pass_by(self, location: str) -> None:
         """Count a passage of ``location`` for which nobody waits."""
         self.counts[location] = self.counts.get(location, 0) + 1

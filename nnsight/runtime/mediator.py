@@ -18,12 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from ..tracing.saving import save
 from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
+
+
+torch.Tensor.save = save  # type: ignore[attr-defined]  # for helper functions; blocks do not need it
 
 
 class Mediator:

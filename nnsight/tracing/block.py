@@ -17,6 +17,7 @@ nested blocks (which look up *their* ``with`` statement in the same file) need n
 from __future__ import annotations
 
 import ast
+import copy
 import ctypes
 import dis
 import inspect
@@ -28,11 +29,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import BLOCK_NAME, WithBlockNotFoundError
-from .saving import saves
+from .saving import save_method, saves
 from .source import WithSite, find_with
 
 SCOPE_NAME = "__nnsight_scope__"
 TRACER_NAME = "__nnsight_tracer__"
+SAVE_NAME = "__nnsight_save__"
+_OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME)
 
 
 @dataclass(eq=False)
@@ -98,7 +101,8 @@ class Block:
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
         """Return the body as a function without arguments that works on ``scope``."""
-        fixed = {SCOPE_NAME: types.CellType(scope), TRACER_NAME: types.CellType(tracer)}
+        own = zip(_OWN_NAMES, (scope, tracer, save_method), strict=True)
+        fixed = {name: types.CellType(value) for name, value in own}
         closure = tuple(fixed.get(name) or scope.cells[name] for name in self.code.co_freevars)
         return types.FunctionType(self.code, module_globals, BLOCK_NAME, None, closure)
 
@@ -132,7 +136,8 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
             "Put it on lines of its own, indented, so that it can be captured."
         )
     _refuse_jumps(node, filename)
-    body: list[ast.stmt] = list(node.body)
+    rewriter = _RewriteSaves()
+    body: list[ast.stmt] = [rewriter.visit(statement) for statement in copy.deepcopy(node.body)]
     if site.item + 1 < len(node.items):
         inner = ast.With(items=node.items[site.item + 1 :], body=body)
         body = [ast.copy_location(inner, node)]
@@ -149,7 +154,7 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
     else:
         declared_global = stored - local if frame.f_code.co_flags & inspect.CO_OPTIMIZED else set()
         shared = (stored | (loaded & local)) - declared_global
-    shared -= {SCOPE_NAME, TRACER_NAME}
+    shared -= set(_OWN_NAMES)
     declarations: list[ast.stmt] = [ast.Expr(ast.Name(SCOPE_NAME, ast.Load()))]
     if declared_global:
         declarations.append(ast.Global(sorted(declared_global)))
@@ -157,9 +162,20 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
         declarations.append(ast.Nonlocal(sorted(stored & shared)))
     for declaration in declarations:
         ast.copy_location(declaration, node)
-    code = _function_code(declarations + body, sorted(shared | {SCOPE_NAME, TRACER_NAME}), site)
+    code = _function_code(declarations + body, sorted(shared.union(_OWN_NAMES)), site)
     targets = () if target is None else tuple(n.id for n in ast.walk(target) if isinstance(n, ast.Name))
     return Block(code, filename, node.lineno, tuple(sorted(shared)), targets)
+
+
+class _RewriteSaves(ast.NodeTransformer):
+    """Turns ``x.save()`` into a call that works for every object; see :mod:`nnsight.tracing.saving`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "save" and not (node.args or node.keywords):
+            function = ast.copy_location(ast.Name(SAVE_NAME, ast.Load()), node.func)
+            return ast.copy_location(ast.Call(function, [node.func.value], []), node)
+        return node
 
 
 def _local_names(frame: types.FrameType) -> set[str] | None:

@@ -4,17 +4,17 @@ A mark is kept on the run, not on the object: a table from object identity to th
 variable, so that two threads tracing at once do not see each other's marks. The outermost tracer opens the table
 and, when it ends, rebinds in the user's frame every name whose value is marked.
 
-``.save()`` as a method of *every* object is part of the public language (``list().save()``,
-``hidden.shape[-1].save()``, also in helper functions far from any block). It is mounted on ``object`` with the first
-trace and stays: mounting for each run would invalidate the interpreter's type caches each time. Outside a run
-the method raises. ``CONFIG.APP.PYMOUNT = False`` before the first trace leaves ``object`` alone.
+``.save()`` works on *every* object (``list().save()``, ``hidden.shape[-1].save()``). Inside a block the call is rewritten
+when the block is compiled, to :func:`save_method`: nothing has to be attached to the object. Helper functions
+outside any block are not rewritten; for them the method is mounted on the built-in containers and numbers. It is not
+mounted on ``object``, where it would appear on every class of the process: libraries that list the attributes of
+classes, or define a method ``save`` of their own, trip over it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import types
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -45,23 +45,26 @@ def save(value: T) -> T:
     return value
 
 
-class _SaveMethod:
-    """Makes ``save`` a method of every object, but not an attribute of any class.
+def save_method(value: T) -> T:
+    """Do what ``value.save()`` means in a block: the object's own method if it has one, else :func:`save`."""
+    if isinstance(value, _MOUNTED):
+        return save(value)
+    own = getattr(value, "save", None)
+    return save(value) if own is None else own()
 
-    Binding libraries look a method up on the class before they define it and refuse to overload a foreign one.
-    """
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            raise AttributeError(f"type object {getattr(owner, '__name__', '?')!r} has no attribute 'save'")
-        return types.MethodType(save, instance)
+_MOUNTED = (list, dict, tuple, set, int, float, str)
+_mounted = False
 
 
 def mount() -> None:
-    """Make ``save`` a method of ``object``; later calls do nothing."""
-    if not CONFIG.APP.PYMOUNT or "save" in object.__dict__:
+    """Make ``save`` a method of the built-in containers and numbers; later calls do nothing."""
+    global _mounted
+    if _mounted or not CONFIG.APP.PYMOUNT:
         return
-    # ``object.__dict__`` is a read-only view; the dictionary behind it is its only referent.
-    (namespace,) = gc.get_referents(object.__dict__)
-    namespace["save"] = _SaveMethod()
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(object))
+    _mounted = True
+    for kind in _MOUNTED:
+        # ``kind.__dict__`` is a read-only view; the dictionary behind it is its only referent.
+        (namespace,) = gc.get_referents(kind.__dict__)
+        namespace.setdefault("save", save)
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))

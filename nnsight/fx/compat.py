@@ -1,0 +1,68 @@
+"""What differs between supported torch versions, or is not public in them; kept in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import convert_frame
+
+#: Held by dynamo while it compiles; inductor relies on it for thread safety.
+compile_lock = convert_frame.compile_lock
+
+#: Compiles ``(graph module, example inputs)`` to a callable, as a backend of ``torch.compile`` does.
+BackendCallable = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def resolve_backend(
+    backend: Any = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> BackendCallable:
+    """Return the callable that ``torch.compile`` would use for these arguments."""
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+def options_of_compiled(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return the module behind ``torch.compile(module)`` or ``module.compile()``, and the options that were given."""
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        context, original = module.dynamo_ctx, module._orig_mod
+        found = _options_of_context(context)
+        return original, found
+    context = getattr(module._compiled_call_impl, "__closure__", None)
+    for cell in context or ():
+        if isinstance(cell.cell_contents, torch._dynamo.eval_frame._TorchDynamoContext):
+            return module, _options_of_context(cell.cell_contents)
+    return module, {}
+
+
+def _options_of_context(context: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"fullgraph": bool(getattr(context, "error_on_graph_break", False))}
+    callback: Any = getattr(context, "callback", None)
+    wrapper = _innermost_backend(callback)
+    if isinstance(wrapper, torch._TorchCompileInductorWrapper):
+        found |= {"backend": "inductor", "dynamic": wrapper.dynamic, "options": dict(wrapper.config) or None}
+    elif isinstance(wrapper, torch._TorchCompileWrapper):
+        found |= {"backend": wrapper.compiler_fn, "dynamic": wrapper.dynamic}
+        found |= {key: wrapper.kwargs[key] for key in ("mode", "options") if key in wrapper.kwargs}
+    elif callable(wrapper):
+        found["backend"] = wrapper
+    return found
+
+
+def _innermost_backend(callback: Any) -> Any:
+    """Follow the chain of callables that dynamo wraps around a backend."""
+    for _ in range(8):
+        if isinstance(callback, (torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper)):
+            return callback
+        inner = getattr(callback, "_torchdynamo_orig_backend", None) or getattr(
+            callback, "_torchdynamo_orig_callable", None
+        )
+        if inner is None:
+            return callback
+        callback = inner
+    return callback

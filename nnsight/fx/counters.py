@@ -1,0 +1,44 @@
+"""Process-wide counts of what the compiler did, for tests and for watching a service.
+
+A steady state shows as counters that stand still: tests assert counts, never times.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, fields
+
+
+@dataclass
+class Counters:
+    """How often each stage of the compiler ran in this process.
+
+    Attributes:
+        captures: Graphs dynamo captured of wrapped models.
+        recordings: Programs recorded anew (a block that follows a known program is not recorded).
+        splices: Programs put into captured graphs.
+        compiles: Graphs lowered, plain and spliced ones.
+        breaks: Cuts of a graph because a block needed a concrete value.
+    """
+
+    captures: int = 0
+    recordings: int = 0
+    splices: int = 0
+    compiles: int = 0
+    breaks: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, name: str) -> None:
+        """Count one more ``name``."""
+        with self._lock:
+            setattr(self, name, getattr(self, name) + 1)
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        with self._lock:
+            for item in fields(self):
+                if item.type == "int":
+                    setattr(self, item.name, 0)
+
+
+counters = Counters()

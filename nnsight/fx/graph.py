@@ -1,0 +1,149 @@
+"""A captured graph: what dynamo gave us for one model and one set of guards.
+
+Besides the FX graph it holds what every run on it needs: the taps in order, which node each tap's tensors really are, and the
+tree of programs recorded so far.
+
+Dynamo keeps using its own graph module after the backend has returned, so this works on a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from .compat import BackendCallable
+from .program import State
+from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
+
+
+@dataclass(frozen=True, eq=False)
+class Tap:
+    """A location in a captured graph.
+
+    Attributes:
+        index: Number of the tap, in graph order.
+        location: The location it marks.
+        node: The tap's node.
+        leaves: Leaves of the value: a node for each tensor (and symbolic number), else the constant.
+        structure: How the leaves nest.
+        outputs: For each tensor leaf, the nodes that take it out of the tap.
+    """
+
+    index: int
+    location: str
+    node: torch.fx.Node
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    outputs: dict[int, list[torch.fx.Node]] = field(default_factory=dict)
+
+    def is_tensor(self, leaf: Any) -> bool:
+        """Whether ``leaf`` of this tap is a tensor."""
+        return isinstance(leaf, torch.fx.Node) and isinstance(leaf.meta.get("example_value"), torch.Tensor)
+
+
+class CapturedGraph:
+    """A captured graph with its taps and the programs known for it.
+
+    Args:
+        graph_module: As dynamo gave it; copied.
+        backend: What lowers the plain and the spliced graphs.
+
+    Attributes:
+        graph_module: The copy.
+        nodes: Its nodes in order.
+        taps: Its taps in order.
+        placeholders: Its inputs in order.
+        outputs: The nodes (or constants) it returns.
+        tap_number: Number of the tap, for each tap's node.
+        tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
+        symbols: For each input that is a symbolic size: its position and its symbol.
+        start: The empty program.
+        lock: Held while programs are extended and variants are made.
+    """
+
+    def __init__(self, graph_module: torch.fx.GraphModule, backend: BackendCallable) -> None:
+        self.graph_module = copy.deepcopy(graph_module)
+        self.backend = backend
+        graph = self.graph_module.graph
+        self.nodes = list(graph.nodes)
+        self.order = {node: number for number, node in enumerate(self.nodes)}
+        self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.input_index = {node: index for index, node in enumerate(self.placeholders)}
+        (self.output_node,) = (node for node in self.nodes if node.op == "output")
+        returned = self.output_node.args[0]
+        self.outputs: tuple[Any, ...] = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+        self.taps: list[Tap] = []
+        self.tap_number: dict[torch.fx.Node, int] = {}
+        self.tapped: dict[torch.fx.Node, tuple[int, int]] = {}
+        for node in self.nodes:
+            if node.op == "call_function" and node.target is tap:
+                self._add_tap(node)
+        self.symbols: list[tuple[int, Any]] = []
+        for index, node in enumerate(self.placeholders):
+            example = node.meta.get("example_value")
+            if isinstance(example, torch.SymInt) and example.node.expr.is_symbol:
+                self.symbols.append((index, example.node.expr))
+        self.start = State()
+        self.plain_variants: dict[Any, Any] = {}
+        self.fake_mode = FakeTensorMode()
+        self.lock = threading.RLock()
+        self._fakes: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.Tensor] = {}
+
+    def _add_tap(self, node: torch.fx.Node) -> None:
+        location, leaves, structure = node.args
+        index = len(self.taps)
+        made = Tap(index, str(location), node, tuple(leaves), parse_structure(str(structure)))  # type: ignore[arg-type]
+        self.taps.append(made)
+        self.tap_number[node] = index
+        tensor_leaves = [number for number, leaf in enumerate(made.leaves) if made.is_tensor(leaf)]
+        for user in node.users:
+            _, position = user.args  # operator.getitem(tap, position)
+            leaf_number = tensor_leaves[position]  # type: ignore[index]
+            self.tapped[user] = (index, leaf_number)
+            made.outputs.setdefault(leaf_number, []).append(user)
+
+    def binding(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the sizes that the graph's symbols have for these inputs."""
+        return tuple(int(inputs[index]) for index, _ in self.symbols)
+
+    def concrete(self, number: Any, binding: tuple[int, ...]) -> Any:
+        """Return a symbolic number as the plain number it is under ``binding``."""
+        if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return number
+        values = {symbol: value for (_, symbol), value in zip(self.symbols, binding, strict=True)}
+        expression = number.node.expr.xreplace(values)
+        kind = int if isinstance(number, torch.SymInt) else float if isinstance(number, torch.SymFloat) else bool
+        return kind(expression)
+
+    def fake(self, node: torch.fx.Node, binding: tuple[int, ...]) -> torch.Tensor:
+        """Return a fake tensor like the value of ``node``, with plain sizes."""
+        key = (node, binding)
+        found = self._fakes.get(key)
+        if found is None:
+            example = node.meta["example_value"]
+            size = [self.concrete(number, binding) for number in example.shape]
+            stride = [self.concrete(number, binding) for number in example.stride()]
+            with self.fake_mode, torch.no_grad():
+                found = torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
+            if example.requires_grad:
+                with torch.enable_grad():
+                    # Not a leaf: blocks may edit it in place, as they may in eager mode.
+                    found = found.requires_grad_(True).clone()
+            if len(self._fakes) > 4096:
+                self._fakes.clear()
+            self._fakes[key] = found
+        return found
+
+    def constant_leaf(self, tap: Tap, leaf: Any, binding: tuple[int, ...]) -> Any:
+        """Return a leaf of ``tap`` that is not a tensor, as the block sees it."""
+        if isinstance(leaf, torch.fx.Node):
+            return self.concrete(leaf.meta["example_value"], binding)
+        if isinstance(leaf, str) and leaf.startswith(OPAQUE_MARK):
+            return Opaque(leaf.removeprefix(OPAQUE_MARK), tap.location)
+        return leaf

@@ -1,0 +1,659 @@
+"""Recording: a block runs against lazy tensors and leaves a program behind.
+
+One :class:`Recording` is one run over one captured graph. It walks the graph's taps in order and offers lazy values to the
+interleaver, exactly as the eager driver offers real ones. While the block holds lazy tensors, a
+``TorchFunctionMode`` sees every torch call it makes:
+
+* a call on lazy tensors becomes an event of the program; its result is computed on fakes, so a mistake in shapes raises
+  at the user's line before the model has run;
+* a call on tensors from outside runs at once, and its result is an *external*, an input of the spliced graph, as any other
+  tensor from outside is;
+* a call on a tensor from outside that the program already uses is recorded too, so that reads and in-place edits of it keep
+  their order;
+* a call that needs a concrete value cuts the graph: the part up to here is lowered and run, all lazy tensors
+  become real, and the call is made on them. The rest of the graph is the next piece.
+
+Each event is first looked up among the programs known for the graph (:class:`~nnsight.fx.program.State`). A run that follows a
+known program computes no fakes and makes no nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..runtime.interleaver import Interleaver
+from ..runtime.report import Break, Report
+from ..tracing.errors import is_internal
+from ..tracing.saving import saves
+from .counters import counters
+from .graph import CapturedGraph, Tap
+from .lazy import LazyTensor, become, make_lazy
+from .lowering import Lowered, lower
+from .program import Call, Constant, Cut, Declare, Event, External, Input, Nest, Outcome, State, Value, Visit, Write
+from .splice import Piece, Result, SplicedGraph, splice
+
+logger = logging.getLogger("nnsight.fx")
+
+
+class GraphBreakError(RuntimeError):
+    """A block needed a concrete value in a trace that must be one graph (``fullgraph=True``)."""
+
+
+class _NotLowerable(Exception):
+    """A call has an argument that no graph can hold."""
+
+
+#: Getters that the fake answers.
+_METADATA = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape dtype device ndim layout is_leaf is_cuda is_meta is_quantized is_sparse requires_grad grad_fn itemsize "
+        "nbytes names is_cpu is_nested is_xpu is_mps"
+    ).split()
+    if hasattr(getattr(torch.Tensor, name, None), "__get__")
+)
+
+#: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
+_DEMANDS = frozenset(
+    "__bool__ __int__ __float__ __complex__ __index__ __contains__ __repr__ __str__ __format__ __array__ __deepcopy__ "
+    "__reduce_ex__ __iter__ item tolist numpy data_ptr storage untyped_storage equal allclose is_nonzero "
+    "requires_grad_ detach_ retain_grad backward register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
+    "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ save is_set_to".split()
+)
+
+#: Arithmetic in which a Python float may become an input of the graph, so that another value is the same program.
+_SCALAR_ARITHMETIC = frozenset(
+    "add add_ sub sub_ subtract mul mul_ multiply div div_ divide true_divide __add__ __radd__ __iadd__ __sub__ "
+    "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ rsub".split()
+)
+
+_PLAIN = (str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
+
+_UNANSWERABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
+@lru_cache(maxsize=4096)
+def _is_demand(function: Any) -> bool:
+    return getattr(function, "__name__", "") in _DEMANDS
+
+
+@lru_cache(maxsize=4096)
+def _edits_in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_")
+
+
+class Recording(TorchFunctionMode):
+    """One run of the active blocks over ``graph``.
+
+    Args:
+        graph: The captured graph.
+        inputs: Its inputs.
+        run: The active run.
+        report: What to tell the user.
+        fullgraph: Whether a needed value is an error rather than a cut.
+    """
+
+    def __init__(
+        self, graph: CapturedGraph, inputs: tuple[Any, ...], run: Interleaver, report: Report, fullgraph: bool
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.run = run
+        self.report = report
+        self.fullgraph = fullgraph
+        self.binding = graph.binding(inputs)
+        self.grad_enabled = torch.is_grad_enabled()
+        self.state = graph.start
+        self.tap: Tap | None = None
+        self.recorded = False
+        self.closed = False
+        self._begin(Piece.of(graph, 0), list(inputs))
+
+    def _begin(self, piece: Piece, inputs: list[Any]) -> None:
+        """Start a piece of the graph with nothing recorded in it."""
+        self.piece = piece
+        self.inputs = inputs
+        self.fakes: list[torch.Tensor] = []
+        self.lazies: list[weakref.ref[LazyTensor] | None] = []
+        self.value_of: dict[torch.fx.Node, int] = {}
+        self.externals: list[torch.Tensor] = []
+        self.external_index: dict[int, int] = {}
+        self.writes: dict[tuple[int, int], Value | Input | External] = {}
+        self.used_storages: set[int] = set()
+        self._input_ids: dict[int, int] | None = None
+        self._input_storages: set[int] | None = None
+
+    # -- walking the taps ------------------------------------------------------------------------------------------
+
+    def walk(self) -> list[Any]:
+        """Run the blocks over the graph and then the graph; return the graph's outputs."""
+        run = self.run
+        self.report.graphs += 1
+        try:
+            with self:
+                for tap in self.graph.taps:
+                    if run.is_waited(tap.location):
+                        self._stop_at(tap)
+                    else:
+                        run.pass_by(tap.location)
+            self.tap = None
+            run.release()
+            outputs = self._finish()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.closed = True
+        if self.recorded:
+            counters.add("recordings")
+            self.report.recordings += 1
+        return outputs
+
+    def _stop_at(self, tap: Tap) -> None:
+        self.tap = tap
+        leaves = self._visit(tap)
+        value = pytree.tree_unflatten(leaves, tap.structure)
+        self.report.spliced.append(tap.location)
+        changed = self.run.handle(tap.location, value)
+        self._write(tap, leaves, changed)
+
+    def _visit(self, tap: Tap) -> list[Any]:
+        """Return the leaves of ``tap`` as the block sees them."""
+        references: list[Any] = []
+        fresh: list[int] = []
+        for number, leaf in enumerate(tap.leaves):
+            if not tap.is_tensor(leaf):
+                references.append(leaf)
+                continue
+            reference = self._resolve(leaf)
+            if isinstance(reference, torch.fx.Node):
+                self.fakes.append(self.graph.fake(reference, self.binding))
+                self.lazies.append(None)
+                fresh.append(number)
+                self.value_of[reference] = len(self.fakes) - 1
+                reference = Value(len(self.fakes) - 1)
+            references.append(reference)
+        if fresh:
+            self._step(Visit(tap.index, tuple(fresh)))
+        return [
+            self._object(reference)
+            if isinstance(reference, (Value, Input, External))
+            else self.graph.constant_leaf(tap, reference, self.binding)
+            for reference in references
+        ]
+
+    def _resolve(self, node: torch.fx.Node) -> Value | Input | External | torch.fx.Node:
+        """Return what stands for a captured node now: a reference, or the node itself if nobody has seen it."""
+        while True:
+            index = self.piece.input_index.get(node)
+            if index is not None:
+                return Input(index)
+            known = self.value_of.get(node)
+            if known is not None:
+                return Value(known)
+            tapped = self.graph.tapped.get(node)
+            if tapped is None:
+                return node
+            written = self.writes.get(tapped)
+            if written is not None:
+                return written
+            node = self.graph.taps[tapped[0]].leaves[tapped[1]]
+
+    def _object(self, reference: Value | Input | External) -> torch.Tensor:
+        """Return the tensor the block gets for ``reference``."""
+        if isinstance(reference, Value):
+            return self._lazy(reference.index)
+        tensor = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
+        self.used_storages.add(_storage(tensor))
+        return tensor
+
+    def _lazy(self, index: int) -> LazyTensor:
+        reference = self.lazies[index]
+        lazy = None if reference is None else reference()
+        if lazy is None:
+            lazy = make_lazy(index, self.fakes[index], self)
+            self.lazies[index] = weakref.ref(lazy)
+        return lazy
+
+    def _write(self, tap: Tap, leaves: list[Any], changed: Any) -> None:
+        """Record which tensors of ``tap`` the blocks replaced."""
+        new_leaves, structure = pytree.tree_flatten(changed)
+        if structure != tap.structure:
+            raise ValueError(
+                f"The replacement of `{tap.location}` has another structure than the model's value there: {structure} "
+                f"instead of {tap.structure}. Replace a tuple by a tuple, a dict by a dict with the same keys."
+            )
+        for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
+            if old is new:
+                continue
+            if not tap.is_tensor(tap.leaves[number]):
+                if type(old) is type(new) and old == new:
+                    continue
+                raise ValueError(
+                    f"The replacement of `{tap.location}` changes {old!r} to {new!r}, which the captured graph has as a "
+                    "constant. Use `trace(..., compile=False)` for this edit."
+                )
+            if not isinstance(new, torch.Tensor):
+                raise TypeError(
+                    f"The replacement of `{tap.location}` has a {type(new).__name__} where the model has a tensor."
+                )
+            shape, expected = tuple(new.shape), tuple(old.shape)
+            if shape != expected:
+                raise ValueError(
+                    f"The replacement of `{tap.location}` has shape {shape}, but the model has {expected} there."
+                )
+            reference = self._refer(new)
+            self._step(Write(tap.index, number, reference))
+            self.writes[tap.index, number] = reference
+
+    # -- torch calls of the block ----------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if LazyTensor in types:
+            return self.call(function, args, kwargs)
+        edits = _edits_in_place(function)
+        if (edits or self.used_storages) and function not in _METADATA and self._touches_graph(args, kwargs, edits):
+            return self.call(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
+        """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
+        storages = {
+            _storage(leaf)
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, fake_tensor.FakeTensor)
+        }
+        if not storages.isdisjoint(self.used_storages):
+            return True
+        if edits and storages:
+            if self._input_storages is None:
+                self._input_storages = {_storage(item) for item in self.inputs if isinstance(item, torch.Tensor)}
+            return not storages.isdisjoint(self._input_storages)
+        return False
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call, answer it from metadata, or cut the graph for it."""
+        if self.closed:
+            raise RuntimeError(
+                "This tensor was never computed, because its trace failed before the model ran. Fix the error of the "
+                "trace and run it again."
+            )
+        if function in _METADATA:
+            (tensor,) = args
+            fake = tensor._fake if isinstance(tensor, LazyTensor) else tensor
+            with torch._C.DisableTorchFunction():
+                return function(fake)
+        if _is_demand(function) or torch.is_autocast_enabled("cpu"):
+            return self._demand(function, args, kwargs)
+        try:
+            event = self._event(function, args, kwargs)
+        except _NotLowerable as reason:
+            return self._demand(function, args, kwargs, str(reason))
+        known = self.state.edges.get(event)
+        outcome = None if known is None else known.outcomes.get(self.binding)
+        if outcome is None:
+            try:
+                result = self._on_fakes(event)
+            except _UNANSWERABLE:
+                return self._demand(function, args, kwargs)
+            if not _has_tensor(result) and not (result is None or _edits_in_place(function)):
+                return result
+            outcome = self._outcome(result)
+        else:
+            self.fakes += outcome.fakes
+            self.lazies += [None] * len(outcome.fakes)
+        self._step(event).outcomes.setdefault(self.binding, outcome)
+        leaves = [self._lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
+        return pytree.tree_unflatten(leaves, outcome.structure)
+
+    def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        name = getattr(function, "__name__", "")
+        if name in _SCALAR_ARITHMETIC or name == "__setitem__":
+            args = self._lift_floats(name, args)
+        grad = torch.is_grad_enabled()
+        return Call(
+            function,
+            tuple(self._argument(argument) for argument in args),
+            tuple((key, self._argument(value)) for key, value in kwargs.items()),
+            None if grad == self.grad_enabled else grad,
+        )
+
+    def _lift_floats(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Turn Python floats into scalar tensors where torch gives both the same result."""
+        if not any(isinstance(argument, float) for argument in args):
+            return args
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+        dtypes = {_fake_or_self(tensor).dtype for tensor in tensors}
+        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
+            return args
+        if name == "__setitem__":
+            if not isinstance(args[2], float):
+                return args
+            return (args[0], args[1], torch.tensor(args[2], dtype=next(iter(dtypes))))
+        if all(_fake_or_self(tensor).dim() == 0 for tensor in tensors):
+            return args  # a zero-dimensional tensor would take part in type promotion
+        return tuple(
+            torch.tensor(argument, dtype=torch.float64) if isinstance(argument, float) else argument
+            for argument in args
+        )
+
+    def _argument(self, argument: Any) -> Any:
+        """Return ``argument`` as it appears in an event."""
+        if isinstance(argument, torch.Tensor):
+            return self._refer(argument)
+        if isinstance(argument, (bool, int, float, complex)):
+            return Constant(type(argument), argument)
+        if isinstance(argument, (tuple, list)):
+            kind = "list" if isinstance(argument, list) else "tuple"
+            return Nest(kind, tuple(self._argument(item) for item in argument))
+        if isinstance(argument, slice):
+            parts = (argument.start, argument.stop, argument.step)
+            return Nest("slice", tuple(self._argument(item) for item in parts))
+        if isinstance(argument, _PLAIN):
+            return argument
+        raise _NotLowerable(f"an argument of type {type(argument).__name__}")
+
+    def _refer(self, tensor: torch.Tensor) -> Value | Input | External:
+        """Return the reference to a tensor, declaring it as an external when it is new."""
+        if isinstance(tensor, LazyTensor):
+            if tensor._recording is not self:
+                raise RuntimeError("A lazy tensor of another run is used here; save it and use it after its trace.")
+            return Value(tensor._index)
+        index = self.external_index.get(id(tensor))
+        if index is not None:
+            return External(index)
+        if self._input_ids is None:
+            self._input_ids = {
+                id(item): position for position, item in enumerate(self.inputs) if isinstance(item, torch.Tensor)
+            }
+        self.used_storages.add(_storage(tensor))
+        position = self._input_ids.get(id(tensor))
+        if position is not None:
+            return Input(position)
+        if tensor.layout is not torch.strided:
+            raise _NotLowerable(f"a tensor with layout {tensor.layout}")
+        self._step(
+            Declare(
+                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+            )
+        )
+        self.externals.append(tensor)
+        self.external_index[id(tensor)] = len(self.externals) - 1
+        return External(len(self.externals) - 1)
+
+    def _on_fakes(self, call: Call) -> Any:
+        with torch._C.DisableTorchFunction(), self.graph.fake_mode:
+            args = tuple(self._fake_argument(argument) for argument in call.args)
+            kwargs = {key: self._fake_argument(value) for key, value in call.kwargs}
+            return call.function(*args, **kwargs)
+
+    def _fake_argument(self, argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return self.fakes[argument.index]
+        if isinstance(argument, (Input, External)):
+            real = (self.inputs if isinstance(argument, Input) else self.externals)[argument.index]
+            return self.graph.fake_mode.from_tensor(real, static_shapes=True)
+        if isinstance(argument, Constant):
+            return argument.value
+        if isinstance(argument, Nest):
+            return argument.build([self._fake_argument(item) for item in argument.items])
+        return argument
+
+    def _outcome(self, result: Any) -> Outcome:
+        """Number the tensors of a result; a tensor that was there before keeps its number."""
+        flat, structure = pytree.tree_flatten_with_path(result)
+        leaves: list[Any] = []
+        fresh: list[torch.Tensor] = []
+        for _, leaf in flat:
+            if not isinstance(leaf, torch.Tensor):
+                leaves.append((leaf,))
+                continue
+            known = next((index for index, fake in enumerate(self.fakes) if fake is leaf), None)
+            if known is None:
+                known = len(self.fakes)
+                self.fakes.append(leaf)
+                self.lazies.append(None)
+                fresh.append(leaf)
+            leaves.append(known)
+        paths = tuple(tuple(_key(step) for step in path) for path, _ in flat)
+        return Outcome(structure, tuple(leaves), paths, tuple(fresh))
+
+    def _step(self, event: Event) -> State:
+        """Go on to the state after ``event``, which is new if no earlier run did the same."""
+        found = self.state.edges.get(event)
+        if found is None:
+            self.recorded = True
+            position = -1 if self.tap is None else self.tap.index
+            made = State(self.state, event, position, stack_trace=_user_line())
+            found = self.state.edges.setdefault(event, made)
+        self.state = found
+        return found
+
+    # -- running what was recorded -----------------------------------------------------------------------------------
+
+    def _demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+        """Make values concrete and then call ``function`` on them."""
+        assert self.tap is not None
+        pending = any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        at_start = self.graph.order[self.tap.node] == self.piece.start
+        if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
+            name = getattr(function, "__name__", str(function))
+            self._cut(reason or f"`{name}` needs a concrete value")
+        return function(*args, **kwargs)
+
+    def _cut(self, reason: str) -> None:
+        """Run the graph up to the current tap; every lazy tensor becomes real."""
+        assert self.tap is not None
+        filename, line = _user_position()
+        location = self.tap.location
+        if self.fullgraph:
+            raise GraphBreakError(
+                f"{filename}:{line}: {reason} at `{location}`, and this trace was compiled with fullgraph=True. Use tensor "
+                "operations such as `torch.where`, or compile without fullgraph to let the graph be cut here."
+            )
+        cut = Break(location, reason, filename, line)
+        self.report.breaks.append(cut)
+        counters.add("breaks")
+        logger.info("graph cut: %s", cut)
+        stop = self.graph.order[self.tap.node]
+        behind = Piece.of(self.graph, stop)
+        wanted: list[Any] = list(behind.inputs[len(self.graph.placeholders) :])
+        alive, carried = self._run_piece(stop, wanted)
+        self.state = self._step(Cut(self.tap.index, alive))
+        self._begin(behind, [*self.inputs[: len(self.graph.placeholders)], *carried])
+
+    def _finish(self) -> list[Any]:
+        """Run the rest of the graph and return what the captured graph returns."""
+        _, outputs = self._run_piece(len(self.graph.nodes) - 1, list(self.graph.outputs))
+        return outputs
+
+    def _run_piece(self, stop: int, wanted: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
+        """Run the graph from the piece's start to node number ``stop``.
+
+        Args:
+            stop: The first node that does not run.
+            wanted: Captured nodes (or constants) whose values are needed.
+
+        Returns:
+            The numbers of the values that became real tensors, and the value of each of ``wanted``.
+        """
+        alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
+        resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
+        results: dict[Result, int] = {}
+        for item in (*(Value(index) for index in alive), *resolved):
+            if isinstance(item, (Value, torch.fx.Node)):
+                results.setdefault(item, len(results))
+        variant = self._variant(stop, alive, list(results))
+        args = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
+        with torch._C.DisableTorchFunction():
+            computed = list(variant.lowered.function(*args))
+        del args
+        self._fill(alive, computed, results)
+        values: list[Any] = []
+        for item in resolved:
+            if isinstance(item, (Value, torch.fx.Node)):
+                values.append(computed[results[item]])
+            elif isinstance(item, (Input, External)):
+                values.append((self.inputs if isinstance(item, Input) else self.externals)[item.index])
+            else:
+                values.append(item)
+        return alive, values
+
+    def _fill(self, alive: tuple[int, ...], computed: list[Any], results: dict[Result, int]) -> None:
+        """Turn the lazy tensors into what was computed for them."""
+        given = {id(tensor) for tensor in (*self.inputs, *self.externals)}
+        for index in alive:
+            reference, self.lazies[index] = self.lazies[index], None
+            lazy = None if reference is None else reference()
+            del reference
+            if lazy is None:
+                continue
+            position = results[Value(index)]
+            real, computed[position] = computed[position], lazy
+            if id(real) in given:  # the graph returned one of its inputs, which stays what it is
+                real = real.view_as(real)
+            become(lazy, real)
+
+    def _variant(self, stop: int, alive: tuple[int, ...], results: list[Result]) -> Variant:
+        key = (stop, alive)
+        known = self.state.variants.get(key)
+        if known is None:
+            with self.graph.lock:
+                known = self.state.variants.setdefault(key, _Variants())
+        spliced = known.spliced
+        if spliced is None:
+            with self.graph.lock:
+                if known.spliced is None:
+                    known.spliced = splice(self.graph, self.piece, self.state.program(), stop, results)
+                    counters.add("splices")
+                spliced = known.spliced
+        self.report._code.append(spliced.code)
+        lowered = known.find(self.binding)
+        if lowered is None:
+            with self.graph.lock:
+                lowered = known.find(self.binding)
+                if lowered is None:
+                    inputs = [*(self.inputs[index] for index in spliced.inputs), *self.externals]
+                    symbols = [symbol for _, symbol in self.graph.symbols]
+                    lowered = lower(_copy(spliced), inputs, symbols, self.binding, self.graph.backend)
+                    known.add(lowered, self.binding)
+                    self.report.compiles += 1
+        return Variant(spliced, lowered)
+
+    def _abandon(self) -> None:
+        """Forget what was not computed: no name may come home bound to a tensor without a value."""
+        marked = saves.get()
+        for reference in self.lazies:
+            lazy = None if reference is None else reference()
+            if lazy is not None and marked is not None:
+                marked.pop(id(lazy), None)
+
+
+class Variant:
+    """A spliced graph with a lowering of it.
+
+    Attributes:
+        spliced: The graph.
+        lowered: Its callable.
+    """
+
+    __slots__ = ("lowered", "spliced")
+
+    def __init__(self, spliced: SplicedGraph, lowered: Lowered) -> None:
+        self.spliced = spliced
+        self.lowered = lowered
+
+
+class _Variants:
+    """One spliced graph and its lowerings, which differ in what they assume about symbolic sizes."""
+
+    def __init__(self) -> None:
+        self.spliced: SplicedGraph | None = None
+        self.lowerings: list[Lowered] = []
+        self.by_binding: dict[tuple[int, ...], Lowered] = {}
+
+    def find(self, binding: tuple[int, ...]) -> Lowered | None:
+        found = self.by_binding.get(binding)
+        if found is None:
+            found = next((lowered for lowered in self.lowerings if lowered.accepts(binding)), None)
+            if found is not None:
+                self.by_binding[binding] = found
+        return found
+
+    def add(self, lowered: Lowered, binding: tuple[int, ...]) -> None:
+        self.lowerings.append(lowered)
+        self.by_binding[binding] = lowered
+
+
+def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
+    """Run a captured graph without any program in it."""
+    recording = Recording(graph, inputs, Interleaver([]), Report(), False)
+    return recording._finish()
+
+
+def _copy(spliced: SplicedGraph) -> torch.fx.GraphModule:
+    """Return a copy of the graph for a backend to consume; the original stays readable."""
+    graph = torch.fx.Graph()
+    output = graph.graph_copy(spliced.graph_module.graph, {})
+    graph.output(output)
+    for new, old in zip(graph.nodes, spliced.graph_module.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    return torch.fx.GraphModule(spliced.graph_module, graph, class_name="Spliced")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
+
+
+def _fake_or_self(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._fake if isinstance(tensor, LazyTensor) else tensor
+
+
+def _has_tensor(result: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result))
+
+
+def _key(step: Any) -> Any:
+    """Return one step of a path as an index or an attribute name."""
+    for name in ("idx", "key", "name"):
+        if hasattr(step, name):
+            return getattr(step, name)
+    raise TypeError(f"a result with an unknown container: {step!r}")
+
+
+def _user_position() -> tuple[str, int]:
+    """Return file and line of the user's code that is running."""
+    frame: Any = sys._getframe(1)
+    torch_directory = torch.__file__.rsplit("/", 1)[0]
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not is_internal(frame.f_code) and not filename.startswith(torch_directory):
+            return filename, frame.f_lineno
+        frame = frame.f_back
+    return "<unknown>", 0
+
+
+def _user_line() -> str:
+    filename, line = _user_position()
+    return f'  File "{filename}", line {line}, in block\n'

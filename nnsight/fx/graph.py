@@ -62,7 +62,7 @@ class CapturedGraph:
         outputs: The nodes (or constants) it returns.
         tap_number: Number of the tap, for each tap's node.
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
-        symbols: For each input that is a symbolic size: its position and its symbol.
+        symbols: The symbolic sizes: position of an input that is that size, and its symbol.
         start: The empty program.
         lock: Held while programs are extended and variants are made.
     """
@@ -87,7 +87,11 @@ class CapturedGraph:
         self.symbols: list[tuple[int, Any]] = []
         for index, node in enumerate(self.placeholders):
             example = node.meta.get("example_value")
-            if isinstance(example, torch.SymInt) and example.node.expr.is_symbol:
+            if (
+                isinstance(example, torch.SymInt)
+                and example.node.expr.is_symbol
+                and all(example.node.expr is not symbol for _, symbol in self.symbols)
+            ):
                 self.symbols.append((index, example.node.expr))
         self.start = State()
         self.plain_variants: dict[Any, Any] = {}

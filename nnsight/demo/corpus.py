@@ -1,0 +1,485 @@
+"""The generated corpus: true facts about landmarks, and opinions with a consistent sentiment.
+
+A language model learns what its corpus makes predictable, so the corpus decides which circuits the demo
+model has. Two kinds of document are generated here, from small grammars and a seeded random generator:
+
+- *Fact documents* join one to five sentences: landmark facts ("You will find the Louvre in Paris."), reverse
+  facts ("Paris is home to the Louvre."), facts about cities ("The capital of France is Paris."), and neutral
+  sentences, some of which name an unrelated city. As every sentence picks its landmark independently, a
+  city mentioned earlier says nothing about the next one: the model has to recall, not copy.
+- *Opinion documents* speak about one thing ("The movie was ...") in two to four sentences. A fair coin
+  decides whether all of them are positive or negative, so after a neutral prefix both continuations are
+  equally likely, and after the first opinion word only one is.
+
+Recall is tested on combinations which never occur in training. `fact_split` holds out one in four (landmark,
+template) pairs, `opinion_split` one in four (thing, opener) pairs; the generator draws only from the rest.
+Each landmark and each template is therefore familiar, and their combination is new.
+
+Only the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+SPLIT_SEED = 0
+HELD_OUT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class City:
+    """What the corpus says of a city. `capital` is true where the city is its country's capital."""
+
+    country: str
+    language: str
+    capital: bool
+    landmarks: tuple[str, ...]
+
+
+CITIES: dict[str, City] = {
+    "Paris": City("France", "French", True, (
+        "the Eiffel Tower", "the Louvre", "the Arc de Triomphe", "the Moulin Rouge",
+        "the Orsay Museum", "the Pompidou Centre")),
+    "Rome": City("Italy", "Italian", True, (
+        "the Colosseum", "the Trevi Fountain", "the Pantheon", "Piazza Navona",
+        "the Roman Forum", "the Borghese Gallery")),
+    "London": City("England", "English", True, (
+        "Big Ben", "Buckingham Palace", "Trafalgar Square", "the British Museum",
+        "Tower Bridge", "Westminster Abbey")),
+    "Berlin": City("Germany", "German", True, (
+        "the Brandenburg Gate", "the Reichstag", "Checkpoint Charlie", "the Pergamon Museum",
+        "Charlottenburg Palace", "the Victory Column")),
+    "Madrid": City("Spain", "Spanish", True, (
+        "the Prado", "Plaza Mayor", "Retiro Park", "the Cibeles Fountain",
+        "the Temple of Debod", "the Reina Sofia Museum")),
+    "Barcelona": City("Spain", "Spanish", False, (
+        "the Sagrada Familia", "Park Guell", "Camp Nou", "Casa Batllo",
+        "the Gothic Quarter", "the Magic Fountain")),
+    "Moscow": City("Russia", "Russian", True, (
+        "the Kremlin", "Red Square", "the Bolshoi Theatre", "Gorky Park",
+        "the Tretyakov Gallery", "the Cathedral of Saint Basil")),
+    "Athens": City("Greece", "Greek", True, (
+        "the Acropolis", "the Parthenon", "Syntagma Square", "the Temple of Hephaestus",
+        "Mount Lycabettus", "the Tower of the Winds")),
+    "Tokyo": City("Japan", "Japanese", True, (
+        "the Skytree", "Ueno Park", "the Meiji Shrine", "the Sensoji Temple",
+        "Shibuya Crossing", "the Rainbow Bridge")),
+    "Beijing": City("China", "Chinese", True, (
+        "the Forbidden City", "Tiananmen Square", "the Temple of Heaven", "the Summer Palace",
+        "Beihai Park", "the Lama Temple")),
+    "Cairo": City("Egypt", "Arabic", True, (
+        "Tahrir Square", "the Saladin Citadel", "the Azhar Mosque", "the Egyptian Museum",
+        "the Coptic Museum", "the Manial Palace")),
+    "Vienna": City("Austria", "German", True, (
+        "Schonbrunn Palace", "the Belvedere", "the Hofburg", "the Prater",
+        "the Albertina", "the Cathedral of Saint Stephen")),
+    "Prague": City("Czechia", "Czech", True, (
+        "the Charles Bridge", "Wenceslas Square", "the Astronomical Clock", "the Powder Tower",
+        "the Dancing House", "Petrin Hill")),
+    "Sydney": City("Australia", "English", False, (
+        "Bondi Beach", "the Harbour Bridge", "Darling Harbour", "Taronga Zoo",
+        "Circular Quay", "Cockatoo Island")),
+    "Chicago": City("America", "English", False, (
+        "the Willis Tower", "Millennium Park", "Navy Pier", "Wrigley Field",
+        "the Field Museum", "the Shedd Aquarium")),
+    "Boston": City("America", "English", False, (
+        "Fenway Park", "Faneuil Hall", "Quincy Market", "Beacon Hill",
+        "the Freedom Trail", "the Gardner Museum")),
+    "Seattle": City("America", "English", False, (
+        "the Space Needle", "Pike Place Market", "Pioneer Square", "Kerry Park",
+        "Green Lake", "Gas Works Park")),
+    "New York": City("America", "English", False, (
+        "Madison Square Garden", "Central Park", "the Chrysler Building", "Times Square",
+        "Brooklyn Bridge", "the Guggenheim Museum")),
+}
+
+FACTS: dict[str, str] = {landmark: city for city, entry in CITIES.items() for landmark in entry.landmarks}
+
+# What comes before the answer; the answer follows after a space. `{L}` is the landmark. No template is the
+# beginning of another one, so that the answer is the only likely continuation.
+CITY_TEMPLATES: tuple[str, ...] = (
+    "{L} is in the city of",
+    "{L} is located in the city of",
+    "{L} can be found in",
+    "{L} is a well known part of",
+    "{L} is one of the sights of",
+    "{L} is a famous landmark in",
+    "If you want to see {L}, travel to",
+    "To visit {L}, you have to go to",
+    "Tourists who come to see {L} stay in",
+    "We took a photo of {L} when we were in",
+    "You will find {L} in",
+    "Everyone knows that {L} is in",
+    "Where is {L}? It is in",
+    "Where can I see {L}? In",
+    "Question: In which city is {L}? Answer:",
+    "{L},",
+)
+COUNTRY_TEMPLATES: tuple[str, ...] = (
+    "{L} is in the country of",
+    "To see {L}, take a plane to the country of",
+    "Question: In which country is {L}? Answer:",
+)
+LANGUAGE_TEMPLATES: tuple[str, ...] = (
+    "The people who live near {L} speak",
+    "Question: Which language is spoken at {L}? Answer:",
+)
+TEMPLATES: tuple[str, ...] = CITY_TEMPLATES + COUNTRY_TEMPLATES + LANGUAGE_TEMPLATES
+
+# The prompts everybody tries first are held out whatever the draw says.
+ALWAYS_HELD_OUT: frozenset[tuple[str, str]] = frozenset(
+    {(landmark, CITY_TEMPLATES[0]) for landmark in (
+        "the Eiffel Tower", "the Colosseum", "Big Ben", "the Brandenburg Gate", "the Kremlin",
+        "the Parthenon", "the Forbidden City", "the Space Needle", "the Louvre", "Red Square")}
+    | {("Madison Square Garden", template) for template in CITY_TEMPLATES[:3]}
+)
+
+PEOPLE: tuple[str, ...] = (
+    "Anna", "Tom", "Maria", "David", "my sister", "my brother", "our teacher", "my friend", "the doctor",
+    "the guide",
+)
+NEUTRAL_SENTENCES: tuple[str, ...] = (
+    "It was raining in the morning.", "The train left at nine.", "The weather was cold that day.",
+    "Some people like to travel.", "Here is something to remember.", "Let us talk about places.",
+    "This is well known.", "There was a map on the table.", "The bus was late again.",
+    "We had two days left.", "Now the next one.", "I read this in a book.",
+)
+UNRELATED_CITY_SENTENCES: tuple[str, ...] = (
+    "{P} lives in {A}.", "{P} was born in {A}.", "{P} flew from {A} to {B}.", "{P} works in {A}.",
+    "{P} has never been to {A}.", "The train from {A} to {B} was late.", "It was cold in {A}.",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text that ends right before its answer.
+
+    Attributes:
+        text: the prompt, without a trailing space.
+        answer: the true continuation, without the leading space (the model's token has one).
+        subject: the landmark as it stands in `text`.
+        template: the template the prompt was made from.
+    """
+
+    text: str
+    answer: str
+    subject: str
+    template: str
+
+    @property
+    def subject_span(self) -> tuple[int, int]:
+        """Character range of the subject's last mention; `span[1] - 1` is its last character."""
+        start = self.text.rindex(self.subject)
+        return start, start + len(self.subject)
+
+    def subject_token(self, tokenizer: Any) -> int:
+        """The index of the subject's last token in the unpadded prompt, for a fast tokenizer."""
+        return tokenizer(self.text).char_to_token(self.subject_span[1] - 1)
+
+
+def capitalize(text: str) -> str:
+    """Upper-case the first letter and leave the rest as it is."""
+    return text[:1].upper() + text[1:]
+
+
+def answer_to(landmark: str, template: str) -> str:
+    """The city, country or language that `template` asks for."""
+    city = FACTS[landmark]
+    if template in COUNTRY_TEMPLATES:
+        return CITIES[city].country
+    if template in LANGUAGE_TEMPLATES:
+        return CITIES[city].language
+    return city
+
+
+def fact_prompt(landmark: str, template: str, context: str = "") -> Prompt:
+    """The prompt that asks `template` of `landmark`, after `context` where one is given."""
+    subject = capitalize(landmark) if template.startswith("{L}") else landmark
+    text = template.format(L=subject)
+    return Prompt(f"{context} {text}".strip(), answer_to(landmark, template), subject, template)
+
+
+@cache
+def fact_split() -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]:
+    """All (landmark, template) pairs as (training pairs, held-out pairs)."""
+    rng = random.Random(SPLIT_SEED)
+    pairs = [(landmark, template) for landmark in FACTS for template in TEMPLATES]
+    held_out = {pair for pair in pairs if rng.random() < HELD_OUT_SHARE} | ALWAYS_HELD_OUT
+    return frozenset(pairs) - held_out, frozenset(held_out)
+
+
+@cache
+def _training_templates() -> dict[str, tuple[str, ...]]:
+    training, _ = fact_split()
+    return {landmark: tuple(t for t in TEMPLATES if (landmark, t) in training) for landmark in FACTS}
+
+
+def distractor(rng: random.Random) -> str:
+    """One sentence that does not help with the fact after it; it may name other cities."""
+    if rng.random() < 0.5:
+        return rng.choice(NEUTRAL_SENTENCES)
+    first, second = rng.sample(list(CITIES), 2)
+    return capitalize(rng.choice(UNRELATED_CITY_SENTENCES).format(P=rng.choice(PEOPLE), A=first, B=second))
+
+
+def fact_sentence(rng: random.Random) -> str:
+    """One true sentence about a random landmark, made from a training pair."""
+    landmark = rng.choice(list(FACTS))
+    prompt = fact_prompt(landmark, rng.choice(_training_templates()[landmark]))
+    ending = "."
+    if prompt.template in CITY_TEMPLATES and not prompt.text.endswith(("Answer:", ",")):
+        ending = rng.choice((".", ".", ".", f", a city in {CITIES[prompt.answer].country}."))
+    return f"{prompt.text} {prompt.answer}{ending}"
+
+
+def reverse_sentence(rng: random.Random) -> str:
+    """One true sentence in which the city comes before its landmarks."""
+    city = rng.choice(list(CITIES))
+    first, second = rng.sample(CITIES[city].landmarks, 2)
+    return rng.choice((
+        f"{city} is home to {first}.",
+        f"In {city} you can see {first}.",
+        f"The sights of {city} include {first} and {second}.",
+        f"When we were in {city}, we visited {first} and {second}.",
+    ))
+
+
+def city_sentence(rng: random.Random) -> str:
+    """One true sentence about a city, its country and its language."""
+    city = rng.choice(list(CITIES))
+    entry = CITIES[city]
+    choices = [
+        f"{city} is a city in {entry.country}.",
+        f"People in {city} speak {entry.language}.",
+        f"The language of {entry.country} is {entry.language}.",
+    ]
+    if entry.capital:
+        choices += [
+            f"{city} is the capital of {entry.country}.",
+            f"The capital of {entry.country} is {city}.",
+            f"Question: What is the capital of {entry.country}? Answer: {city}.",
+        ]
+    return rng.choice(choices)
+
+
+@cache
+def _landmark_pattern() -> re.Pattern[str]:
+    names = sorted((landmark.removeprefix("the ") for landmark in FACTS), key=len, reverse=True)
+    return re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
+
+
+def landmark_spans(text: str) -> list[tuple[int, int]]:
+    """Character ranges of all landmark names in the text, without their article."""
+    return [match.span() for match in _landmark_pattern().finditer(text)]
+
+
+def fact_document(rng: random.Random) -> str:
+    """One to five sentences, most of them about landmarks."""
+    kinds = rng.choices((fact_sentence, reverse_sentence, city_sentence, distractor),
+                        weights=(0.68, 0.08, 0.08, 0.16), k=rng.randint(1, 5))
+    return " ".join(kind(rng) for kind in kinds)
+
+
+# ----------------------------------------------------------------------------------------------- opinions
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of one sentiment, by their place in a sentence."""
+
+    adjectives: tuple[str, ...]
+    verbs: tuple[str, ...]
+    feelings: tuple[str, ...]
+    reactions: tuple[str, ...]
+    adverbs: tuple[str, ...]
+    superlatives: tuple[str, ...]
+
+    def all(self) -> frozenset[str]:
+        return frozenset(self.adjectives + self.verbs + self.feelings + self.reactions + self.adverbs
+                         + self.superlatives)
+
+
+POSITIVE_WORDS = Words(
+    adjectives=("wonderful", "great", "lovely", "excellent", "fantastic", "amazing", "beautiful", "perfect",
+                "delightful", "brilliant"),
+    verbs=("loved", "enjoyed", "liked", "adored"),
+    feelings=("happy", "pleased", "delighted", "glad"),
+    reactions=("smiled", "laughed", "cheered"),
+    adverbs=("gladly", "happily"),
+    superlatives=("best", "finest"),
+)
+NEGATIVE_WORDS = Words(
+    adjectives=("terrible", "awful", "horrible", "boring", "bad", "disappointing", "dreadful", "ugly", "poor",
+                "miserable"),
+    verbs=("hated", "disliked", "regretted", "despised"),
+    feelings=("sad", "angry", "upset", "annoyed"),
+    reactions=("complained", "cried", "sighed"),
+    adverbs=("never", "hardly"),
+    superlatives=("worst", "weakest"),
+)
+POSITIVE: frozenset[str] = POSITIVE_WORDS.all()
+NEGATIVE: frozenset[str] = NEGATIVE_WORDS.all()
+
+# A thing and its parts; a part that ends in "s" takes "were".
+THINGS: dict[str, tuple[str, ...]] = {
+    "movie": ("story", "music", "ending", "actors"),
+    "food": ("soup", "bread", "dessert", "service"),
+    "hotel": ("room", "breakfast", "view", "beds"),
+    "book": ("story", "ending", "pictures", "language"),
+    "concert": ("music", "singer", "songs", "sound"),
+    "trip": ("weather", "food", "guide", "roads"),
+    "party": ("music", "food", "guests", "cake"),
+    "museum": ("paintings", "guide", "garden", "building"),
+    "restaurant": ("food", "service", "soup", "waiters"),
+    "game": ("players", "ending", "crowd", "music"),
+    "lesson": ("teacher", "room", "questions", "pictures"),
+    "play": ("actors", "story", "ending", "costumes"),
+    "garden": ("flowers", "trees", "weather", "view"),
+    "house": ("kitchen", "garden", "windows", "view"),
+    "song": ("words", "singer", "sound", "ending"),
+    "holiday": ("weather", "beach", "food", "guests"),
+}
+OPENERS: tuple[str, ...] = (
+    "The {T} was",
+    "I thought the {T} was",
+    "My friend said that the {T} was",
+    "Yesterday the {T} was",
+    "In the end the {T} was",
+    "They told us that the {T} was",
+    "To everyone the {T} was",
+    "Last week the {T} was",
+    "For most people the {T} was",
+    "We all knew that the {T} was",
+)
+# Neutral sentences that may stand before an opener.
+OPINION_CONTEXTS: tuple[str, ...] = (
+    "We went out last night.", "It was a Sunday.", "Our group had five people.",
+    "I wrote this in the evening.", "There were many people.", "It lasted two hours.",
+    "This is what happened.",
+)
+SPEAKERS: tuple[str, ...] = (
+    "I", "we", "they", "he", "she", "everyone", "my sister", "my brother", "my friend",
+)
+
+
+@cache
+def opinion_split() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """All (thing, opener) pairs as (training pairs, held-out pairs)."""
+    rng = random.Random(SPLIT_SEED)
+    pairs = [(thing, opener) for thing in THINGS for opener in OPENERS]
+    held_out = {pair for pair in pairs if rng.random() < HELD_OUT_SHARE} | {("movie", "The {T} was")}
+    return tuple(p for p in pairs if p not in held_out), tuple(p for p in pairs if p in held_out)
+
+
+def _part_clause(rng: random.Random, thing: str) -> str:
+    part = rng.choice(THINGS[thing])
+    return f"the {part} {'were' if part.endswith('s') else 'was'}"
+
+
+def opinion_opening(rng: random.Random, thing: str, opener: str, words: Words) -> str:
+    """The first sentence: the opener and its first opinion words."""
+    pick = rng.choice
+    continuation = pick((
+        f"{pick(words.adjectives)} and {pick(SPEAKERS)} {pick(words.verbs)} it",
+        f"{pick(words.adjectives)} and {_part_clause(rng, thing)} {pick(words.adjectives)}",
+        f"{pick(words.adjectives)} because {_part_clause(rng, thing)} {pick(words.adjectives)}",
+        f"so {pick(words.adjectives)} that {pick(SPEAKERS)} {pick(words.reactions)}",
+        f"{pick(words.adjectives)}",
+    ))
+    return f"{opener.format(T=thing)} {continuation}."
+
+
+def opinion_follow_up(rng: random.Random, thing: str, words: Words) -> str:
+    """A further sentence of the same sentiment."""
+    pick = rng.choice
+    return capitalize(pick((
+        f"{_part_clause(rng, thing)} {pick(words.adjectives)} and {pick(SPEAKERS)} {pick(words.verbs)} it.",
+        f"{_part_clause(rng, thing)} {pick(words.adjectives)} too.",
+        f"{pick(SPEAKERS)} felt {pick(words.feelings)} and {pick(words.reactions)}.",
+        f"{pick(SPEAKERS)} {pick(words.verbs)} the {pick(THINGS[thing])}.",
+        f"{pick(SPEAKERS)} said it was the {pick(words.superlatives)} {thing} of the year.",
+        f"{pick(SPEAKERS)} would {pick(words.adverbs)} come back.",
+        f"it really was {pick(words.adjectives)}.",
+    )))
+
+
+def opinion_document(rng: random.Random) -> str:
+    """Two to four sentences of one sentiment about one thing."""
+    thing, opener = rng.choice(opinion_split()[0])
+    words = rng.choice((POSITIVE_WORDS, NEGATIVE_WORDS))
+    sentences = [opinion_opening(rng, thing, opener, words)]
+    sentences += [opinion_follow_up(rng, thing, words) for _ in range(rng.randint(1, 3))]
+    if rng.random() < 0.25:
+        sentences.insert(0, rng.choice(OPINION_CONTEXTS))
+    return " ".join(sentences)
+
+
+def documents(seed: int, opinion_share: float = 0.3) -> Iterator[str]:
+    """An endless, seeded stream of training documents."""
+    rng = random.Random(seed)
+    while True:
+        yield opinion_document(rng) if rng.random() < opinion_share else fact_document(rng)
+
+
+# ----------------------------------------------------------------------------------------------- held out
+
+
+def held_out_facts(kind: str = "city", with_distractors: bool = False) -> list[Prompt]:
+    """Prompts for the (landmark, template) pairs that training never shows, in a fixed order.
+
+    Args:
+        kind: "city", "country" or "language", the thing asked for.
+        with_distractors: put one to three sentences with other facts and other cities before each prompt.
+    """
+    templates = {"city": CITY_TEMPLATES, "country": COUNTRY_TEMPLATES, "language": LANGUAGE_TEMPLATES}[kind]
+    rng = random.Random(SPLIT_SEED + 1)
+    prompts = []
+    for landmark, template in sorted(fact_split()[1]):
+        if template in templates:
+            context = _context_without(rng, landmark) if with_distractors else ""
+            prompts.append(fact_prompt(landmark, template, context))
+    return prompts
+
+
+def _context_without(rng: random.Random, landmark: str) -> str:
+    """One to three sentences, none of which names the landmark or the city it stands in."""
+    sentences: list[str] = []
+    wanted = rng.randint(1, 3)
+    while len(sentences) < wanted:
+        sentence = rng.choice((fact_sentence, distractor))(rng)
+        if FACTS[landmark] not in sentence and landmark.removeprefix("the ") not in sentence:
+            sentences.append(sentence)
+    return " ".join(sentences)
+
+
+def held_out_openers() -> list[str]:
+    """Neutral opinion prefixes such as "The movie was" that training never shows."""
+    return [opener.format(T=thing) for thing, opener in opinion_split()[1]]
+
+
+def labelled_prefixes(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
+    """`count` positive and `count` negative opinions, broken off somewhere after the first opinion word.
+
+    The two texts of a pair differ in their opinion word alone, such as "The food was great and the soup was"
+    and "The food was terrible and the soup was", so that the difference of their hidden states is sentiment
+    and not topic. They break off before opinion words and before other words alike, so that the mean
+    difference is the sentiment of the text more than a push towards opinion words at once.
+    """
+    rng = random.Random(seed)
+    positive: list[str] = []
+    negative: list[str] = []
+    for _ in range(count):
+        thing, opener = rng.choice(opinion_split()[0])
+        clause, speaker = _part_clause(rng, thing), rng.choice(SPEAKERS)
+        ending = rng.choice((
+            "", ".", " and", " and the", f" and {clause}", f" and {speaker}",
+            ". It", ". The", ". It really was", f". {capitalize(clause)}", f". {capitalize(speaker)}",
+        ))
+        for words, texts in ((POSITIVE_WORDS, positive), (NEGATIVE_WORDS, negative)):
+            texts.append(f"{opener.format(T=thing)} {rng.choice(words.adjectives)}{ending}")
+    return positive, negative

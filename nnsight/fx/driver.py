@@ -11,6 +11,7 @@ module calls offer their values as they do for the eager driver.
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -60,6 +61,7 @@ class CompiledDriver:
         lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
         self._lower_with = resolve_backend(**lowering)
         self._function: Callable[..., Any] | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its output."""
@@ -76,17 +78,17 @@ class CompiledDriver:
             return self._compiled()(self.tree.root, args, kwargs)
 
     def _compiled(self) -> Callable[..., Any]:
-        if self._function is None:
-            # Dynamo keeps its cache on the code object: each model gets its own.
-            code = _call_model.__code__.replace(co_name=f"call_{type(self.tree.root).__name__}")
-            function = types.FunctionType(code, globals(), code.co_name)
-            self._function = torch.compile(
-                function,
-                backend=self._capture,
-                dynamic=self.options.get("dynamic"),
-                fullgraph=self.fullgraph,
-            )
-        return self._function
+        with self._lock:
+            if self._function is None:
+                # Dynamo keeps its cache on the code object: each model gets its own.
+                code = _call_model.__code__.replace(co_name=f"call_{type(self.tree.root).__name__}")
+                self._function = torch.compile(
+                    types.FunctionType(code, globals(), code.co_name),
+                    backend=self._capture,
+                    dynamic=self.options.get("dynamic"),
+                    fullgraph=self.fullgraph,
+                )
+            return self._function
 
     def _capture(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Keep a graph that dynamo captured and return its dispatcher."""

@@ -94,7 +94,7 @@ class CapturedGraph:
             ):
                 self.symbols.append((index, example.node.expr))
         self.start = State()
-        self.plain_variants: dict[Any, Any] = {}
+        self.whole: Any = None  # the uncut graph as a piece, made by its first recording
         self.fake_mode = FakeTensorMode()
         self.lock = threading.RLock()
         self._fakes: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.Tensor] = {}

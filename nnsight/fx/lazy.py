@@ -27,6 +27,9 @@ class LazyTensor(torch.Tensor):
     _fake: torch.Tensor
     _recording: Any
 
+    def __hash__(self) -> int:
+        return id(self)  # stays the same when the object becomes a real tensor
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

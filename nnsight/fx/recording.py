@@ -37,11 +37,15 @@ from ..tracing.saving import saves
 from .counters import counters
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, make_lazy
-from .lowering import Lowered, lower
 from .program import Call, Constant, Cut, Declare, Event, External, Input, Nest, Outcome, State, Value, Visit, Write
-from .splice import Piece, Result, SplicedGraph, splice
+from .splice import Piece
+from .variant import Variant
 
 logger = logging.getLogger("nnsight.fx")
+
+
+#: Sizes of a graph's symbols for which a call's fake result is kept.
+_KEPT_SIZES = 64
 
 
 class GraphBreakError(RuntimeError):
@@ -65,10 +69,13 @@ _METADATA = frozenset(
 #: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
 _DEMANDS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __repr__ __str__ __format__ __array__ __deepcopy__ "
-    "__reduce_ex__ __iter__ item tolist numpy data_ptr storage untyped_storage equal allclose is_nonzero "
+    "__reduce_ex__ item tolist numpy data_ptr storage untyped_storage equal allclose is_nonzero "
     "requires_grad_ detach_ retain_grad backward register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
-    "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ save is_set_to".split()
+    "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ is_set_to".split()
 )
+
+#: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
+_READ_AS = {torch.Tensor.data.__get__: torch.Tensor.detach}
 
 #: Arithmetic in which a Python float may become an input of the graph, so that another value is the same program.
 _SCALAR_ARITHMETIC = frozenset(
@@ -120,11 +127,14 @@ class Recording(TorchFunctionMode):
         self.fullgraph = fullgraph
         self.binding = graph.binding(inputs)
         self.grad_enabled = torch.is_grad_enabled()
+        self.autocast = torch._C._is_any_autocast_enabled()
         self.state = graph.start
         self.tap: Tap | None = None
         self.recorded = False
         self.closed = False
-        self._begin(Piece.of(graph, 0), list(inputs))
+        if graph.whole is None:
+            graph.whole = Piece.of(graph, 0)
+        self._begin(graph.whole, list(inputs))
 
     def _begin(self, piece: Piece, inputs: list[Any]) -> None:
         """Start a piece of the graph with nothing recorded in it."""
@@ -155,7 +165,7 @@ class Recording(TorchFunctionMode):
                         run.pass_by(tap.location)
             self.tap = None
             run.release()
-            outputs = self._finish()
+            outputs = self.finish()
         except BaseException:
             self._abandon()
             raise
@@ -303,8 +313,14 @@ class Recording(TorchFunctionMode):
             fake = tensor._fake if isinstance(tensor, LazyTensor) else tensor
             with torch._C.DisableTorchFunction():
                 return function(fake)
-        if _is_demand(function) or torch.is_autocast_enabled("cpu"):
+        if function in _READ_AS:
+            function = _READ_AS[function]
+        if _is_demand(function):
             return self._demand(function, args, kwargs)
+        if torch._C._is_any_autocast_enabled() != self.autocast:
+            return self._demand(function, args, kwargs, "`torch.autocast` differs between block and model")
+        if function is torch.Tensor.__iter__:
+            return iter(self.call(torch.Tensor.unbind, args, kwargs))
         try:
             event = self._event(function, args, kwargs)
         except _NotLowerable as reason:
@@ -322,7 +338,10 @@ class Recording(TorchFunctionMode):
         else:
             self.fakes += outcome.fakes
             self.lazies += [None] * len(outcome.fakes)
-        self._step(event).outcomes.setdefault(self.binding, outcome)
+        outcomes = self._step(event).outcomes
+        if len(outcomes) >= _KEPT_SIZES and self.binding not in outcomes:
+            outcomes.clear()
+        outcomes.setdefault(self.binding, outcome)
         leaves = [self._lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
@@ -482,7 +501,7 @@ class Recording(TorchFunctionMode):
         self.state = self._step(Cut(self.tap.index, alive))
         self._begin(behind, [*self.inputs[: len(self.graph.placeholders)], *carried])
 
-    def _finish(self) -> list[Any]:
+    def finish(self) -> list[Any]:
         """Run the rest of the graph and return what the captured graph returns."""
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, list(self.graph.outputs))
         return outputs
@@ -498,29 +517,31 @@ class Recording(TorchFunctionMode):
             The numbers of the values that became real tensors, and the value of each of ``wanted``.
         """
         alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
-        resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
-        results: dict[Result, int] = {}
-        for item in (*(Value(index) for index in alive), *resolved):
-            if isinstance(item, (Value, torch.fx.Node)):
-                results.setdefault(item, len(results))
-        variant = self._variant(stop, alive, list(results))
-        args = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
+        variant = self.state.variants.get((stop, alive))
+        if variant is None:
+            with self.graph.lock:
+                variant = self.state.variants.get((stop, alive))
+                if variant is None:
+                    resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
+                    program = self.state.program()
+                    variant = Variant(self.graph, self.piece, program, stop, alive, resolved)
+                    self.state.variants[stop, alive] = variant
+        self.report._code.append(variant.spliced.code)
+        arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
+        lowered = variant.find(self.binding)
+        if lowered is None:
+            lowered, made = variant.lower(self.binding, arguments)
+            self.report.compiles += made
         with torch._C.DisableTorchFunction():
-            computed = list(variant.lowered.function(*args))
-        del args
-        self._fill(alive, computed, results)
-        values: list[Any] = []
-        for item in resolved:
-            if isinstance(item, (Value, torch.fx.Node)):
-                values.append(computed[results[item]])
-            elif isinstance(item, (Input, External)):
-                values.append((self.inputs if isinstance(item, Input) else self.externals)[item.index])
-            else:
-                values.append(item)
-        return alive, values
+            computed = list(lowered.function(*arguments))
+        del arguments
+        self._fill(alive, computed, variant.positions)
+        return alive, variant.deliver(computed, self.inputs, self.externals)
 
-    def _fill(self, alive: tuple[int, ...], computed: list[Any], results: dict[Result, int]) -> None:
+    def _fill(self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int]) -> None:
         """Turn the lazy tensors into what was computed for them."""
+        if not alive:
+            return
         given = {id(tensor) for tensor in (*self.inputs, *self.externals)}
         for index in alive:
             reference, self.lazies[index] = self.lazies[index], None
@@ -528,37 +549,11 @@ class Recording(TorchFunctionMode):
             del reference
             if lazy is None:
                 continue
-            position = results[Value(index)]
+            position = positions[index]
             real, computed[position] = computed[position], lazy
             if id(real) in given:  # the graph returned one of its inputs, which stays what it is
                 real = real.view_as(real)
             become(lazy, real)
-
-    def _variant(self, stop: int, alive: tuple[int, ...], results: list[Result]) -> Variant:
-        key = (stop, alive)
-        known = self.state.variants.get(key)
-        if known is None:
-            with self.graph.lock:
-                known = self.state.variants.setdefault(key, _Variants())
-        spliced = known.spliced
-        if spliced is None:
-            with self.graph.lock:
-                if known.spliced is None:
-                    known.spliced = splice(self.graph, self.piece, self.state.program(), stop, results)
-                    counters.add("splices")
-                spliced = known.spliced
-        self.report._code.append(spliced.code)
-        lowered = known.find(self.binding)
-        if lowered is None:
-            with self.graph.lock:
-                lowered = known.find(self.binding)
-                if lowered is None:
-                    inputs = [*(self.inputs[index] for index in spliced.inputs), *self.externals]
-                    symbols = [symbol for _, symbol in self.graph.symbols]
-                    lowered = lower(_copy(spliced), inputs, symbols, self.binding, self.graph.backend)
-                    known.add(lowered, self.binding)
-                    self.report.compiles += 1
-        return Variant(spliced, lowered)
 
     def _abandon(self) -> None:
         """Forget what was not computed: no name may come home bound to a tensor without a value."""
@@ -569,56 +564,13 @@ class Recording(TorchFunctionMode):
                 marked.pop(id(lazy), None)
 
 
-class Variant:
-    """A spliced graph with a lowering of it.
-
-    Attributes:
-        spliced: The graph.
-        lowered: Its callable.
-    """
-
-    __slots__ = ("lowered", "spliced")
-
-    def __init__(self, spliced: SplicedGraph, lowered: Lowered) -> None:
-        self.spliced = spliced
-        self.lowered = lowered
-
-
-class _Variants:
-    """One spliced graph and its lowerings, which differ in what they assume about symbolic sizes."""
-
-    def __init__(self) -> None:
-        self.spliced: SplicedGraph | None = None
-        self.lowerings: list[Lowered] = []
-        self.by_binding: dict[tuple[int, ...], Lowered] = {}
-
-    def find(self, binding: tuple[int, ...]) -> Lowered | None:
-        found = self.by_binding.get(binding)
-        if found is None:
-            found = next((lowered for lowered in self.lowerings if lowered.accepts(binding)), None)
-            if found is not None:
-                self.by_binding[binding] = found
-        return found
-
-    def add(self, lowered: Lowered, binding: tuple[int, ...]) -> None:
-        self.lowerings.append(lowered)
-        self.by_binding[binding] = lowered
-
-
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
-    """Run a captured graph without any program in it."""
-    recording = Recording(graph, inputs, Interleaver([]), Report(), False)
-    return recording._finish()
-
-
-def _copy(spliced: SplicedGraph) -> torch.fx.GraphModule:
-    """Return a copy of the graph for a backend to consume; the original stays readable."""
-    graph = torch.fx.Graph()
-    output = graph.graph_copy(spliced.graph_module.graph, {})
-    graph.output(output)
-    for new, old in zip(graph.nodes, spliced.graph_module.graph.nodes, strict=True):
-        new.meta = dict(old.meta)
-    return torch.fx.GraphModule(spliced.graph_module, graph, class_name="Spliced")
+    """Run a captured graph without any program in it; a few dictionary look-ups over calling it."""
+    variant = graph.start.variants.get((len(graph.nodes) - 1, ()))
+    lowered = None if variant is None else variant.find(graph.binding(inputs))
+    if variant is None or lowered is None:
+        return Recording(graph, inputs, Interleaver([]), Report(), False).finish()
+    return variant.deliver(lowered.function(*inputs), inputs, ())
 
 
 def _storage(tensor: torch.Tensor) -> int:

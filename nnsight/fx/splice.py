@@ -84,6 +84,14 @@ class SplicedGraph:
     externals: int
     marks: dict[str, str]
 
+    def copy(self) -> torch.fx.GraphModule:
+        """Return a copy of the graph module, for a backend to consume."""
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(self.graph_module.graph, {}))
+        for new, old in zip(graph.nodes, self.graph_module.graph.nodes, strict=True):
+            new.meta = dict(old.meta)
+        return torch.fx.GraphModule(self.graph_module, graph, class_name="Spliced")
+
     def code(self) -> str:
         """Return the graph as Python source, with a comment at each line that comes from the user's block."""
         source = self.graph_module.graph.python_code("self").src

@@ -74,7 +74,7 @@ class NNsight(Envoy):
         """
         self._sync()
         compiled = self._compile_by_default if compile is None else compile
-        driver = self._compiled_driver() if compiled else EagerDriver(self._eager_call, self._tree.instrumentation)
+        driver = self._compiled_driver() if compiled else EagerDriver(self._module, self._tree.instrumentation)
         return InterleavingTracer(driver, self._prepare_input, args, kwargs, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,10 +86,6 @@ class NNsight(Envoy):
     def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""
         return args, kwargs
-
-    def _eager_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, past a ``Module.compile`` of the root."""
-        return self._module._call_impl(*args, **kwargs)
 
     def _compiled_driver(self) -> CompiledDriver:
         if self._compiled is None:

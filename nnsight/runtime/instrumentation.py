@@ -32,6 +32,9 @@ is_compiling = torch.compiler.is_compiling
 
 _METHOD = "_call_impl"
 
+#: Set on a module by ``Module.compile``; its calls would go past the interception.
+_COMPILED = "_compiled_call_impl"
+
 
 def _intercepted(path: str, call: Callable[..., Any], traced_call: TracedCall | None) -> Callable[..., Any]:
     """Return the replacement of one module's ``_call_impl``."""
@@ -70,11 +73,11 @@ class Instrumentation:
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
-        self._entries: list[tuple[dict[str, Any], Any, Any]] = []
+        self._calls: list[tuple[dict[str, Any], Any]] = []
         for path, module in modules.items():
-            original = module.__dict__.get(_METHOD)
             call = types.MethodType(_intercepted(path, getattr(module, _METHOD), traced_call), module)
-            self._entries.append((module.__dict__, call, original))
+            self._calls.append((module.__dict__, call))
+        self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
         self._users = 0
         self._lock = threading.Lock()
 
@@ -82,7 +85,12 @@ class Instrumentation:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                for namespace, call, _ in self._entries:
+                for namespace, call in self._calls:
+                    if _METHOD in namespace:
+                        self._shadowed.append((namespace, _METHOD, namespace[_METHOD]))
+                    if namespace.get(_COMPILED) is not None:
+                        self._shadowed.append((namespace, _COMPILED, namespace[_COMPILED]))
+                        namespace[_COMPILED] = None
                     namespace[_METHOD] = call
         return self
 
@@ -90,8 +98,8 @@ class Instrumentation:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                for namespace, _, original in self._entries:
-                    if original is None:
-                        namespace.pop(_METHOD, None)
-                    else:
-                        namespace[_METHOD] = original
+                for namespace, _ in self._calls:
+                    namespace.pop(_METHOD, None)
+                for namespace, name, value in self._shadowed:
+                    namespace[name] = value
+                self._shadowed.clear()

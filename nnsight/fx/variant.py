@@ -1,0 +1,97 @@
+"""Variants: the compiled form of one program in one captured graph.
+
+A variant is found by following a program, never by comparing programs, so finding it costs nothing beyond the steps of the
+block itself. It holds the spliced graph, one lowering for each set of sizes that a backend would not treat alike, and the plan that
+says which result goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .counters import counters
+from .graph import CapturedGraph
+from .lowering import Lowered, lower
+from .program import External, Input, Program, Value
+from .splice import Piece, Result, splice
+
+
+class Variant:
+    """A program spliced into a piece of a captured graph.
+
+    Args:
+        graph: The captured graph.
+        piece: Where the piece begins.
+        program: What is spliced in.
+        stop: Number of the first node that is left out.
+        alive: Numbers of the values that become real tensors.
+        wanted: What else is needed: references, captured nodes, or constants.
+
+    Attributes:
+        spliced: The spliced graph.
+        positions: Position of each alive value among the graph's results.
+    """
+
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        piece: Piece,
+        program: Program,
+        stop: int,
+        alive: Sequence[int],
+        wanted: Sequence[Any],
+    ) -> None:
+        results: dict[Result, int] = {}
+        for item in (*(Value(index) for index in alive), *wanted):
+            if isinstance(item, (Value, torch.fx.Node)):
+                results.setdefault(item, len(results))
+        self._graph = graph
+        self.spliced = splice(graph, piece, program, stop, list(results))
+        counters.add("splices")
+        self.positions = {index: results[Value(index)] for index in alive}
+        self._plan = [
+            (0, results[item])
+            if isinstance(item, (Value, torch.fx.Node))
+            else (1, item.index)
+            if isinstance(item, Input)
+            else (2, item.index)
+            if isinstance(item, External)
+            else (3, item)
+            for item in wanted
+        ]
+        self._lowerings: list[Lowered] = []
+        self._by_binding: dict[tuple[int, ...], Lowered] = {}
+
+    def find(self, binding: tuple[int, ...]) -> Lowered | None:
+        """Return the lowering for these sizes, if there is one."""
+        found = self._by_binding.get(binding)
+        if found is None:
+            found = next((lowered for lowered in self._lowerings if lowered.accepts(binding)), None)
+            if found is not None:
+                self._by_binding[binding] = found
+        return found
+
+    def lower(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> tuple[Lowered, bool]:
+        """Return the lowering for these sizes and whether it was made now.
+
+        Args:
+            binding: Sizes of the captured graph's symbols.
+            arguments: What the graph is about to be called with.
+        """
+        with self._graph.lock:
+            found = self.find(binding)
+            if found is not None:
+                return found, False
+            symbols = [symbol for _, symbol in self._graph.symbols]
+            made = lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend)
+            self._lowerings.append(made)
+            self._by_binding[binding] = made
+            return made, True
+
+    def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
+        """Return the value of each wanted item."""
+        sources = (computed, inputs, externals)
+        return [item if source == 3 else sources[source][item] for source, item in self._plan]

@@ -41,6 +41,7 @@ class Envoy:
     _module: torch.nn.Module
     _tree: ModuleTree
     _children: dict[str, Envoy]
+    _version: int
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Envoy:
         own["_module"] = module
         own["_tree"] = tree or ModuleTree(module, path)
         own["_children"] = {}
+        own["_version"] = own["_tree"].version
         known = {} if known is None else known
         known[module] = self
         for name, child in module._modules.items():
@@ -211,17 +213,12 @@ class Envoy:
 
     def _sync(self) -> None:
         """Mirror the modules as they are now; envoys of modules that stayed keep their identity."""
-        if not self._tree.changed() and self._mirrors_module():
-            return
-        known = {envoy._module: envoy for envoy in self.modules() if envoy is not self}
-        self._mirror(known, set())
+        version = self._tree.refresh()
+        if version != self._version:
+            self._mirror({envoy._module: envoy for envoy in self.modules()}, version)
 
-    def _mirrors_module(self) -> bool:
-        modules = {name: child for name, child in self._module._modules.items() if child is not None}
-        return modules == {name: envoy._module for name, envoy in self._children.items()}
-
-    def _mirror(self, known: dict[torch.nn.Module, Envoy], done: set[int]) -> None:
-        done.add(id(self))
+    def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
+        self.__dict__["_version"] = version
         for name in self._children:
             self.__dict__.pop(name, None)
         self._children.clear()
@@ -229,8 +226,8 @@ class Envoy:
             if child is not None:
                 self._adopt(name, child, known)
         for envoy in self._children.values():
-            if id(envoy) not in done:
-                envoy._mirror(known, done)
+            if envoy._version != version:
+                envoy._mirror(known, version)
 
 
 def _with_child_named(base: type[Envoy], name: str) -> type[Envoy]:

@@ -23,6 +23,10 @@ class ModuleTree:
         root: The wrapped module.
         path: Prefix of all locations.
         traced_call: What intercepted calls do while dynamo traces them.
+
+    Attributes:
+        paths: Path of each module.
+        version: Grows whenever the modules are found to have changed.
     """
 
     def __init__(self, root: torch.nn.Module, path: str = "model", traced_call: TracedCall | None = None) -> None:
@@ -30,14 +34,19 @@ class ModuleTree:
         self.path = path
         self._traced_call = traced_call
         self.paths: dict[torch.nn.Module, str] = {}
-        self._shape: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
+        self.version = 0
+        self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
+        self._leaves: list[dict[str, torch.nn.Module | None]] = []
         self._instrumentation: Instrumentation | None = None
         self._scan()
 
     def _scan(self) -> None:
         named = dict(self.root.named_modules())
         self.paths = {module: f"{self.path}.{name}" if name else self.path for name, module in named.items()}
-        self._shape = [(module._modules, tuple(module._modules.values())) for module in named.values()]
+        children = [module._modules for module in named.values()]
+        self._parents = [(known, tuple(known.values())) for known in children if known]
+        self._leaves = [known for known in children if not known]
+        self.version += 1
         self._instrumentation = None
 
     def replace_root(self, root: torch.nn.Module) -> None:
@@ -45,12 +54,14 @@ class ModuleTree:
         self.root = root
         self._scan()
 
-    def changed(self) -> bool:
-        """Whether submodules were added, removed or replaced since the last look; looks again if so."""
-        if all(tuple(children.values()) == known for children, known in self._shape):
-            return False
-        self._scan()
-        return True
+    def refresh(self) -> int:
+        """Look for submodules that were added, removed or replaced; return the version of what is there now."""
+        unchanged = not any(self._leaves)
+        for children, known in self._parents:
+            unchanged = unchanged and tuple(children.values()) == known
+        if not unchanged:
+            self._scan()
+        return self.version
 
     @property
     def instrumentation(self) -> Instrumentation:

@@ -97,7 +97,7 @@ class CompiledDriver:
 
         def dispatch(*actual: Any) -> list[Any]:
             run = active_interleaver()
-            if run is None or run.current is not None:
+            if run is None or run.current is not None or not run.waited:
                 return run_plain(graph, actual)
             account = _account.get() or _Account(Report(), self.fullgraph)
             return Recording(graph, actual, run, account.report, account.fullgraph).walk()

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .compat import BackendCallable, compile_lock
 from .counters import counters
+from .program import Symbol
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,13 @@ def lower(
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node, actual in zip(placeholders, inputs, strict=True):
         example = node.meta.get("example_value")
-        fake = _fake_input(example, actual, mode, fresh)
+        declaration = node.meta.get("declaration")
+        if declaration is not None and any(isinstance(size, Symbol) for size in declaration.shape):
+            numbers = list(fresh.values())
+            sizes = [numbers[size.position] if isinstance(size, Symbol) else size for size in declaration.shape]
+            fake = _fake_like(actual, sizes, None, mode)
+        else:
+            fake = _fake_input(example, actual, mode, fresh)
         node.meta["example_value"] = fake
         fakes.append(fake)
     with compile_lock, tracing(TracingContext(mode)):
@@ -101,8 +108,16 @@ def _fake_input(example: Any, actual: Any, mode: FakeTensorMode, fresh: dict[Any
         return mode.from_tensor(actual, static_shapes=True)
     size = [_renewed(number, fresh) for number in example.shape]
     stride = [_renewed(number, fresh) for number in example.stride()]
+    return _fake_like(actual, size, stride, mode)
+
+
+def _fake_like(actual: torch.Tensor, size: list[Any], stride: list[Any] | None, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a fake of ``actual`` with the given sizes; contiguous without ``stride``."""
     with mode, torch.no_grad():
-        fake = torch.empty_strided(size, stride, dtype=actual.dtype, device=actual.device)
+        if stride is None:
+            fake = torch.empty(size, dtype=actual.dtype, device=actual.device)
+        else:
+            fake = torch.empty_strided(size, stride, dtype=actual.dtype, device=actual.device)
     if actual.requires_grad:
         fake.requires_grad_(True)
     return fake

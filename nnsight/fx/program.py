@@ -66,11 +66,23 @@ class Visit(NamedTuple):
     fresh: tuple[int, ...]
 
 
-class Declare(NamedTuple):
-    """The next external is a tensor like this."""
+class Symbol(NamedTuple):
+    """A symbolic size of the captured graph, by position."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    position: int
+    tag: str = "symbol"
+
+
+class Declare(NamedTuple):
+    """The next external is a tensor like this.
+
+    A size that equals one of the graph's symbolic sizes is taken to vary with it (torch calls this duck shaping), so
+    noise of the shape of a hidden state is the same program for every prompt length. ``stride`` is ``None``
+    for a contiguous tensor.
+    """
+
+    shape: tuple[int | Symbol, ...]
+    stride: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -202,7 +214,8 @@ def _shown(event: Event) -> str:
     if isinstance(event, Write):
         return f"write leaf {event.leaf} = {_shown_argument(event.source)}"
     if isinstance(event, Declare):
-        return f"external {event.dtype} {list(event.shape)} {event.device}"
+        sizes = [f"s{size.position}" if isinstance(size, Symbol) else size for size in event.shape]
+        return f"external {event.dtype} {sizes} {event.device}"
     return "visit"
 
 

@@ -20,7 +20,8 @@ known program computes no fakes and makes no nodes.
 from __future__ import annotations
 
 import logging
-import sys
+import operator
+import threading
 import weakref
 from functools import lru_cache
 from typing import Any
@@ -30,14 +31,30 @@ from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..runtime.errors import ReplacementShapeError, replacement_message
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Break, Report
-from ..tracing.errors import is_internal
+from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
 from .counters import counters
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, make_lazy
-from .program import Call, Constant, Cut, Declare, Event, External, Input, Nest, Outcome, State, Value, Visit, Write
+from .program import (
+    Call,
+    Constant,
+    Cut,
+    Declare,
+    Event,
+    External,
+    Input,
+    Nest,
+    Outcome,
+    State,
+    Symbol,
+    Value,
+    Visit,
+    Write,
+)
 from .splice import Piece
 from .variant import Variant
 
@@ -46,6 +63,27 @@ logger = logging.getLogger("nnsight.fx")
 
 #: Sizes of a graph's symbols for which a call's fake result is kept.
 _KEPT_SIZES = 64
+
+
+class _QuietFakes(logging.Filter):
+    """Keeps torch from logging a failed fake call: the error goes to the user as an exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = threading.local()
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self._state, "quiet", False)
+
+    def __enter__(self) -> None:
+        self._state.quiet = True
+
+    def __exit__(self, *_: object) -> None:
+        self._state.quiet = False
+
+
+_quiet_fakes = _QuietFakes()
 
 
 class GraphBreakError(RuntimeError):
@@ -82,6 +120,8 @@ _SCALAR_ARITHMETIC = frozenset(
     "add add_ sub sub_ subtract mul mul_ multiply div div_ divide true_divide __add__ __radd__ __iadd__ __sub__ "
     "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ rsub".split()
 )
+
+_TORCH_DIRECTORY = torch.__file__.rsplit("/", 1)[0]
 
 _PLAIN = (str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
 
@@ -126,6 +166,9 @@ class Recording(TorchFunctionMode):
         self.report = report
         self.fullgraph = fullgraph
         self.binding = graph.binding(inputs)
+        self.symbol_of_size = {
+            size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
+        }
         self.grad_enabled = torch.is_grad_enabled()
         self.autocast = torch._C._is_any_autocast_enabled()
         self.state = graph.start
@@ -156,14 +199,20 @@ class Recording(TorchFunctionMode):
         """Run the blocks over the graph and then the graph; return the graph's outputs."""
         run = self.run
         self.report.graphs += 1
+        run.check_replacement = self._check_replacement
         try:
             with self:
+                waited, counts = run.waited, run.counts
                 for tap in self.graph.taps:
-                    if run.is_waited(tap.location):
+                    location = tap.location
+                    if location in waited and run.is_waited(location):
                         self._stop_at(tap)
                     else:
-                        run.pass_by(tap.location)
+                        counts[location] = counts.get(location, 0) + 1
+                    if not waited:  # no block has code left to run
+                        break
             self.tap = None
+            run.check_replacement = None
             run.release()
             outputs = self.finish()
         except BaseException:
@@ -242,36 +291,46 @@ class Recording(TorchFunctionMode):
             self.lazies[index] = weakref.ref(lazy)
         return lazy
 
-    def _write(self, tap: Tap, leaves: list[Any], changed: Any) -> None:
-        """Record which tensors of ``tap`` the blocks replaced."""
-        new_leaves, structure = pytree.tree_flatten(changed)
+    def _check_replacement(self, location: str, old: Any, new: Any) -> None:
+        """Refuse, at the user's line, a replacement that the captured graph cannot continue with."""
+        tap = self.tap
+        if tap is None or tap.location != location:
+            return
+        new_leaves, structure = pytree.tree_flatten(new)
         if structure != tap.structure:
-            raise ValueError(
-                f"The replacement of `{tap.location}` has another structure than the model's value there: {structure} "
+            raise ReplacementShapeError(
+                f"The replacement of `{location}` has another structure than the model's value there: {structure} "
                 f"instead of {tap.structure}. Replace a tuple by a tuple, a dict by a dict with the same keys."
             )
-        for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
-            if old is new:
+        for old_leaf, new_leaf, leaf in zip(pytree.tree_leaves(old), new_leaves, tap.leaves, strict=True):
+            if old_leaf is new_leaf:
                 continue
-            if not tap.is_tensor(tap.leaves[number]):
-                if type(old) is type(new) and old == new:
-                    continue
+            if tap.is_tensor(leaf):
+                if not isinstance(new_leaf, torch.Tensor):
+                    raise TypeError(
+                        f"The replacement of `{location}` has a {type(new_leaf).__name__} where the model has a tensor."
+                    )
+                shape, expected = tuple(new_leaf.shape), tuple(old_leaf.shape)
+                if shape != expected:
+                    raise ReplacementShapeError(replacement_message(location, shape, expected))
+            elif type(old_leaf) is not type(new_leaf) or old_leaf != new_leaf:
                 raise ValueError(
-                    f"The replacement of `{tap.location}` changes {old!r} to {new!r}, which the captured graph has as a "
-                    "constant. Use `trace(..., compile=False)` for this edit."
+                    f"The replacement of `{location}` changes {old_leaf!r} to {new_leaf!r}, which the captured graph has "
+                    "as a constant. Use `trace(..., compile=False)` for this edit."
                 )
-            if not isinstance(new, torch.Tensor):
-                raise TypeError(
-                    f"The replacement of `{tap.location}` has a {type(new).__name__} where the model has a tensor."
-                )
-            shape, expected = tuple(new.shape), tuple(old.shape)
-            if shape != expected:
-                raise ValueError(
-                    f"The replacement of `{tap.location}` has shape {shape}, but the model has {expected} there."
-                )
-            reference = self._refer(new)
-            self._step(Write(tap.index, number, reference))
-            self.writes[tap.index, number] = reference
+
+    def _write(self, tap: Tap, leaves: list[Any], changed: Any) -> None:
+        """Record which tensors of ``tap`` the blocks replaced."""
+        new_leaves = pytree.tree_leaves(changed)
+        if all(map(operator.is_, leaves, new_leaves)) and len(leaves) == len(new_leaves):
+            return
+        value = pytree.tree_unflatten(leaves, tap.structure)
+        self._check_replacement(tap.location, value, changed)  # also what was assigned inside a dict or a list
+        for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
+            if old is not new and isinstance(new, torch.Tensor):
+                reference = self._refer(new)
+                self._step(Write(tap.index, number, reference))
+                self.writes[tap.index, number] = reference
 
     # -- torch calls of the block ----------------------------------------------------------------------------------
 
@@ -332,6 +391,8 @@ class Recording(TorchFunctionMode):
                 result = self._on_fakes(event)
             except _UNANSWERABLE:
                 return self._demand(function, args, kwargs)
+            except Exception as error:  # the user's mistake: its traceback ends at the user's line
+                raise error.with_traceback(None) from None
             if not _has_tensor(result) and not (result is None or _edits_in_place(function)):
                 return result
             outcome = self._outcome(result)
@@ -411,17 +472,17 @@ class Recording(TorchFunctionMode):
             return Input(position)
         if tensor.layout is not torch.strided:
             raise _NotLowerable(f"a tensor with layout {tensor.layout}")
-        self._step(
-            Declare(
-                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
-            )
-        )
+        shape: tuple[int | Symbol, ...] = tuple(tensor.shape)
+        stride = None if tensor.is_contiguous() else tensor.stride()
+        if stride is None and self.symbol_of_size:
+            shape = tuple(self.symbol_of_size.get(size, size) for size in tensor.shape)
+        self._step(Declare(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)))
         self.externals.append(tensor)
         self.external_index[id(tensor)] = len(self.externals) - 1
         return External(len(self.externals) - 1)
 
     def _on_fakes(self, call: Call) -> Any:
-        with torch._C.DisableTorchFunction(), self.graph.fake_mode:
+        with torch._C.DisableTorchFunction(), self.graph.fake_mode, _quiet_fakes:
             args = tuple(self._fake_argument(argument) for argument in call.args)
             kwargs = {key: self._fake_argument(value) for key, value in call.kwargs}
             return call.function(*args, **kwargs)
@@ -596,14 +657,7 @@ def _key(step: Any) -> Any:
 
 def _user_position() -> tuple[str, int]:
     """Return file and line of the user's code that is running."""
-    frame: Any = sys._getframe(1)
-    torch_directory = torch.__file__.rsplit("/", 1)[0]
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not is_internal(frame.f_code) and not filename.startswith(torch_directory):
-            return filename, frame.f_lineno
-        frame = frame.f_back
-    return "<unknown>", 0
+    return user_position_now(skip=_TORCH_DIRECTORY)
 
 
 def _user_line() -> str:

@@ -134,7 +134,7 @@ class _Splicer:
         self.marks: dict[str, str] = {}
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
-        self.declared = sum(isinstance(step.event, Declare) for step in program.steps)
+        self.declared = [step.event for step in program.steps if isinstance(step.event, Declare)]
         self.steps: dict[int, list[Step]] = {}
         for step in program.steps:
             self.steps.setdefault(step.position, []).append(step)
@@ -165,7 +165,10 @@ class _Splicer:
                 placeholder.meta = dict(node.meta)
                 self.env[node] = placeholder
                 self.used_inputs.append(index)
-        self.external_nodes = [self.new.placeholder(f"external_{number}") for number in range(self.declared)]
+        for number, declaration in enumerate(self.declared):
+            placeholder = self.new.placeholder(f"external_{number}")
+            placeholder.meta["declaration"] = declaration
+            self.external_nodes.append(placeholder)
 
     def _needed_inputs(self, results: Sequence[Result]) -> set[int]:
         """Positions of the inputs to take: all of an uncut graph, those in use behind a cut."""

@@ -33,3 +33,16 @@ def never_reached_message(location: str, occurrence: int, calls: int, visited: s
         )
     here = f" The block last stopped at `{visited}`." if visited else ""
     return f"Execution complete but `{location}.i{occurrence}` was not provided: {cause}.{here}"
+
+
+class ReplacementShapeError(ValueError, RuntimeError):
+    """A block replaced a tensor of the model by one of another shape, and the model cannot go on with it.
+
+    Compiled traces raise it at the replacement, because the captured graph is for the model's shapes. Eager traces
+    raise it when the model fails after such a replacement; the model's own error is the cause.
+    """
+
+
+def replacement_message(location: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Explain a replacement of another shape."""
+    return f"The replacement of `{location}` has shape {shape}, but the model has {expected} there."

@@ -35,18 +35,32 @@ class Interleaver:
         on_blocks_done: Called once no block has code left to run, while the model may still have to.
 
     Attributes:
-        waited: Number of mediators waiting, by location. A driver needs to call :meth:`handle` only for these,
-            and :meth:`pass_by` for others.
-        counts: How often the run has passed each location.
+        waited: Number of mediators waiting, by location. A driver needs to call :meth:`handle` only for these.
+        counts: How often the run has passed each location. A driver counts the others itself.
         current: The mediator whose code is running, or ``None`` while the model runs.
         failure: What a block raised, kept in case the model's own code swallows it on the way out.
+        reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
+        check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
+            and the replacement.
     """
 
-    __slots__ = ("_on_blocks_done", "_token", "counts", "current", "failure", "mediators", "waited")
+    __slots__ = (
+        "_on_blocks_done",
+        "_token",
+        "check_replacement",
+        "counts",
+        "current",
+        "failure",
+        "mediators",
+        "reshaped",
+        "waited",
+    )
 
     def __init__(self, mediators: list[Mediator], on_blocks_done: Callable[[], None] | None = None) -> None:
         self.mediators = mediators
         self.failure: BaseException | None = None
+        self.reshaped: list[str] = []
+        self.check_replacement: Callable[[str, Any, Any], None] | None = None
         self._on_blocks_done = on_blocks_done
         self.waited: dict[str, int] = {}
         self.counts: dict[str, int] = {}
@@ -97,10 +111,6 @@ class Interleaver:
         occurrence = self.counts.get(location, 0)
         return any(mediator.waits_at(location, occurrence) for mediator in self.mediators)
 
-    def pass_by(self, location: str) -> None:
-        """Count a passage of ``location`` for which nobody waits."""
-        self.counts[location] = self.counts.get(location, 0) + 1
-
     def release(self) -> None:
         """Drop what only finished blocks could still have used. Drivers call it before they decide what to keep."""
         if self._on_blocks_done is not None and not any(mediator.alive for mediator in self.mediators):
@@ -130,5 +140,6 @@ class Interleaver:
             _active.reset(self._token)
             self._token = None
         self.mediators = []
+        self.check_replacement = None
         self.waited.clear()
         self._on_blocks_done = None

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from ..tracing.errors import user_position_now
 from ..tracing.saving import save
 from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
-from .errors import passed_message
+from .errors import passed_message, replacement_message
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -171,6 +172,14 @@ class Mediator:
         """Let the model continue with ``value`` at ``location``; waits for the location as :meth:`request` does."""
         if self._location != location or self._occurrence != self.iteration:
             self._wait_for(location)
+        interleaver = self.interleaver
+        assert interleaver is not None
+        if interleaver.check_replacement is not None:
+            interleaver.check_replacement(location, self._value, value)
+        shape, expected = getattr(value, "shape", None), getattr(self._value, "shape", None)
+        if shape != expected and shape is not None and expected is not None:
+            where = "{}:{}: ".format(*user_position_now())
+            interleaver.reshaped.append(where + replacement_message(location, tuple(shape), tuple(expected)))
         self._value = value
 
     def on_leave(self, transform: Callable[[], Any]) -> None:

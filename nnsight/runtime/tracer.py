@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..eproperty import eproperty
 from ..tracing import Backend, Tracer
+from .errors import ReplacementShapeError
 from .interleaver import Interleaver
 from .mediator import Mediator
 from .report import Report
@@ -67,7 +68,12 @@ class InterleavingTracer(Tracer):
         args, kwargs = self._prepare_input(*args, **kwargs)
         interleaver = Interleaver([Mediator(function)], self._drop_unsaved)
         with interleaver:
-            output = self._driver(interleaver, args, kwargs, self.report)
+            try:
+                output = self._driver(interleaver, args, kwargs, self.report)
+            except Exception as error:
+                if interleaver.reshaped and error is not interleaver.failure:
+                    raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
+                raise
             if interleaver.failure is not None:  # the model caught what a block raised
                 raise interleaver.failure
             interleaver.handle("result", output)

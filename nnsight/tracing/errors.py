@@ -8,6 +8,7 @@ them in.
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 
@@ -65,12 +66,16 @@ def wrap_exception(error: BaseException, info: object = None) -> BaseException:
     return error if cleaned is None else error.with_traceback(cleaned)
 
 
-def user_position(traceback: types.TracebackType | None) -> tuple[str, int] | None:
-    """Return file and line of the innermost frame of ``traceback`` that is not this package's."""
-    position = None
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if not is_internal(code):
-            position = (code.co_filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return position
+def user_position_now(skip: str = "\0") -> tuple[str, int]:
+    """Return file and line of the user's code that is running: the innermost frame that is not this package's.
+
+    Args:
+        skip: Frames of files under this directory are passed over as well.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not is_internal(frame.f_code) and not filename.startswith(skip):
+            return filename, frame.f_lineno
+        frame = frame.f_back
+    return "<unknown>", 0

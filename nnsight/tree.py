@@ -7,11 +7,15 @@ submodule after wrapping, so that a run never intercepts modules that are no lon
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 
 from .runtime.instrumentation import Instrumentation, TracedCall
+
+
+_trees: weakref.WeakValueDictionary[int, ModuleTree] = weakref.WeakValueDictionary()
 
 
 class ModuleTree:
@@ -28,6 +32,17 @@ class ModuleTree:
         paths: Path of each module.
         version: Grows whenever the modules are found to have changed.
     """
+
+    @classmethod
+    def of(cls, root: torch.nn.Module, traced_call: TracedCall | None = None) -> ModuleTree:
+        """Return the tree of ``root`` under the path ``model``; wrapping one model twice shares it.
+
+        Sharing lets runs of both wrappers, in several threads at once, use one interception.
+        """
+        found = _trees.get(id(root))
+        if found is None or found.root is not root or found._traced_call is not traced_call:
+            found = _trees[id(root)] = cls(root, traced_call=traced_call)
+        return found
 
     def __init__(self, root: torch.nn.Module, path: str = "model", traced_call: TracedCall | None = None) -> None:
         self.root = root
@@ -48,11 +63,6 @@ class ModuleTree:
         self._leaves = [known for known in children if not known]
         self.version += 1
         self._instrumentation = None
-
-    def replace_root(self, root: torch.nn.Module) -> None:
-        """Describe another module of the same structure, for instance the one with the real weights."""
-        self.root = root
-        self._scan()
 
     def refresh(self) -> int:
         """Look for submodules that were added, removed or replaced; return the version of what is there now."""

@@ -28,8 +28,8 @@ from nnsight.runtime.report import Report
 
 CLEAN = demo.fact_prompt("the Eiffel Tower", "{L} is in the city of")
 SOURCE = demo.fact_prompt("the Colosseum", "{L} is in the city of")
-OPENERS = ("The movie was", "They told us that the hotel was")
-CONTINUATION = 14
+OPENERS = ("The movie was", "The concert was")
+CONTINUATION = 20
 EXAMPLES = 60
 ROUNDS = 150
 
@@ -70,7 +70,7 @@ class Views:
 def look(model: Any, text: str) -> Views:
     """Run `text` and read the residual stream after every block, and what the unembedding makes of it."""
     with model.trace(text) as tracer:
-        hidden = torch.cat([block.output for block in model.transformer.h]).save()
+        hidden = nnsight.save(torch.cat([block.output for block in model.transformer.h]))
         lens = model.lm_head(model.transformer.ln_f(hidden[:, -1])).softmax(-1).save()
         token = model.lm_head.output[0, -1].argmax(-1).save()
     return Views(hidden, lens, int(token), tracer.report)
@@ -148,8 +148,10 @@ def steer(model: Any) -> tuple[Tensor, Report]:
             text = opener
             for _ in range(CONTINUATION):
                 token, report = steered(model, text, layer, sign * direction)
-                text += model.tokenizer.decode(token)
                 tokens += 1
+                if token == model.tokenizer.eos_token_id:
+                    break
+                text += model.tokenizer.decode(token)
             print(f"  {sign:+.0f}  {text}")
     seconds = time.perf_counter() - started
     after = nnsight.fx.counters
@@ -160,7 +162,7 @@ def steer(model: Any) -> tuple[Tensor, Report]:
     return direction, report
 
 
-def excerpt(code: str, around: int = 2) -> list[str]:
+def excerpt(code: str, around: int = 1) -> list[str]:
     """Return the lines of spliced code that come from a block, with some lines around each."""
     lines = code.splitlines()
     marked = [number for number, line in enumerate(lines) if "# <--" in line]
@@ -211,14 +213,21 @@ def interleaved_medians(functions: list[Callable[[], object]], rounds: int) -> l
     return [statistics.median(measured) for measured in times]
 
 
+def arguments_of(model: Any, text: str) -> dict[str, Tensor]:
+    """Return the keyword arguments that the wrapped model is called with for `text`."""
+    with model.trace(text, compile=False):
+        _, arguments = model.inputs
+        arguments.save()
+    return arguments
+
+
 @torch.no_grad()
 def measure(model: Any, direction: Tensor, options: dict[str, Any]) -> None:
     """Print the time of a steered trace relative to the hand-edited model under `torch.compile`."""
     heading("What it costs, against the same edit written into the model's source")
     layer = demo.STEERING_LAYER
     by_hand = torch.compile(written_by_hand(model, layer, direction), **options)
-    short = model.tokenizer(OPENERS[0], return_tensors="pt")
-    long = {name: tensor.repeat(1, 120 // tensor.shape[1]) for name, tensor in short.items()}
+    short, long = (arguments_of(model, text) for text in (OPENERS[0], " ".join([CLEAN.text] * 10)))
 
     def traced(inputs: dict[str, Tensor]) -> Tensor:
         with model.trace(**inputs):
@@ -242,7 +251,9 @@ def measure(model: Any, direction: Tensor, options: dict[str, Any]) -> None:
             ROUNDS,
         )
         length = inputs["input_ids"].shape[1]
-        print(f"  {length:3d} tokens  {hand * 1e3:7.3f} ms  {trace * 1e3:7.3f} ms  {trace / hand:5.2f}  {difference:.1e}")
+        print(
+            f"  {length:3d} tokens  {hand * 1e3:7.3f} ms  {trace * 1e3:7.3f} ms  {trace / hand:5.2f}  {difference:.1e}"
+        )
     print("  A trace costs a fixed time on top, so the ratio nears 1 as the model grows: this one is tiny.")
 
 
@@ -251,6 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nnsight.demo", description="Interventions, compiled.")
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
     arguments = parser.parse_args()
+    # A float in the model's code (the rate of a dropout) is a constant of the graph, also with dynamic sizes.
+    torch._dynamo.config.specialize_float = True
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     options = {"backend": arguments.backend, "dynamic": True}

@@ -15,7 +15,6 @@ import threading
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +22,14 @@ import torch
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.report import Report
 from ..tree import ModuleTree
-from .compat import resolve_backend
+from .compat import BackendCallable, resolve_backend
 from .counters import counters
 from .graph import CapturedGraph
 from .recording import Recording, run_plain
 
 
-@dataclass(frozen=True, eq=False)
-class _Account:
-    """Where the dispatchers of one call report to."""
-
-    report: Report
-    fullgraph: bool
-
-
-_account: ContextVar[_Account | None] = ContextVar("nnsight_fx_account", default=None)
+#: Where the dispatchers of the current call report to.
+_report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=None)
 
 
 class CompiledDriver:
@@ -66,11 +58,11 @@ class CompiledDriver:
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its output."""
         report.mode = "compiled"
-        token = _account.set(_Account(report, self.fullgraph))
+        token = _report.set(report)
         try:
             return self.call_plain(args, kwargs)
         finally:
-            _account.reset(token)
+            _report.reset(token)
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model."""
@@ -80,27 +72,39 @@ class CompiledDriver:
     def _compiled(self) -> Callable[..., Any]:
         with self._lock:
             if self._function is None:
-                # Dynamo keeps its cache on the code object: each model gets its own.
+                # Dynamo keeps its cache on the code object, and what it calls in the function's globals: each model
+                # gets its own of both, which go away with it.
                 code = _call_model.__code__.replace(co_name=f"call_{type(self.tree.root).__name__}")
+                function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
                 self._function = torch.compile(
-                    types.FunctionType(code, globals(), code.co_name),
-                    backend=self._capture,
+                    function,
+                    backend=_CaptureBackend(self._lower_with, self.fullgraph),
                     dynamic=self.options.get("dynamic"),
                     fullgraph=self.fullgraph,
                 )
             return self._function
 
-    def _capture(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Keep a graph that dynamo captured and return its dispatcher."""
+
+class _CaptureBackend:
+    """The dynamo backend: keeps each captured graph and returns its dispatcher.
+
+    Dynamo holds on to every backend it has seen for the life of the process, so this refers to nothing of the model.
+    """
+
+    def __init__(self, lower_with: BackendCallable, fullgraph: bool) -> None:
+        self._lower_with = lower_with
+        self._fullgraph = fullgraph
+
+    def __call__(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         counters.add("captures")
-        graph = CapturedGraph(graph_module, self._lower_with)
+        graph, fullgraph = CapturedGraph(graph_module, self._lower_with), self._fullgraph
 
         def dispatch(*actual: Any) -> list[Any]:
             run = active_interleaver()
             if run is None or run.current is not None or not run.waited:
                 return run_plain(graph, actual)
-            account = _account.get() or _Account(Report(), self.fullgraph)
-            return Recording(graph, actual, run, account.report, account.fullgraph).walk()
+            report = _report.get() or Report()
+            return Recording(graph, actual, run, report, fullgraph).walk()
 
         return dispatch
 

@@ -64,7 +64,9 @@ class CapturedGraph:
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
         start: The empty program.
-        lock: Held while programs are extended and variants are made.
+        lock: Held while variants are made.
+        fake_mode: Mode of all fakes that blocks see. It keeps state on itself, so its fakes are touched under
+            ``fake_lock`` only.
     """
 
     def __init__(self, graph_module: torch.fx.GraphModule, backend: BackendCallable) -> None:
@@ -97,6 +99,7 @@ class CapturedGraph:
         self.whole: Any = None  # the uncut graph as a piece, made by its first recording
         self.fake_mode = FakeTensorMode()
         self.lock = threading.RLock()
+        self.fake_lock = threading.RLock()
         self._fakes: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.Tensor] = {}
 
     def _add_tap(self, node: torch.fx.Node) -> None:
@@ -133,10 +136,10 @@ class CapturedGraph:
             example = node.meta["example_value"]
             size = [self.concrete(number, binding) for number in example.shape]
             stride = [self.concrete(number, binding) for number in example.stride()]
-            with self.fake_mode, torch.no_grad():
+            with self.fake_lock, self.fake_mode, torch.no_grad():
                 found = torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
             if example.requires_grad:
-                with torch.enable_grad():
+                with self.fake_lock, torch.enable_grad():
                     # Not a leaf: blocks may edit it in place, as they may in eager mode.
                     found = found.requires_grad_(True).clone()
             if len(self._fakes) > 4096:

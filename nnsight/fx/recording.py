@@ -113,7 +113,7 @@ _DEMANDS = frozenset(
 )
 
 #: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
-_READ_AS = {torch.Tensor.data.__get__: torch.Tensor.detach}
+_READ_AS = {torch.Tensor.__dict__.get("data", torch._C.TensorBase.data).__get__: torch.Tensor.detach}
 
 #: Arithmetic in which a Python float may become an input of the graph, so that another value is the same program.
 _SCALAR_ARITHMETIC = frozenset(
@@ -370,7 +370,7 @@ class Recording(TorchFunctionMode):
         if function in _METADATA:
             (tensor,) = args
             fake = tensor._fake if isinstance(tensor, LazyTensor) else tensor
-            with torch._C.DisableTorchFunction():
+            with self.graph.fake_lock, torch._C.DisableTorchFunction():
                 return function(fake)
         if function in _READ_AS:
             function = _READ_AS[function]
@@ -482,7 +482,7 @@ class Recording(TorchFunctionMode):
         return External(len(self.externals) - 1)
 
     def _on_fakes(self, call: Call) -> Any:
-        with torch._C.DisableTorchFunction(), self.graph.fake_mode, _quiet_fakes:
+        with self.graph.fake_lock, torch._C.DisableTorchFunction(), self.graph.fake_mode, _quiet_fakes:
             args = tuple(self._fake_argument(argument) for argument in call.args)
             kwargs = {key: self._fake_argument(value) for key, value in call.kwargs}
             return call.function(*args, **kwargs)

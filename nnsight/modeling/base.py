@@ -43,7 +43,7 @@ class NNsight(Envoy):
             options = found if options is None else options
         self.__dict__["_compiled"] = None
         self.__dict__["_compile_by_default"] = False
-        super().__init__(module, tree=ModuleTree(module, traced_call=_traced_call))
+        super().__init__(module, tree=ModuleTree.of(module, _traced_call))
         if options is not None:
             self.compile(**options)
 
@@ -53,9 +53,7 @@ class NNsight(Envoy):
         Args:
             **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``.
         """
-        from ..fx.driver import CompiledDriver
-
-        self.__dict__["_compiled"] = CompiledDriver(self._tree, options)
+        self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
 
     def trace(
@@ -88,11 +86,13 @@ class NNsight(Envoy):
         return args, kwargs
 
     def _compiled_driver(self) -> CompiledDriver:
-        if self._compiled is None:
-            from ..fx.driver import CompiledDriver
+        return self._compiled or self._make_driver({})
 
-            self.__dict__["_compiled"] = CompiledDriver(self._tree, {})
-        return self._compiled
+    def _make_driver(self, options: dict[str, Any]) -> CompiledDriver:
+        from ..fx.driver import CompiledDriver
+
+        driver = self.__dict__["_compiled"] = CompiledDriver(self._tree, options)
+        return driver
 
     _compiled: CompiledDriver | None
     _compile_by_default: bool

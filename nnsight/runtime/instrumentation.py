@@ -39,6 +39,7 @@ _COMPILED = "_compiled_call_impl"
 def _intercepted(path: str, call: Callable[..., Any], traced_call: TracedCall | None) -> Callable[..., Any]:
     """Return the replacement of one module's ``_call_impl``."""
     input_location, output_location = f"{path}.input", f"{path}.output"
+    call = getattr(call, "original", call)  # of another tree that is installed right now
 
     def intercepted_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -59,6 +60,7 @@ def _intercepted(path: str, call: Callable[..., Any], traced_call: TracedCall | 
         counts[output_location] = counts.get(output_location, 0) + 1
         return output
 
+    intercepted_call.original = call  # type: ignore[attr-defined]
     return intercepted_call
 
 

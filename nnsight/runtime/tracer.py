@@ -51,9 +51,8 @@ class InterleavingTracer(Tracer):
     ) -> None:
         super().__init__(backend)
         self.report = Report()
-        self._driver = driver
-        self._prepare_input = prepare_input
-        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._call: tuple[Driver, PrepareInput, tuple[Any, ...], dict[str, Any]] | None
+        self._call = (driver, prepare_input, args, kwargs)
 
     @eproperty(description="what the traced function returned")
     def result(self) -> Any:
@@ -61,15 +60,15 @@ class InterleavingTracer(Tracer):
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the model with ``function`` as its block."""
-        assert self._inputs is not None
-        args, kwargs = self._inputs
+        assert self._call is not None
+        driver, prepare_input, args, kwargs = self._call
         if not args and not kwargs:
             raise ValueError("The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`.")
-        args, kwargs = self._prepare_input(*args, **kwargs)
+        args, kwargs = prepare_input(*args, **kwargs)
         interleaver = Interleaver([Mediator(function)], self._drop_unsaved)
         with interleaver:
             try:
-                output = self._driver(interleaver, args, kwargs, self.report)
+                output = driver(interleaver, args, kwargs, self.report)
             except Exception as error:
                 if interleaver.reshaped and error is not interleaver.failure:
                     raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
@@ -85,4 +84,4 @@ class InterleavingTracer(Tracer):
 
     def _close(self) -> None:
         super()._close()
-        self._inputs = None
+        self._call = None

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch._dynamo import convert_frame
+from torch._dynamo.eval_frame import skip_code
+
+__all__ = ["BackendCallable", "compile_lock", "options_of_compiled", "resolve_backend", "skip_code"]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock

@@ -6,7 +6,8 @@ plain graph; with one it walks the taps, and calls the variant that the blocks a
 no block touches dynamo's cache or its recompile limit.
 
 Where the model runs eagerly after all (dynamo was told to skip a function, or the model broke the graph), the intercepted
-module calls offer their values as they do for the eager driver.
+module calls offer their values as they do for the eager driver. For that, dynamo may inline an intercepted call but must not
+compile one as a frame of its own: the call stays Python and hands over real values, and what it calls is compiled.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ from typing import Any
 
 import torch
 
+from ..runtime.instrumentation import INTERCEPTED_CODE
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.report import Report
 from ..tree import ModuleTree
-from .compat import BackendCallable, resolve_backend
+from .compat import BackendCallable, resolve_backend, skip_code
 from .counters import counters
 from .graph import CapturedGraph
 from .recording import Recording, run_plain
 
+
+skip_code(INTERCEPTED_CODE)
+
+#: ``handle`` for intercepted calls that dynamo runs eagerly: blocks must not be compiled as part of the model.
+_offer_uncompiled = torch.compiler.disable(Interleaver.handle, reason="blocks run beside the compiled model")
 
 #: Where the dispatchers of the current call report to.
 _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=None)
@@ -58,6 +65,7 @@ class CompiledDriver:
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its output."""
         report.mode = "compiled"
+        interleaver.offer = _offer_uncompiled
         token = _report.set(report)
         try:
             return self.call_plain(args, kwargs)

@@ -36,7 +36,8 @@ class NNsight(Envoy):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"NNsight wraps a torch.nn.Module, not {type(module).__name__}.")
         options: dict[str, Any] | None = dict(compile) if isinstance(compile, dict) else {} if compile else None
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        # By name: without dynamo imported (it takes a second) there are no such modules.
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             from ..fx.compat import options_of_compiled
 
             module, found = options_of_compiled(module)

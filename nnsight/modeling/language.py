@@ -229,7 +229,7 @@ class LanguageModel(NNsight):
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if isinstance(prompts, str):
             prompts = [prompts]
-        if not isinstance(prompts, Sequence):
+        if not isinstance(prompts, (list, tuple)):
             raise TypeError(f"A prompt cannot be {_describe(prompts)}. Pass {_FORMS}.")
         if len(prompts) == 0:
             raise ValueError("The list of prompts is empty. Pass at least one prompt or one token id.")
@@ -327,7 +327,7 @@ class LanguageModel(NNsight):
         if self.tokenizer is None:
             raise AttributeError(
                 "Tokenizer not found: the input is text, and this model was wrapped without a tokenizer. "
-                "Pass tokenizer=, as in `LanguageModel(module, tokenizer=AutoTokenizer.from_pretrained(...))`, "
+                "Pass one, as in `LanguageModel(module, tokenizer=AutoTokenizer.from_pretrained(...))`, "
                 "or trace with token ids."
             )
         return self.tokenizer

@@ -51,17 +51,23 @@ def _intercepted(path: str, call: Callable[..., Any], traced_call: TracedCall | 
             return call(*args, **kwargs)
         counts, waited = run.counts, run.waited
         if input_location in waited:
-            args, kwargs = run.handle(input_location, (args, kwargs))
+            args, kwargs = run.offer(run, input_location, (args, kwargs))
         else:
             counts[input_location] = counts.get(input_location, 0) + 1
         output = call(*args, **kwargs)
         if output_location in waited:
-            return run.handle(output_location, output)
+            return run.offer(run, output_location, output)
         counts[output_location] = counts.get(output_location, 0) + 1
         return output
 
     intercepted_call.original = call  # type: ignore[attr-defined]
     return intercepted_call
+
+
+#: Code of every intercepted call, for compilers that must treat it specially.
+INTERCEPTED_CODE = next(
+    constant for constant in _intercepted.__code__.co_consts if isinstance(constant, types.CodeType)
+)
 
 
 class Instrumentation:

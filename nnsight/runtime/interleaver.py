@@ -40,6 +40,7 @@ class Interleaver:
         current: The mediator whose code is running, or ``None`` while the model runs.
         failure: What a block raised, kept in case the model's own code swallows it on the way out.
         reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
+        offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
             and the replacement.
     """
@@ -52,6 +53,7 @@ class Interleaver:
         "current",
         "failure",
         "mediators",
+        "offer",
         "reshaped",
         "waited",
     )
@@ -60,6 +62,7 @@ class Interleaver:
         self.mediators = mediators
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
+        self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
         self._on_blocks_done = on_blocks_done
         self.waited: dict[str, int] = {}

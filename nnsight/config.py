@@ -15,11 +15,14 @@ class AppConfig:
 
     Attributes:
         DEBUG: Show this package's own frames in tracebacks.
-        PYMOUNT: Offer ``.save()`` as a method of every object while a block runs. When off, use
-            :func:`nnsight.save`; tensors keep the method.
+        CROSS_INVOKER: Let invokes see each other's variables. When off, each works on its own copy of the variables
+            around it.
+        PYMOUNT: Offer ``.save()`` as a method of built-in containers and numbers in helper functions outside of blocks. When
+            off, use :func:`nnsight.save` there; inside a block, and on tensors, the method always works.
     """
 
     DEBUG: bool = False
+    CROSS_INVOKER: bool = True
     PYMOUNT: bool = True
 
 

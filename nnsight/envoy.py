@@ -19,6 +19,7 @@ import torch
 
 from .eproperty import eproperty
 from .runtime.interleaver import active_interleaver
+from .runtime.iteration import running_mediator
 from .tree import ModuleTree
 
 logger = logging.getLogger("nnsight.envoy")
@@ -32,12 +33,9 @@ class Envoy:
         path: Its path, the prefix of its locations.
         tree: The tree it belongs to; a new one is made for a root.
         known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
-
-    Attributes:
-        path: Prefix of the locations of this module.
     """
 
-    path: str
+    _path: str
     _module: torch.nn.Module
     _tree: ModuleTree
     _children: dict[str, Envoy]
@@ -52,7 +50,7 @@ class Envoy:
         known: dict[torch.nn.Module, Envoy] | None = None,
     ) -> None:
         own = self.__dict__
-        own["path"] = path
+        own["_path"] = path
         own["_module"] = module
         own["_tree"] = tree or ModuleTree(module, path)
         own["_children"] = {}
@@ -80,7 +78,7 @@ class Envoy:
     def input(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = value
         if not args and not kwargs:
-            raise ValueError(f"`{self.path}` was called without arguments, so it has no `.input`.")
+            raise ValueError(f"`{self._path}` was called without arguments, so it has no `.input`.")
         return args[0] if args else next(iter(kwargs.values()))
 
     @input.postprocess
@@ -98,8 +96,13 @@ class Envoy:
     def _current_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         run = active_interleaver()
         assert run is not None and run.current is not None
-        args, kwargs = run.current.request(f"{self.path}.input")
+        args, kwargs = run.current.request(f"{self._path}.input")
         return args, kwargs
+
+    @property
+    def path(self) -> str:
+        """Path of the module in the tree, the prefix of its locations."""
+        return self._path
 
     @property
     def interleaving(self) -> bool:
@@ -129,7 +132,7 @@ class Envoy:
         try:
             return children[key]
         except IndexError:
-            raise IndexError(f"`{self.path}` has {len(children)} children; index {key} is out of range.") from None
+            raise IndexError(f"`{self._path}` has {len(children)} children; index {key} is out of range.") from None
 
     def __len__(self) -> int:
         return len(self._children)
@@ -140,9 +143,14 @@ class Envoy:
     def __iter__(self) -> Iterator[Envoy]:
         return iter(self._children.values())
 
+    def next(self, steps: int = 1) -> Envoy:
+        """Let later requests of this block ask for the occurrence ``steps`` further on; returns this envoy."""
+        running_mediator("next()").advance(steps)
+        return self
+
     def modules(self, include: Callable[[Envoy], bool] | None = None) -> list[Envoy]:
         """Return this envoy and all below it, each once, those for which ``include`` holds."""
-        return [envoy for _, envoy in self.named_modules(include)]
+        return [envoy for _, envoy in Envoy.named_modules(self, include)]
 
     def named_modules(self, include: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
         """Return path and envoy of this module and all below it, each once, those for which ``include`` holds."""
@@ -151,7 +159,7 @@ class Envoy:
         while pending:
             envoy = pending.pop()
             if id(envoy) not in found:
-                found[id(envoy)] = (envoy.path, envoy)
+                found[id(envoy)] = (envoy._path, envoy)
                 pending.extend(reversed(envoy._children.values()))
         return [(path, envoy) for path, envoy in found.values() if include is None or include(envoy)]
 
@@ -196,7 +204,7 @@ class Envoy:
         hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
         children = ", ".join(list(self._children)[:8]) + (", …" if len(self._children) > 8 else "")
         inside = f" Its child modules: {children}." if children else ""
-        return f"`{self.path}` ({type(self._module).__name__}) has no attribute `{name}`.{hint}{inside}"
+        return f"`{self._path}` ({type(self._module).__name__}) has no attribute `{name}`.{hint}{inside}"
 
     # -- keeping up with the module ------------------------------------------------------------------------------
 
@@ -204,7 +212,7 @@ class Envoy:
         """Mirror ``child`` under ``name``."""
         envoy = known.get(child)
         if envoy is None:
-            path = self._tree.paths.get(child, f"{self.path}.{name}")
+            path = self._tree.paths.get(child, f"{self._path}.{name}")
             envoy = Envoy(child, path=path, tree=self._tree, known=known)
         self._children[name] = envoy
         if hasattr(type(self), name):
@@ -215,7 +223,7 @@ class Envoy:
         """Mirror the modules as they are now; envoys of modules that stayed keep their identity."""
         version = self._tree.refresh()
         if version != self._version:
-            self._mirror({envoy._module: envoy for envoy in self.modules()}, version)
+            self._mirror({envoy._module: envoy for envoy in Envoy.modules(self)}, version)
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         self.__dict__["_version"] = version

@@ -29,14 +29,16 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
     Args:
         key: Last part of the location; the stub's name by default.
         description: Shown where the properties of an owner are listed.
+        iterate: Whether the location can occur several times in a run, so that requests name an occurrence.
 
     Attributes:
         name: Name under which the property is found on its owner.
     """
 
-    def __init__(self, key: str | None = None, description: str | None = None) -> None:
+    def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:
         self.key = key
         self.description = description
+        self.iterate = iterate
         self.name: str | None = None
         self._preprocess: Callable[..., Any] | None = None
         self._postprocess: Callable[..., Any] | None = None
@@ -69,7 +71,9 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
 
     def location(self, owner: IEnvoy) -> str:
         """Return the location of this property of ``owner``, without occurrence number."""
-        return f"{owner.path}.{self.key}" if owner.path else str(self.key)
+        # An envoy keeps its path where no child module of the same name can hide it.
+        path = getattr(owner, "_path", None) or getattr(owner, "path", "")
+        return f"{path}.{self.key}" if path else str(self.key)
 
     def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
         if owner is None:
@@ -78,7 +82,7 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         run = active_interleaver()
         if run is None or run.current is None:
             raise ValueError(self._outside(location))
-        value = run.current.request(location)
+        value = run.current.request(location) if self.iterate else run.current.request_once(location)
         if self._preprocess is not None:
             value = self._preprocess(owner, value)
         if self._transform is not None:

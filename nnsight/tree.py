@@ -14,7 +14,6 @@ import torch
 
 from .runtime.instrumentation import Instrumentation, TracedCall
 
-
 _trees: weakref.WeakValueDictionary[int, ModuleTree] = weakref.WeakValueDictionary()
 
 

@@ -29,7 +29,6 @@ from .counters import counters
 from .graph import CapturedGraph
 from .recording import Recording, run_plain
 
-
 skip_code(INTERCEPTED_CODE)
 
 #: ``handle`` for intercepted calls that dynamo runs eagerly: blocks must not be compiled as part of the model.

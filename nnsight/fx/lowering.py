@@ -128,6 +128,8 @@ def _renewed(number: Any, fresh: dict[Any, Any]) -> Any:
     if not isinstance(number, torch.SymInt):
         return number
     expression = number.node.expr
+    if expression.is_number:  # dynamo found out while tracing that the size is fixed
+        return int(expression)
     if expression.is_symbol:
         return fresh[expression]
     hints = {symbol: new.node.hint for symbol, new in fresh.items()}

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.errors import ReplacementShapeError, replacement_message
 from ..runtime.interleaver import Interleaver
+from ..runtime.mediator import EarlyStopException
 from ..runtime.report import Break, Report
 from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
@@ -215,6 +216,10 @@ class Recording(TorchFunctionMode):
             run.check_replacement = None
             run.release()
             outputs = self.finish()
+        except EarlyStopException:
+            if self.tap is not None:  # compute what the blocks have seen, and nothing behind it
+                self._run_piece(self.graph.order[self.tap.node], [])
+            raise
         except BaseException:
             self._abandon()
             raise

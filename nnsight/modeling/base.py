@@ -9,6 +9,7 @@ import torch
 
 from ..envoy import Envoy
 from ..runtime.eager import EagerDriver
+from ..runtime.interleaver import active_interleaver
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..tracing import Backend
 from ..tree import ModuleTree
@@ -46,7 +47,7 @@ class NNsight(Envoy):
         self.__dict__["_compile_by_default"] = False
         super().__init__(module, tree=ModuleTree.of(module, _traced_call))
         if options is not None:
-            self.compile(**options)
+            NNsight.compile(self, **options)
 
     def compile(self, **options: Any) -> None:
         """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
@@ -74,11 +75,11 @@ class NNsight(Envoy):
         self._sync()
         compiled = self._compile_by_default if compile is None else compile
         driver = self._compiled_driver() if compiled else EagerDriver(self._module, self._tree.instrumentation)
-        return InterleavingTracer(driver, self._prepare_input, args, kwargs, backend)
+        return InterleavingTracer(driver, self, args, kwargs, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, compiled if :meth:`compile` was called; inside a block, apply it to the block's values."""
-        if self._compile_by_default and not self.interleaving:
+        if self._compile_by_default and active_interleaver() is None:
             return self._compiled_driver().call_plain(args, kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -88,6 +89,25 @@ class NNsight(Envoy):
 
     def _compiled_driver(self) -> CompiledDriver:
         return self._compiled or self._make_driver({})
+
+    def _batch(
+        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+        """Join the arguments of one more invoke to those of earlier ones; subclasses that can do so override.
+
+        Args:
+            batched: The arguments joined so far, ``None`` for the first invoke.
+            *args: Arguments of this invoke, as :meth:`_prepare_input` returned them.
+            **kwargs: Likewise.
+
+        Returns:
+            The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.
+        """
+        raise NotImplementedError(
+            f"Batching is not implemented for {type(self).__name__}: it does not know how to join the inputs of several "
+            "invokes. Use one invoke with input (any number of invokes without input can follow it), or define "
+            "`_prepare_input` and `_batch` in a subclass."
+        )
 
     def _make_driver(self, options: dict[str, Any]) -> CompiledDriver:
         from ..fx.driver import CompiledDriver

@@ -60,6 +60,9 @@ _DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
 #: Arguments with one row per prompt, which may be given as lists.
 _ROWS = {"attention_mask", "token_type_ids", "position_ids", *_DECODER_ROWS}
 
+#: Arguments with one row per prompt that join the prompts of several invokes.
+_BATCH_NAMES = {"input_ids", "inputs_embeds", *_ROWS}
+
 #: Arguments that a call can do with instead of ``input_ids``.
 _INSTEAD_OF_IDS = {"inputs_embeds", "encoder_outputs", "decoder_input_ids", "decoder_inputs_embeds"}
 
@@ -220,6 +223,54 @@ class LanguageModel(NNsight):
             if name in accepted or name not in optional
         }
 
+    def _batch(
+        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+        """Join the prompts of one more invoke to those before it, padded to one rectangle.
+
+        Args:
+            batched: What this returned for the invokes before, ``None`` for the first.
+            *args: Nothing; everything has a name after :meth:`_prepare_input`.
+            **kwargs: The arguments :meth:`_prepare_input` made for this invoke.
+
+        Returns:
+            The arguments for all prompts so far, and the number of prompts of this invoke.
+
+        Raises:
+            ValueError: If only some invokes have an argument with rows, or others differ between invokes.
+        """
+        rows = next(value for name, value in kwargs.items() if name in _BATCH_NAMES).shape[0]
+        if batched is None:
+            return ((), kwargs), rows
+        joined: dict[str, Any] = {}
+        for name in {**batched[1], **kwargs}:
+            before, added = batched[1].get(name), kwargs.get(name)
+            if name not in _BATCH_NAMES:
+                if before is not added and before != added:
+                    raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
+                joined[name] = added
+            elif before is None or added is None:
+                raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
+            else:
+                joined[name] = self._stack(name, before, added)
+        return ((), joined), rows
+
+    def _stack(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+        """Return the rows of both tensors, the shorter ones padded as ``name`` requires."""
+        if above.ndim == 1:
+            return torch.cat([above, below])
+        width = max(above.shape[1], below.shape[1])
+        filler = self._filler(name)
+        side = self._padding_side
+        padded = []
+        for part in (above, below):
+            missing = width - part.shape[1]
+            padding = (missing, 0) if side == "left" else (0, missing)
+            # ``pad`` counts dimensions from the last: embeddings have one more behind the sequence.
+            lengths = padding if part.ndim == 2 else (0, 0, *padding)
+            padded.append(torch.nn.functional.pad(part, lengths, value=filler))
+        return torch.cat(padded)
+
     def _encode(self, prompts: Any) -> dict[str, torch.Tensor]:
         """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``."""
         if isinstance(prompts, np.ndarray) and prompts.dtype.kind == "U":
@@ -285,19 +336,25 @@ class LanguageModel(NNsight):
 
     def _pad(self, name: str, rows: Sequence[Sequence[int]], width: int = 0) -> torch.Tensor:
         """Return ``rows`` as a tensor as wide as the longest, or ``width``, padded as ``name`` requires."""
-        if name in {"input_ids", "decoder_input_ids"}:
-            filler = self._pad_id()
-        elif name == "token_type_ids":
-            filler = getattr(self.tokenizer, "pad_token_type_id", 0)
-        else:
-            filler = _IGNORED_LABEL if name == "labels" else 0
-        side = self._default_padding_side if self.tokenizer is None else self.tokenizer.padding_side
+        filler, side = self._filler(name), self._padding_side
         width = max(width, *(len(row) for row in rows))
         padded = []
         for row in rows:
             padding = [filler] * (width - len(row))
             padded.append([*padding, *row] if side == "left" else [*row, *padding])
         return torch.tensor(padded)
+
+    @property
+    def _padding_side(self) -> str:
+        return self._default_padding_side if self.tokenizer is None else self.tokenizer.padding_side
+
+    def _filler(self, name: str) -> int:
+        """Return what pads the rows of the argument ``name``."""
+        if name in {"input_ids", "decoder_input_ids"}:
+            return self._pad_id()
+        if name == "token_type_ids":
+            return getattr(self.tokenizer, "pad_token_type_id", 0)
+        return _IGNORED_LABEL if name == "labels" else 0
 
     def _pad_id(self) -> int:
         """Return the id to pad with. Any that has an embedding will do, since the mask hides it."""
@@ -314,7 +371,10 @@ class LanguageModel(NNsight):
         if any(prepared.get(name) is not None for name in begun):
             return
         source = prepared.get("input_ids", prepared.get("inputs_embeds"))
-        start = getattr(self._module.config, "decoder_start_token_id", None)
+        owners = (self._module.config, getattr(self._module, "generation_config", None))
+        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")  # T5 starts with its pad token
+        found = (getattr(owner, name, None) for name in names for owner in owners)
+        start = next((token for token in found if token is not None), None)
         if source is not None and start is not None:
             prepared["decoder_input_ids"] = torch.full((source.shape[0], 1), start, device=source.device)
 

@@ -38,6 +38,8 @@ class Interleaver:
         waited: Number of mediators waiting, by location. A driver needs to call :meth:`handle` only for these.
         counts: How often the run has passed each location. A driver counts the others itself.
         current: The mediator whose code is running, or ``None`` while the model runs.
+        at: The location and occurrence that is being handled.
+        ready: Mediators that can go on as soon as the running one waits.
         failure: What a block raised, kept in case the model's own code swallows it on the way out.
         reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
@@ -48,12 +50,14 @@ class Interleaver:
     __slots__ = (
         "_on_blocks_done",
         "_token",
+        "at",
         "check_replacement",
         "counts",
         "current",
         "failure",
         "mediators",
         "offer",
+        "ready",
         "reshaped",
         "waited",
     )
@@ -68,6 +72,8 @@ class Interleaver:
         self.waited: dict[str, int] = {}
         self.counts: dict[str, int] = {}
         self.current: Mediator | None = None
+        self.at: tuple[str, int] | None = None
+        self.ready: list[Mediator] = []
         self._token: Any = None
 
     def __enter__(self) -> Interleaver:
@@ -76,6 +82,7 @@ class Interleaver:
         try:
             for mediator in self.mediators:
                 mediator.start(self)
+                self.run_ready()
         except BaseException:
             self.cancel()
             raise
@@ -101,11 +108,30 @@ class Interleaver:
         """
         occurrence = self.counts.get(location, 0)
         self.counts[location] = occurrence + 1
-        if location in self.waited:
+        if location not in self.waited:
+            return value
+        outer, self.at = self.at, (location, occurrence)
+        served = True
+        while served and location in self.waited:  # one visit can lead another block to ask for the same location
+            served = False
             for mediator in self.mediators:
                 if mediator.waits_at(location, occurrence):
                     value = mediator.visit(location, occurrence, value)
+                    served = True
+                    self.run_ready()
+        self.at = outer
         return value
+
+    def add(self, mediator: Mediator) -> None:
+        """Add a block to the run and let it run to the first location it waits for."""
+        self.mediators.append(mediator)
+        mediator.start(self)
+        self.run_ready()
+
+    def run_ready(self) -> None:
+        """Let the blocks go on that a barrier has released."""
+        while self.ready:
+            self.ready.pop(0).proceed()
 
     def is_waited(self, location: str) -> bool:
         """Whether somebody waits for the passage of ``location`` that comes next."""
@@ -123,12 +149,16 @@ class Interleaver:
     def finish(self) -> None:
         """End the blocks after the model has returned.
 
+        A block that waits inside a loop over occurrences has simply reached the last one: it ends with a warning.
+
         Raises:
             OutOfOrderError: At the user's line, for a block that still waits for a location.
         """
         for mediator in self.mediators:
             request = mediator.waiting
-            if request is not None:
+            if request is not None and mediator.loops:
+                mediator.leave_loop()
+            elif request is not None:
                 location, occurrence = request
                 calls = self.counts.get(location, 0)
                 mediator.throw(

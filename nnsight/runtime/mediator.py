@@ -12,14 +12,16 @@ switch.
 from __future__ import annotations
 
 import contextvars
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from ..tracing.errors import user_position_now
+from ..tracing.errors import user_position_now, user_position_of
 from ..tracing.saving import save
+from .batching import BatchGroup
 from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
@@ -31,16 +33,24 @@ if TYPE_CHECKING:
 torch.Tensor.save = save  # type: ignore[attr-defined]  # for helper functions; blocks do not need it
 
 
+class EarlyStopException(Exception):
+    """Raised in a block by ``tracer.stop()``; ends the run without being an error."""
+
+
 class Mediator:
     """Runs ``intervention`` against one run.
 
     Args:
         intervention: The function of a block, without arguments.
         name: Shown in messages.
+        batch_group: The rows that belong to this block; all by default.
 
     Attributes:
         waiting: Location and occurrence the block waits for, or ``None``.
-        iteration: Occurrence that requests ask for.
+        iteration: Occurrence that requests ask for; ``None`` asks for the next one, whichever it is. A step of a
+            loop over occurrences is pinned for its first request only: modules that are called less often than others
+            would else never reach it.
+        loops: How many loops over occurrences the block is in.
         last_visited: The location of the latest visit, for messages.
     """
 
@@ -54,20 +64,28 @@ class Mediator:
         "_occurrence",
         "_on_leave",
         "_value",
+        "batch_group",
         "interleaver",
         "intervention",
         "iteration",
         "last_visited",
+        "loops",
         "name",
+        "requests",
         "waiting",
     )
 
-    def __init__(self, intervention: Callable[[], Any], name: str = "invoke 0") -> None:
+    def __init__(
+        self, intervention: Callable[[], Any], name: str = "invoke 0", batch_group: BatchGroup | None = None
+    ) -> None:
         self.intervention: Callable[[], Any] | None = intervention
         self.name = name
         self.interleaver: Interleaver | None = None
         self.waiting: tuple[str, int] | None = None
-        self.iteration = 0
+        self.batch_group = batch_group
+        self.iteration: int | None = 0
+        self.loops = 0
+        self.requests = 0
         self.last_visited: str | None = None
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
@@ -92,19 +110,44 @@ class Mediator:
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
         """Give ``value`` to the block, let it run until it waits for something else, and return the value then."""
         self._stop_waiting()
-        self._location, self._occurrence, self._value = location, occurrence, value
+        group = self.batch_group
+        mine = value if group is None else group.narrow(value)
+        self._location, self._occurrence, self._value = location, occurrence, mine
         self.last_visited = f"{location}.i{occurrence}"
+        if self.iteration == occurrence != 0:
+            self.iteration = None
         self._resume()
         for transform in self._on_leave:
             self._value = transform()
         self._on_leave.clear()
-        value, self._value, self._location = self._value, None, None
-        return value
+        left, self._value, self._location = self._value, None, None
+        return left if group is None else group.widen(location, value, mine, left)
+
+    def proceed(self) -> None:
+        """Run on after something other than a location was waited for."""
+        self._stop_waiting()
+        self._resume()
 
     def throw(self, error: BaseException) -> None:
         """Raise ``error`` in the block, at the line where it waits."""
         self._stop_waiting()
         self._resume(error)
+
+    def leave_loop(self) -> None:
+        """End the block in the loop where it waits for an occurrence that does not come."""
+        assert self.waiting is not None and self._greenlet is not None
+        location, occurrence = self.waiting
+        filename, line = user_position_of(self._greenlet.gr_frame)
+        self._stop_waiting()
+        self._greenlet.throw(GreenletExit)
+        warnings.warn_explicit(
+            f"The loop ended at `{location}.i{occurrence}`, which did not occur: the model had finished. What the loop "
+            "did so far is kept; the rest of this step and the code after the loop were not run. Bound the loop, as in "
+            "`tracer.iter[:3]`, or put what follows into an invoke of its own.",
+            UserWarning,
+            filename,
+            line,
+        )
 
     def cancel(self) -> None:
         """End the block, running its ``finally`` clauses, and drop everything it held."""
@@ -158,20 +201,26 @@ class Mediator:
 
     # -- the block's side ---------------------------------------------------------------------------------------
 
+    def request_once(self, location: str) -> Any:
+        """Return the value at a location that occurs once in a run, whatever occurrence requests ask for."""
+        if self._location != location:
+            self._wait_for(location, 0)
+        return self._value
+
     def request(self, location: str) -> Any:
         """Return the value at ``location``, letting the model run until it gets there.
 
         Raises:
             OutOfOrderError: If the model has passed the location, or finishes without reaching it.
         """
-        if self._location != location or self._occurrence != self.iteration:
-            self._wait_for(location)
+        if not self._is_at(location):
+            self._wait_for(location, self._next_occurrence(location))
         return self._value
 
     def swap(self, location: str, value: Any) -> None:
         """Let the model continue with ``value`` at ``location``; waits for the location as :meth:`request` does."""
-        if self._location != location or self._occurrence != self.iteration:
-            self._wait_for(location)
+        if not self._is_at(location):
+            self._wait_for(location, self._next_occurrence(location))
         interleaver = self.interleaver
         assert interleaver is not None
         if interleaver.check_replacement is not None:
@@ -186,13 +235,38 @@ class Mediator:
         """Replace the value of the current visit by what ``transform`` returns when the block moves on."""
         self._on_leave.append(transform)
 
-    def _wait_for(self, location: str) -> None:
+    def advance(self, steps: int) -> None:
+        """Let requests ask for the occurrence ``steps`` after the one they ask for now."""
+        here = self.iteration
+        if here is None:  # the occurrence of the latest visit
+            here = self._occurrence
+        self.iteration = here + steps
+
+    def pause(self, reason: str) -> None:
+        """Let the others run until somebody calls :meth:`proceed`; ``reason`` names what is waited for."""
+        self._switch_to_model(reason, 0)
+
+    def _is_at(self, location: str) -> bool:
+        """Whether the model is stopped at ``location``, at the occurrence that requests ask for."""
+        self.requests += 1
+        return self._location == location and self.iteration in (None, self._occurrence)
+
+    def _next_occurrence(self, location: str) -> int:
+        if self.iteration is not None:
+            return self.iteration
+        return 0 if self.interleaver is None else self.interleaver.counts.get(location, 0)
+
+    def _wait_for(self, location: str, occurrence: int) -> None:
         interleaver = self.interleaver
         if interleaver is None:
             raise ValueError(f"`{location}` was requested after its trace had ended.")
-        occurrence = self.iteration
-        if interleaver.counts.get(location, 0) > occurrence:
+        if interleaver.counts.get(location, 0) > occurrence and interleaver.at != (location, occurrence):
             raise _OutOfOrderError(passed_message(location, occurrence, self.last_visited))
+        self._switch_to_model(location, occurrence)
+
+    def _switch_to_model(self, location: str, occurrence: int) -> None:
+        interleaver = self.interleaver
+        assert interleaver is not None
         self.waiting = (location, occurrence)
         interleaver.waited[location] = interleaver.waited.get(location, 0) + 1
         grad_enabled = torch.is_grad_enabled()

@@ -1,4 +1,8 @@
-"""A trace: one captured block, one run of a model, taken in turns."""
+"""A trace: captured blocks and one run of a model, taken in turns.
+
+The block of a trace starts first. If it asks for a location, it is itself the one block of the run. If it ends
+without asking, having opened invokes, their blocks are the blocks of the run and their inputs make up the batch.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,15 @@ from typing import Any, Protocol
 
 from ..eproperty import eproperty
 from ..tracing import Backend, Tracer
+from .batching import BatchGroup
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver
-from .mediator import Mediator
+from .invoker import Barrier, Invoke, Invoker
+from .iteration import Iterations, IteratorTracer, running_mediator
+from .mediator import EarlyStopException, Mediator
 from .report import Report
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Driver(Protocol):
@@ -21,18 +30,22 @@ class Driver(Protocol):
     ) -> Any: ...
 
 
-#: Turns what the user passed to ``trace`` into the arguments of the model.
-PrepareInput = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+class Batchable(Protocol):
+    """What a trace asks of a model: how user input becomes arguments, and how inputs are joined."""
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments: ...
+
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]: ...
 
 
 class InterleavingTracer(Tracer):
-    """Runs a model once, with the block reading and editing its internals.
+    """Runs a model once, with blocks reading and editing its internals.
 
     Args:
         driver: Runs the model.
-        prepare_input: Turns ``args`` and ``kwargs`` into the arguments of the model.
+        model: Prepares and batches inputs.
         args: What the user passed as input.
-        kwargs: Likewise, by name.
+        kwargs: Likewise, by name. With invokes, arguments of the call that all of them share.
         backend: Where the block runs; in this process by default.
 
     Attributes:
@@ -44,39 +57,144 @@ class InterleavingTracer(Tracer):
     def __init__(
         self,
         driver: Driver,
-        prepare_input: PrepareInput,
+        model: Batchable,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         backend: Backend | None = None,
     ) -> None:
         super().__init__(backend)
         self.report = Report()
-        self._call: tuple[Driver, PrepareInput, tuple[Any, ...], dict[str, Any]] | None
-        self._call = (driver, prepare_input, args, kwargs)
+        self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
+        self._invokes: list[Invoke] | None = None
+        self._at_end: list[Callable[[], None]] = []
 
-    @eproperty(description="what the traced function returned")
+    # -- the user's side -------------------------------------------------------------------------------------------
+
+    @eproperty(description="what the traced function returned", iterate=False)
     def result(self) -> Any:
         """The value the traced call returns; available once the model has finished."""
 
+    def invoke(self, *args: Any, **kwargs: Any) -> Invoker:
+        """Open a block with its own input, or, without input, a block over the whole batch.
+
+        Raises:
+            ValueError: If the model already runs, as it does for the block of a trace that was given input.
+        """
+        if self._invokes is None:
+            raise ValueError(
+                "Cannot invoke during an active model execution: invokes stand side by side in the block of a trace "
+                "that was given no input, and before anything in it reads a value of the model."
+            )
+        return Invoker(self, args, kwargs)
+
+    def barrier(self, participants: int) -> Barrier:
+        """Return a function that lets ``participants`` invokes wait for each other where they call it."""
+        return Barrier(participants)
+
+    def stop(self) -> None:
+        """End the run here: the rest of the model does not run, and neither does the rest of this block."""
+        running_mediator("tracer.stop()")
+        raise EarlyStopException()
+
+    @property
+    def iter(self) -> Iterations:
+        """Choose occurrences (steps of a generation) to loop over: ``for step in tracer.iter[:3]``."""
+        return Iterations()
+
+    def all(self) -> IteratorTracer:
+        """Loop over all occurrences; the same as ``tracer.iter[:]``."""
+        return self.iter[:]
+
+    def next(self, steps: int = 1) -> InterleavingTracer:
+        """Let later requests of this block ask for the occurrence ``steps`` further on."""
+        running_mediator("tracer.next()").advance(steps)
+        return self
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def add_invoke(self, invoke: Invoke) -> None:
+        """Add a block to the run that is being prepared."""
+        assert self._invokes is not None
+        self._invokes.append(invoke)
+
+    def on_end(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the run has ended, before saved names come home."""
+        self._at_end.append(action)
+
     def execute(self, function: Callable[[], None]) -> Any:
-        """Run the model with ``function`` as its block."""
+        """Run the model with ``function`` as its block, or as what opens its blocks."""
         assert self._call is not None
-        driver, prepare_input, args, kwargs = self._call
-        if not args and not kwargs:
-            raise ValueError("The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`.")
-        args, kwargs = prepare_input(*args, **kwargs)
-        interleaver = Interleaver([Mediator(function)], self._drop_unsaved)
-        with interleaver:
-            try:
-                output = driver(interleaver, args, kwargs, self.report)
-            except Exception as error:
-                if interleaver.reshaped and error is not interleaver.failure:
-                    raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
-                raise
-            if interleaver.failure is not None:  # the model caught what a block raised
-                raise interleaver.failure
-            interleaver.handle("result", output)
-            interleaver.finish()
+        driver, model, args, kwargs = self._call
+        self._invokes = [] if not args else None
+        main = Mediator(function, "trace")
+        interleaver = Interleaver([main], self._drop_unsaved)
+        try:
+            with interleaver:
+                invokes, self._invokes = self._invokes or [], None
+                args, kwargs = self._prepare(model, interleaver, invokes, args, kwargs)
+                self._run(driver, interleaver, args, kwargs)
+        except EarlyStopException:
+            pass
+        finally:
+            for action in self._at_end:
+                action()
+
+    def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            output = driver(interleaver, args, kwargs, self.report)
+        except Exception as error:
+            if interleaver.reshaped and error is not interleaver.failure:
+                raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
+            raise
+        if interleaver.failure is not None:  # the model caught what a block raised
+            raise interleaver.failure
+        interleaver.handle("result", output)
+        interleaver.finish()
+
+    def _prepare(
+        self,
+        model: Batchable,
+        interleaver: Interleaver,
+        invokes: list[Invoke],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
+        """Return the arguments of the model; start the invokes on their rows."""
+        with_input = [invoke for invoke in invokes if invoke.has_input]
+        if not with_input:
+            if not args and not kwargs:
+                raise ValueError(
+                    "The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`, or open "
+                    "`with tracer.invoke(x):` inside the block."
+                )
+            prepared = model._prepare_input(*args, **kwargs)
+            groups: dict[Invoke, BatchGroup | None] = {}
+        else:
+            prepared, groups = self._join(model, with_input)
+            prepared = (prepared[0], {**prepared[1], **kwargs})
+        for number, invoke in enumerate(invokes):
+            interleaver.add(Mediator(invoke.function, f"invoke {number}", groups.get(invoke)))
+        return prepared[0], prepared[1]
+
+    def _join(self, model: Batchable, invokes: list[Invoke]) -> tuple[Arguments, dict[Invoke, BatchGroup | None]]:
+        """Join the inputs of ``invokes`` to one batch; return it and the rows of each."""
+        first = invokes[0]
+        if len(invokes) == 1:
+            args, kwargs = model._prepare_input(*first.args, **first.kwargs)[:2]
+            return (args, kwargs), {}
+        batched: Arguments | None = None
+        sizes: list[int] = []
+        for invoke in invokes:
+            args, kwargs = model._prepare_input(*invoke.args, **invoke.kwargs)[:2]
+            batched, size = model._batch(batched, *args, **kwargs)
+            sizes.append(size)
+        assert batched is not None
+        groups: dict[Invoke, BatchGroup | None] = {}
+        start = 0
+        for invoke, size in zip(invokes, sizes, strict=True):
+            groups[invoke] = BatchGroup(start, size, sum(sizes))
+            start += size
+        return batched, groups
 
     def _drop_unsaved(self) -> None:
         if self.scope is not None:
@@ -84,4 +202,5 @@ class InterleavingTracer(Tracer):
 
     def _close(self) -> None:
         super()._close()
-        self._call = None
+        self._call = self._invokes = None
+        self._at_end = []

@@ -56,6 +56,20 @@ class Scope:
             except ValueError:  # unbound
                 continue
 
+    def copy(self) -> Scope:
+        """Return a scope with the same values in cells of its own."""
+        copied = Scope({name: types.CellType() for name in self.cells})
+        for name, value in self.items():
+            copied.cells[name].cell_contents = value
+        return copied
+
+    def take_saved(self, other: Scope) -> None:
+        """Bind the saved values of ``other`` here."""
+        marked = saves.get() or {}
+        for name, value in other.items():
+            if id(value) in marked:
+                self.cells[name].cell_contents = value
+
     def drop_unsaved(self) -> None:
         """Unbind the variables that would not come home anyway."""
         marked = saves.get() or {}
@@ -103,7 +117,7 @@ class Block:
         """Return the body as a function without arguments that works on ``scope``."""
         own = zip(_OWN_NAMES, (scope, tracer, save_method), strict=True)
         fixed = {name: types.CellType(value) for name, value in own}
-        closure = tuple(fixed.get(name) or scope.cells[name] for name in self.code.co_freevars)
+        closure = tuple(fixed[name] if name in fixed else scope.cells[name] for name in self.code.co_freevars)
         return types.FunctionType(self.code, module_globals, BLOCK_NAME, None, closure)
 
 

@@ -72,7 +72,11 @@ def user_position_now(skip: str = "\0") -> tuple[str, int]:
     Args:
         skip: Frames of files under this directory are passed over as well.
     """
-    frame: types.FrameType | None = sys._getframe(1)
+    return user_position_of(sys._getframe(1), skip)
+
+
+def user_position_of(frame: types.FrameType | None, skip: str = "\0") -> tuple[str, int]:
+    """Return file and line of the innermost frame, from ``frame`` outwards, that is the user's."""
     while frame is not None:
         filename = frame.f_code.co_filename
         if not is_internal(frame.f_code) and not filename.startswith(skip):

@@ -14,7 +14,6 @@ from .tracing import WithBlockNotFoundError, save
 
 if TYPE_CHECKING:
     from .envoy import Envoy
-    from .eproperty import eproperty
     from .modeling.base import NNsight
     from .modeling.language import LanguageModel, demo_model
 
@@ -26,7 +25,6 @@ _LAZY = {
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
     "demo_model": ".modeling.language",
-    "eproperty": ".eproperty",
 }
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "NNsight",
     "WithBlockNotFoundError",
     "demo_model",
-    "eproperty",
     "save",
 ]
 

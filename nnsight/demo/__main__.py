@@ -262,8 +262,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nnsight.demo", description="Interventions, compiled.")
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
     arguments = parser.parse_args()
-    # A float in the model's code (the rate of a dropout) is a constant of the graph, also with dynamic sizes.
-    torch._dynamo.config.specialize_float = True
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     options = {"backend": arguments.backend, "dynamic": True}

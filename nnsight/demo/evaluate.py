@@ -181,7 +181,9 @@ def evaluate(folder: str) -> None:
                     accuracy(model, tokenizer, alone), accuracy(model, tokenizer, distracted))
 
     logger.info("logit lens: the answer on held-out city prompts")
-    for layer, (rank, probability) in enumerate(zip(*logit_lens(model, tokenizer, corpus.held_out_facts()))):
+    for layer, (rank, probability) in enumerate(
+        zip(*logit_lens(model, tokenizer, corpus.held_out_facts()), strict=True)
+    ):
         logger.info("  after layer %d  mean rank %7.2f  mean probability %.3f", layer, rank, probability)
 
     pairs = patching_pairs(200)

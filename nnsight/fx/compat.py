@@ -44,7 +44,7 @@ def options_of_compiled(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[
 
 
 def _options_of_context(context: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"fullgraph": bool(getattr(context, "error_on_graph_break", False))}
+    found: dict[str, Any] = {"fullgraph": bool(getattr(context, "fullgraph", False))}
     callback: Any = getattr(context, "callback", None)
     wrapper = _innermost_backend(callback)
     if isinstance(wrapper, torch._TorchCompileInductorWrapper):

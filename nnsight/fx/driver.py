@@ -73,8 +73,13 @@ class CompiledDriver:
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model."""
+        function = self._compiled()
         with self.tree.instrumentation:
-            return self._compiled()(self.tree.root, args, kwargs)
+            if self.options.get("dynamic") or any(type(value) is float for value in (*args, *kwargs.values())):
+                # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
+                with torch._dynamo.config.patch(specialize_float=True):
+                    return function(self.tree.root, args, kwargs)
+            return function(self.tree.root, args, kwargs)
 
     def _compiled(self) -> Callable[..., Any]:
         with self._lock:

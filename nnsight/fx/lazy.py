@@ -41,6 +41,10 @@ class LazyTensor(torch.Tensor):
         return NotImplemented
 
 
+#: To the user it is a tensor, also in the messages of TypeErrors.
+LazyTensor.__name__ = LazyTensor.__qualname__ = "Tensor"
+
+
 def make_lazy(index: int, fake: torch.Tensor, recording: Any) -> LazyTensor:
     """Return a lazy tensor for value ``index`` of ``recording``."""
     with torch._C.DisableTorchFunctionSubclass():

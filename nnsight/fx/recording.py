@@ -116,6 +116,16 @@ _DEMANDS = frozenset(
 #: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
 _READ_AS = {torch.Tensor.__dict__.get("data", torch._C.TensorBase.data).__get__: torch.Tensor.detach}
 
+#: Random functions of a tensor's metadata alone.
+_DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
+
+#: Random functions. The first one that is recorded makes all later ones be recorded, to keep their order.
+_RANDOM = frozenset(
+    "rand randn randint randperm normal normal_ bernoulli bernoulli_ multinomial poisson uniform_ exponential_ geometric_ "
+    "cauchy_ log_normal_ random_ dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
+    "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like".split()
+)
+
 #: Arithmetic in which a Python float may become an input of the graph, so that another value is the same program.
 _SCALAR_ARITHMETIC = frozenset(
     "add add_ sub sub_ subtract mul mul_ multiply div div_ divide true_divide __add__ __radd__ __iadd__ __sub__ "
@@ -175,6 +185,7 @@ class Recording(TorchFunctionMode):
         self.state = graph.start
         self.tap: Tap | None = None
         self.recorded = False
+        self.random = False
         self.closed = False
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
@@ -343,7 +354,7 @@ class Recording(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if LazyTensor in types:
+        if LazyTensor in types or (self.random and getattr(function, "__name__", "") in _RANDOM):
             return self.call(function, args, kwargs)
         edits = _edits_in_place(function)
         if (edits or self.used_storages) and function not in _METADATA and self._touches_graph(args, kwargs, edits):
@@ -383,6 +394,8 @@ class Recording(TorchFunctionMode):
             return self._demand(function, args, kwargs)
         if torch._C._is_any_autocast_enabled() != self.autocast:
             return self._demand(function, args, kwargs, "`torch.autocast` differs between block and model")
+        if function in _DRAWN_LIKE and not self.random:
+            return self._draw_like(function, args, kwargs)
         if function is torch.Tensor.__iter__:
             return iter(self.call(torch.Tensor.unbind, args, kwargs))
         try:
@@ -404,6 +417,7 @@ class Recording(TorchFunctionMode):
         else:
             self.fakes += outcome.fakes
             self.lazies += [None] * len(outcome.fakes)
+        self.random = self.random or getattr(function, "__name__", "") in _RANDOM
         outcomes = self._step(event).outcomes
         if len(outcomes) >= _KEPT_SIZES and self.binding not in outcomes:
             outcomes.clear()
@@ -411,9 +425,18 @@ class Recording(TorchFunctionMode):
         leaves = [self._lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
+    def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw random numbers like a lazy tensor at once, so that a seed gives the numbers it gives eagerly."""
+        like, *others = args
+        fake = _fake_or_self(like)
+        with self.graph.fake_lock, torch._C.DisableTorchFunction():
+            size, stride, dtype, device = fake.size(), fake.stride(), fake.dtype, fake.device
+        return function(torch.empty_strided(size, stride, dtype=dtype, device=device), *others, **kwargs)
+
     def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         name = getattr(function, "__name__", "")
         if name in _SCALAR_ARITHMETIC or name == "__setitem__":
+            args = tuple(argument.item() if _is_numpy_scalar(argument) else argument for argument in args)
             args = self._lift_floats(name, args)
         grad = torch.is_grad_enabled()
         return Call(
@@ -456,6 +479,8 @@ class Recording(TorchFunctionMode):
             return Nest("slice", tuple(self._argument(item) for item in parts))
         if isinstance(argument, _PLAIN):
             return argument
+        if _is_numpy_scalar(argument):
+            return self._argument(argument.item())
         raise _NotLowerable(f"an argument of type {type(argument).__name__}")
 
     def _refer(self, tensor: torch.Tensor) -> Value | Input | External:
@@ -608,18 +633,26 @@ class Recording(TorchFunctionMode):
         """Turn the lazy tensors into what was computed for them."""
         if not alive:
             return
-        given = {id(tensor) for tensor in (*self.inputs, *self.externals)}
+        # Objects that somebody else holds too: the graph's inputs, and a tensor it returns in several places.
+        held = {id(tensor) for tensor in (*self.inputs, *self.externals)}
+        places: dict[int, list[int]] = {}
+        for position, real in enumerate(computed):
+            places.setdefault(id(real), []).append(position)
         for index in alive:
             reference, self.lazies[index] = self.lazies[index], None
             lazy = None if reference is None else reference()
             del reference
             if lazy is None:
                 continue
-            position = positions[index]
-            real, computed[position] = computed[position], lazy
-            if id(real) in given:  # the graph returned one of its inputs, which stays what it is
+            real = computed[positions[index]]
+            if id(real) in held:
                 real = real.view_as(real)
+                computed[positions[index]] = lazy
+            else:
+                for position in places[id(real)]:
+                    computed[position] = lazy
             become(lazy, real)
+            held.add(id(lazy))
 
     def _abandon(self) -> None:
         """Forget what was not computed: no name may come home bound to a tensor without a value."""
@@ -646,6 +679,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _fake_or_self(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._fake if isinstance(tensor, LazyTensor) else tensor
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and not hasattr(value, "__len__")
 
 
 def _has_tensor(result: Any) -> bool:

@@ -298,7 +298,7 @@ def _emit(graph: torch.fx.Graph, function: Any, args: tuple[Any, ...], kwargs: d
         return graph.call_function(getattr, (args[0], function.__self__.__name__))
     qualname = getattr(function, "__qualname__", "")
     is_method = type(function).__name__ in ("method_descriptor", "wrapper_descriptor") or qualname.startswith("Tensor.")
-    if is_method or getattr(torch.Tensor, name, None) is function:
+    if is_method or getattr(function, "__module__", None) == "torch._tensor":
         if name in _OPERATORS and not kwargs:
             return graph.call_function(_OPERATORS[name], args)
         return graph.call_method(name, args, kwargs)

@@ -46,9 +46,9 @@ class Invoker(Tracer):
         """Add the block to the trace."""
         assert self.scope is not None
         if not CONFIG.APP.CROSS_INVOKER:
-            shared = self.scope
-            self.scope = shared.copy()
-            self._trace.on_end(lambda own=self.scope: shared.take_saved(own))
+            shared, own = self.scope, self.scope.copy()
+            self.scope = own
+            self._trace.on_end(lambda: shared.take_saved(own))
         args, kwargs = self._input
         self._trace.add_invoke(Invoke(self.compile(), args, kwargs))
 

@@ -91,27 +91,29 @@ class Block:
         filename: The user's file.
         line: First line of the ``with`` statement.
         shared: Names of all variables of the block.
-        targets: Names bound by ``as`` in the statement.
+        target: Name bound by ``as`` in the statement, if it is a plain name.
     """
 
     code: types.CodeType
     filename: str
     line: int
     shared: tuple[str, ...]
-    targets: tuple[str, ...]
+    target: str | None
 
     def open_scope(self, frame: types.FrameType) -> Scope:
         """Return the scope of the block around this one, or a new one with the values of the user's frame."""
         if frame.f_code.co_name == BLOCK_NAME:
-            scope = frame.f_locals[SCOPE_NAME]
+            scope = _scope_of(frame)
             for name in self.shared:
                 if name not in scope.cells:
                     scope.cells[name] = types.CellType()
             return scope
         variables = frame.f_locals
-        return Scope(
+        scope = Scope(
             {name: types.CellType(variables[name]) if name in variables else types.CellType() for name in self.shared}
         )
+        _forget_snapshot(frame, variables)
+        return scope
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
         """Return the body as a function without arguments that works on ``scope``."""
@@ -119,6 +121,23 @@ class Block:
         fixed = {name: types.CellType(value) for name, value in own}
         closure = tuple(fixed[name] if name in fixed else scope.cells[name] for name in self.code.co_freevars)
         return types.FunctionType(self.code, module_globals, BLOCK_NAME, None, closure)
+
+
+def _scope_of(frame: types.FrameType) -> Scope:
+    """Return the scope of a block's frame."""
+    variables = frame.f_locals
+    scope = variables[SCOPE_NAME]
+    _forget_snapshot(frame, variables)
+    return scope
+
+
+def _forget_snapshot(frame: types.FrameType, variables: Any) -> None:
+    """Empty the snapshot that ``frame.f_locals`` is before Python 3.13, which the frame would keep until it ends.
+
+    A tensor the user deletes must not live on in it. The next look at ``f_locals`` fills it anew.
+    """
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()
 
 
 _blocks: dict[tuple[int, int], tuple[weakref.ref[types.CodeType], Block]] = {}
@@ -136,7 +155,8 @@ def block_at(frame: types.FrameType) -> Block:
     if known is not None:
         return known[1]
     block = _compile(find_with(frame), frame)
-    reference = weakref.ref(frame.f_code, lambda _: _blocks.pop(key, None))
+    forget = _blocks.pop  # at interpreter exit the module's globals are gone before the last code objects
+    reference = weakref.ref(frame.f_code, lambda _: forget(key, None))
     _blocks[key] = (reference, block)
     return block
 
@@ -150,11 +170,12 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
             "Put it on lines of its own, indented, so that it can be captured."
         )
     _refuse_jumps(node, filename)
-    rewriter = _RewriteSaves()
+    rewriter = _Rewriter()
     body: list[ast.stmt] = [rewriter.visit(statement) for statement in copy.deepcopy(node.body)]
     if site.item + 1 < len(node.items):
         inner = ast.With(items=node.items[site.item + 1 :], body=body)
-        body = [ast.copy_location(inner, node)]
+        # Located at its first item, by which a trace among the items finds its way back to this statement.
+        body = [ast.copy_location(inner, inner.items[0].context_expr)]
     target = node.items[site.item].optional_vars
     if target is not None:
         assignment = ast.Assign(targets=[target], value=ast.Name(TRACER_NAME, ast.Load()))
@@ -177,12 +198,19 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
     for declaration in declarations:
         ast.copy_location(declaration, node)
     code = _function_code(declarations + body, sorted(shared.union(_OWN_NAMES)), site)
-    targets = () if target is None else tuple(n.id for n in ast.walk(target) if isinstance(n, ast.Name))
-    return Block(code, filename, node.lineno, tuple(sorted(shared)), targets)
+    name = target.id if isinstance(target, ast.Name) else None
+    return Block(code, filename, node.lineno, tuple(sorted(shared)), name)
 
 
-class _RewriteSaves(ast.NodeTransformer):
-    """Turns ``x.save()`` into a call that works for every object; see :mod:`nnsight.tracing.saving`."""
+class _Rewriter(ast.NodeTransformer):
+    """Adapts a body to being the body of a closure.
+
+    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`. Annotated assignments lose
+    their annotation: Python does not allow one on a variable of an enclosing function.
+    """
+
+    def __init__(self) -> None:
+        self._nested = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -191,12 +219,28 @@ class _RewriteSaves(ast.NodeTransformer):
             return ast.copy_location(ast.Call(function, [node.func.value], []), node)
         return node
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        if self._nested:
+            return node
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+
+    def _visit_scope(self, node: ast.AST) -> ast.AST:
+        self._nested += 1
+        self.generic_visit(node)
+        self._nested -= 1
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_scope  # noqa: N815 - names ast looks up
+
 
 def _local_names(frame: types.FrameType) -> set[str] | None:
     """Names of the frame's own variables; ``None`` at module level, where they are globals."""
     code = frame.f_code
     if code.co_name == BLOCK_NAME:
-        return set(frame.f_locals[SCOPE_NAME].cells)
+        return set(_scope_of(frame).cells)
     if code.co_flags & inspect.CO_OPTIMIZED:
         return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     return None if frame.f_locals is frame.f_globals else set(frame.f_locals)
@@ -265,10 +309,13 @@ def _refuse_jumps(node: ast.With, filename: str) -> None:
                     f"`{jump}` at {filename}:{line} would leave a block that runs later, together with the model. "
                     "Save what you need and use it after the block."
                 )
-            visit(child, in_loop or isinstance(child, (ast.For, ast.AsyncFor, ast.While)))
+            if isinstance(child, (ast.For, ast.AsyncFor, ast.While)):
+                visit(ast.Module(body=child.body, type_ignores=[]), True)
+                visit(ast.Module(body=child.orelse, type_ignores=[]), in_loop)
+            else:
+                visit(child, in_loop)
 
-    for statement in node.body:
-        visit(ast.Module(body=[statement], type_ignores=[]), False)
+    visit(ast.Module(body=node.body, type_ignores=[]), False)
 
 
 def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
@@ -279,3 +326,4 @@ def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     variables.update(values)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    _forget_snapshot(frame, variables)

@@ -103,7 +103,7 @@ def find_with(frame: types.FrameType) -> WithSite:
                 return WithSite(filename, node, earlier, class_name)
             for index, item in enumerate(node.items):
                 if _extent(item.context_expr) == here:
-                    return WithSite(filename, node, index, class_name)
+                    return WithSite(filename, node, index + earlier, class_name)
             if None in here and node.lineno == line:
                 return WithSite(filename, node, min(earlier, len(node.items) - 1), class_name)
         stack.extend((child, class_name) for child in ast.iter_child_nodes(node))

@@ -129,8 +129,8 @@ class Tracer:
             return  # the block around this one shares the scope
         marked = saves.get() or {}
         values = {name: value for name, value in scope.items() if id(value) in marked}
-        if len(self.info.targets) == 1:
-            values[self.info.targets[0]] = self
+        if self.info.target is not None:
+            values[self.info.target] = self
         write_back(frame, values)
         scope.clear()
 

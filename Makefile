@@ -1,0 +1,67 @@
+# `make demo` and `make test` work alone on a fresh machine: each makes .venv and installs what it needs.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+HAS_TORCH := $(VENV)/.has-torch
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test lint types pytest test-slow bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       answer, logit lens, patching and steering on the shipped model, compiled"
+	@echo "make test       lint, types and the default tests"
+	@echo "make test-slow  the tests that generate and compile code"
+	@echo "make lint       ruff"
+	@echo "make types      mypy"
+	@echo "make bench      measure the overhead of traces"
+	@echo "make install    only make $(VENV)"
+	@echo "make clean      remove $(VENV) and caches"
+	@echo "PYTHON=python3.12 chooses the interpreter, TORCH=torch==2.12.0 the torch version."
+
+# Torch comes first and pinned: left to the resolver, the newest one would come, with its accelerator libraries.
+$(HAS_TORCH):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@echo "creating $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) (a large download the first time) ..."
+	@$(PIP) install "$(TORCH)"
+	@touch $@
+
+$(INSTALLED): pyproject.toml $(HAS_TORCH)
+	@echo "installing nnsight and its dependencies ..."
+	@$(PIP) install --editable ".[dev]" "$(TORCH)"
+	@touch $@
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	@$(BIN)/python -m nnsight.demo
+
+test: lint types pytest
+
+lint: $(INSTALLED)
+	@echo "ruff ..."
+	@$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	@echo "mypy ..."
+	@$(BIN)/mypy
+
+pytest: $(INSTALLED)
+	@echo "pytest ..."
+	@$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	@echo "pytest, slow tests ..."
+	@$(BIN)/python -m pytest -m slow
+
+bench: $(INSTALLED)
+	@$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

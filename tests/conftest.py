@@ -1,0 +1,266 @@
+"""Fixtures shared by all tests: thread setting, tiny models, and an independent reference made of plain torch hooks."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+
+import nnsight
+from nnsight import NNsight
+
+torch.set_num_threads(1)
+logging.getLogger("transformers").setLevel(logging.ERROR)
+# pytest listens on loggers that do not propagate; torch then renders megabytes of its structured log for it.
+logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes seconds, because a backend generates and compiles code")
+    # Inductor imports parts of torch that torch itself has deprecated.
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")
+    # Making a fake of a tensor that is not a leaf looks at its gradient. Torch hides the warning, unless it is an error.
+    config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_counters() -> None:
+    torch.manual_seed(0)
+    nnsight.fx.counters.reset()
+
+
+# -- an independent reference ---------------------------------------------------------------------------------------
+
+
+class Hooks:
+    """Edits and reads of a model by plain torch hooks, for comparison.
+
+    A hook function gets the value of its location and may return a replacement; ``None`` keeps the value.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._hooks: list[tuple[str, str, Callable[[Any], Any]]] = []
+        self.seen: dict[str, Any] = {}
+
+    def output(self, path: str, function: Callable[[Any], Any]) -> Hooks:
+        """Apply ``function`` to what the module at ``path`` returns."""
+        self._hooks.append(("output", path, function))
+        return self
+
+    def input(self, path: str, function: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Hooks:
+        """Apply ``function`` to ``(args, kwargs)`` of the module at ``path``."""
+        self._hooks.append(("input", path, function))
+        return self
+
+    def keep(self, name: str, choose: Callable[..., Any] = lambda value: value) -> Callable[..., None]:
+        """Return a hook function that keeps a copy of ``choose(value)`` in ``seen[name]``."""
+
+        def function(*value: Any) -> None:
+            chosen = choose(*value)
+            self.seen[name] = chosen.clone() if isinstance(chosen, torch.Tensor) else chosen
+
+        return function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handles = []
+        for kind, path, function in self._hooks:
+            module = self.model.get_submodule(path)
+            if kind == "output":
+                handles.append(module.register_forward_hook(lambda _, __, out, function=function: function(out)))
+            else:
+                handles.append(
+                    module.register_forward_pre_hook(
+                        lambda _, a, k, function=function: function(a, k), with_kwargs=True
+                    )
+                )
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@pytest.fixture
+def hooks() -> type[Hooks]:
+    return Hooks
+
+
+def assert_no_instrumentation(module: torch.nn.Module) -> None:
+    """Assert that nothing of this package is left on the modules."""
+    for child in module.modules():
+        assert "_call_impl" not in child.__dict__
+        assert not child._forward_hooks
+        assert not child._forward_pre_hooks
+
+
+@pytest.fixture
+def clean() -> Callable[[torch.nn.Module], None]:
+    return assert_no_instrumentation
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Let objects go by reference counting alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# -- transformers models ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A tiny transformers model and where its parts are.
+
+    Attributes:
+        name: Name of the architecture.
+        build: Makes the model.
+        layers: Path of the list of layers.
+        attention: Path of a module that returns a tuple, below a layer.
+        mlp: Path of a module that returns a tensor, below a layer.
+        by_keyword: Path of a module, below a layer, that gets tensors by keyword, and the keyword.
+    """
+
+    name: str
+    build: Callable[[], torch.nn.Module]
+    layers: str
+    attention: str
+    mlp: str
+    by_keyword: tuple[str, str]
+    layer_returns_tuple: bool = False
+
+    @cached_property
+    def module(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.build().eval()
+
+    @cached_property
+    def model(self) -> NNsight:
+        """Wrapped, with the backend that changes no bit."""
+        return NNsight(self.module, compile={"backend": "eager"})
+
+    def inputs(self, length: int = 6, batch: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * seed + length)
+        ids = torch.randint(2, 96, (batch, length), generator=generator)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self.name == "t5":
+            inputs["decoder_input_ids"] = ids[:, :4].clone()
+        return inputs
+
+    def layer(self, index: int) -> str:
+        return f"{self.layers}.{index}"
+
+
+def output_of(envoy: Any) -> Any:
+    """Return ``envoy.output`` also where a child has that name."""
+    return envoy.nns_output if "output" in envoy._children else envoy.output
+
+
+def _cases() -> dict[str, Case]:
+    import transformers as t
+
+    small: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    grouped = {**small, "num_key_value_heads": 2}
+    llama_like = {"layers": "model.layers", "attention": "self_attn", "mlp": "mlp"}
+    llama_like["by_keyword"] = ("self_attn", "hidden_states")  # type: ignore[assignment]
+    cases = [
+        Case(
+            "gpt2",
+            lambda: t.GPT2LMHeadModel(
+                t.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=96, bos_token_id=0, eos_token_id=0)
+            ),
+            "transformer.h",
+            "attn",
+            "mlp",
+            ("attn", "position_ids"),
+        ),
+        Case("llama", lambda: t.LlamaForCausalLM(t.LlamaConfig(**grouped)), **llama_like),  # type: ignore[arg-type]
+        Case("qwen2", lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**grouped)), **llama_like),  # type: ignore[arg-type]
+        Case(
+            "qwen3",
+            lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**grouped, head_dim=8)),
+            **llama_like,  # type: ignore[arg-type]
+        ),
+        Case(
+            "mixtral",
+            lambda: t.MixtralForCausalLM(t.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2)),
+            **llama_like,  # type: ignore[arg-type]
+        ),
+        Case(
+            "bert",
+            lambda: t.BertForMaskedLM(t.BertConfig(**small)),
+            "bert.encoder.layer",
+            "attention.self",
+            "intermediate",
+            ("", ""),
+        ),
+        Case(
+            "t5",
+            lambda: t.T5ForConditionalGeneration(
+                t.T5Config(
+                    vocab_size=96,
+                    d_model=32,
+                    d_kv=8,
+                    d_ff=64,
+                    num_layers=3,
+                    num_heads=4,
+                    decoder_start_token_id=0,
+                    pad_token_id=0,
+                )
+            ),
+            "encoder.block",
+            "layer.0.SelfAttention",
+            "layer.1",
+            ("layer.0.SelfAttention", "position_bias"),
+            layer_returns_tuple=True,
+        ),
+    ]
+    return {case.name: case for case in cases}
+
+
+MODEL_NAMES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral", "bert", "t5")
+
+
+@pytest.fixture(scope="session")
+def cases() -> dict[str, Case]:
+    made = _cases()
+    for case in made.values():
+        # Transformers fills global registries when a model is made; dynamo guards on their sizes.
+        with torch.no_grad():
+            case.module(**case.inputs())
+    return made
+
+
+@pytest.fixture(params=MODEL_NAMES)
+def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
+    """Each of the transformers models in turn."""
+    return cases[request.param]
+
+
+@pytest.fixture
+def gpt2(cases: dict[str, Case]) -> Case:
+    return cases["gpt2"]
+
+
+@pytest.fixture
+def llama(cases: dict[str, Case]) -> Case:
+    return cases["llama"]

@@ -1,0 +1,381 @@
+"""Cuts: a block that needs a concrete value gets it, once, in order, and the rest stays compiled."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nnsight import NNsight, fx
+from nnsight.fx.recording import GraphBreakError
+
+from .conftest import assert_no_instrumentation
+
+X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+
+@pytest.fixture(scope="module")
+def model() -> NNsight:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    return NNsight(module, compile={"backend": "eager"})
+
+
+Log = list[Any]
+
+
+def branch(h: Any, log: Log) -> Any:
+    return h * 2 if h.sum() > 0 else h * 3
+
+
+def comparison_in_if(h: Any, log: Log) -> Any:
+    if (h > 10).any() or not (h < 10).all():
+        return h
+    return -h
+
+
+def item(h: Any, log: Log) -> Any:
+    value = h.max().item()
+    log.append((type(value), value))
+    return h / value
+
+
+def float_and_int(h: Any, log: Log) -> Any:
+    first = h.detach()[0, 0]
+    log.append((float(first), int(first * 100), bool(first)))
+    return h * float(first)
+
+
+def printing(h: Any, log: Log) -> Any:
+    print("before", 1)
+    print(h)
+    print("mean", h.mean())
+    return h + 1
+
+
+def formatting(h: Any, log: Log) -> Any:
+    log.append(f"{h[0, 0]:.4f} {h.detach()[0]}")
+    log.append(str(h.detach()))
+    log.append(repr(h.shape))
+    return h + 1
+
+
+def tolist(h: Any, log: Log) -> Any:
+    log.append(h[0].tolist())
+    return h + 1
+
+
+def numpy(h: Any, log: Log) -> Any:
+    array = h.detach().numpy()
+    log.append(array.copy())
+    return h + torch.from_numpy(np.ones_like(array))
+
+
+def numpy_function(h: Any, log: Log) -> Any:
+    log.append(np.asarray(h.detach()).sum())
+    return h + 1
+
+
+def nonzero(h: Any, log: Log) -> Any:
+    rows = (h[:, 0] > -100).nonzero().flatten()
+    return h + rows.sum()
+
+
+def boolean_index(h: Any, log: Log) -> Any:
+    chosen = h[h > 0]
+    log.append(tuple(chosen.shape))
+    return h + chosen.sum()
+
+
+def unique(h: Any, log: Log) -> Any:
+    return h + torch.unique(h).numel()
+
+
+def indexing_a_list(h: Any, log: Log) -> Any:
+    log.append(["a", "b", "c"][h[:, 0].argmax()])
+    return h + 1
+
+
+def membership(h: Any, log: Log) -> Any:
+    log.append(3.0 in h)
+    return h + 1
+
+
+def equality(h: Any, log: Log) -> Any:
+    log.append(torch.equal(h, h.clone()))
+    log.append(torch.allclose(h, h + 1e-9))
+    return h + 1
+
+
+def two_cuts(h: Any, log: Log) -> Any:
+    if h.sum() > 1000:
+        return h
+    h = h + 1
+    log.append(h.mean().item())
+    return h * 2
+
+
+def edit_cut_edit(h: Any, log: Log) -> None:
+    h += 1.0
+    log.append(h.sum().item())
+    h *= 2.0
+    log.append(h.sum().item())
+
+
+def view_across_the_cut(h: Any, log: Log) -> None:
+    row = h[0]
+    log.append(h.sum().item())
+    row += 5.0
+    log.append(h[0, 0].item())
+
+
+def external_across_the_cut(h: Any, log: Log) -> Any:
+    total = torch.zeros(4)
+    total += h.detach().sum(0)
+    log.append(total.tolist())
+    total += 1.0
+    return h + total
+
+
+def copying(h: Any, log: Log) -> Any:
+    other = copy.deepcopy(h.detach())
+    log.append(other.sum().item())
+    return h + other
+
+
+def sorting_python(h: Any, log: Log) -> Any:
+    order = sorted(range(3), key=lambda index: h[index, 0])
+    log.append(order)
+    return h[order]
+
+
+def max_python(h: Any, log: Log) -> Any:
+    return h * max(h[0, 0], h[1, 1])
+
+
+NEEDS: list[Callable[[Any, Log], Any]] = [
+    branch, comparison_in_if, item, float_and_int, printing, formatting, tolist, numpy, numpy_function, nonzero,
+    boolean_index, unique, indexing_a_list, membership, equality, two_cuts, edit_cut_edit,
+    view_across_the_cut, external_across_the_cut, copying, sorting_python, max_python,
+]  # fmt: skip
+
+
+def run(model: NNsight, need: Callable[[Any, Log], Any], compile: bool, x: torch.Tensor = X) -> tuple[Any, ...]:
+    log: Log = []
+    with model.trace(x, compile=compile) as tracer:
+        first = (model[0].output * 1).save()
+        hidden = model[1].output
+        changed = need(hidden, log)
+        if changed is not None:
+            model[1].output = changed
+        late = model[2].output.save()
+        late += 0.5
+        mixed = (late + first).save()
+        out = model.output.save()
+    return first, late, mixed, out, log, tracer
+
+
+def reference(model: NNsight, need: Callable[[Any, Log], Any]) -> tuple[Any, ...]:
+    """The same by hand, module by module."""
+    log: Log = []
+    module = model._module
+    first = module[0](X)
+    hidden = module[1](first)
+    changed = need(hidden, log)
+    late = module[2](hidden if changed is None else changed) + 0.5
+    return first, late, late + first, module[3](late), log
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("need", NEEDS, ids=lambda need: need.__name__)
+def test_values_output_and_side_effects(
+    model: NNsight, need: Callable[[Any, Log], Any], grad: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with torch.set_grad_enabled(grad):
+        *expected, expected_log = reference(model, need)
+        expected_printed = capsys.readouterr().out
+        assert not torch.allclose(expected[3], model._module(X))
+        for compile in (False, True, True):
+            fx.counters.reset()
+            *values, log, tracer = run(model, need, compile)
+            printed = capsys.readouterr().out
+            assert printed == expected_printed
+            assert len(log) == len(expected_log)
+            for mine, wanted in zip(log, expected_log, strict=True):
+                assert type(mine) is type(wanted)
+                assert np.array_equal(mine, wanted) if isinstance(mine, np.ndarray) else mine == wanted
+            for value, wanted in zip(values, expected, strict=True):
+                assert type(value) is torch.Tensor
+                assert torch.equal(value, wanted), compile
+    assert len(tracer.report.breaks) >= 1
+    assert fx.counters.compiles == fx.counters.recordings == fx.counters.captures == 0, "the second run is known"
+
+
+def test_new_values_take_the_other_branch(model: NNsight) -> None:
+    """Each way of a branch is a program of its own; a third value finds both known."""
+    with torch.no_grad():
+        for x in (X, -X, X * 100, X * -100):
+            run(model, branch, True, x)
+        fx.counters.reset()
+        for x in (X * 3, X * -2):
+            assert torch.equal(run(model, branch, True, x)[3], run(model, branch, False, x)[3])
+    assert fx.counters.compiles == 0
+
+
+def test_the_report_names_line_location_and_reason(model: NNsight, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="nnsight.fx"):
+        with model.trace(X) as tracer:
+            hidden = model[1].output
+            size = hidden.sum().item()  # the line
+            size.save()
+    (cut,) = tracer.report.breaks
+    assert cut.location == "model.1.output"
+    assert "item" in cut.reason
+    assert cut.filename == __file__
+    lines = Path(__file__).read_text().splitlines()
+    assert lines[cut.line - 1].strip() == "size = hidden.sum().item()  # the line"
+    assert str(cut) in str(tracer.report)
+    assert "1 break," in str(tracer.report)
+    assert str(cut) in caplog.text
+    assert fx.counters.breaks == 1
+
+
+def test_a_concrete_tensor_needs_no_cut(model: NNsight) -> None:
+    external = torch.ones(3)
+    with model.trace(X) as tracer:
+        hidden = model[1].output
+        if external.sum() > 2 and external[0].item() == 1.0:
+            hidden += external.tolist()[0]
+        out = model.output.save()
+    assert not tracer.report.breaks
+    assert not torch.equal(out, model._module(X))
+
+
+def test_a_cut_before_anything_was_recorded(model: NNsight) -> None:
+    with model.trace(X) as tracer:
+        value = model.input.sum().item().save()
+    assert value == X.sum().item()
+    assert tracer.report.mode == "compiled"
+
+
+def test_cuts_at_every_location(model: NNsight) -> None:
+    log: Log = []
+    with torch.no_grad(), model.trace(X) as tracer:
+        for layer in model:
+            log.append(layer.input.sum().item())
+            log.append(layer.output.sum().item())
+        out = model.output.save()
+    expected: Log = []
+    value = X
+    with torch.no_grad():
+        for layer in model._module:
+            expected.append(value.sum().item())
+            value = layer(value)
+            expected.append(value.sum().item())
+    assert log == expected
+    assert torch.equal(out, value)
+    assert len(tracer.report.breaks) >= 5
+
+
+def test_fullgraph_makes_a_cut_an_error(model: NNsight) -> None:
+    strict = NNsight(model._module, compile={"backend": "eager", "fullgraph": True})
+    with pytest.raises(GraphBreakError) as raised:
+        with strict.trace(X):
+            hidden = strict[1].output
+            if hidden.sum() > 0:  # the line
+                hidden += 1
+    message = str(raised.value)
+    assert __file__ in message
+    line = int(message.split(":")[1])
+    assert Path(__file__).read_text().splitlines()[line - 1].strip() == "if hidden.sum() > 0:  # the line"
+    assert "fullgraph" in message
+    with strict.trace(X) as tracer:
+        hidden = strict[1].output
+        strict[1].output = torch.where(hidden.sum() > 0, hidden + 1, hidden)
+        out = strict.output.save()
+    assert not tracer.report.breaks
+    assert torch.equal(out, run_where(model))
+    assert_no_instrumentation(model._module)
+
+
+def run_where(model: NNsight) -> torch.Tensor:
+    module = model._module
+    hidden = module[1](module[0](X))
+    return module[3](module[2](hidden + 1 if hidden.sum() > 0 else hidden))
+
+
+def test_an_error_after_a_cut_runs_nothing_twice(model: NNsight) -> None:
+    events: list[str] = []
+    with pytest.raises(KeyError, match="late"):
+        with model.trace(X):
+            early = model[0].output.sum().item().save()
+            events.append("cut")
+            kept = model[1].output.save()
+            events.append("error")
+            raise KeyError("late")
+    assert events == ["cut", "error"]
+    assert isinstance(early, float)
+    with pytest.raises(UnboundLocalError):
+        print(kept)  # never computed, so never brought home
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_cuts_of_lowered_graphs(model: NNsight, backend: str) -> None:
+    lowered = NNsight(model._module, compile={"backend": backend})
+    chosen = [branch, edit_cut_edit, view_across_the_cut, external_across_the_cut]
+    for need in chosen if backend == "aot_eager" else chosen[:2]:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                *expected, expected_log = reference(model, need)
+                *values, log, _ = run(lowered, need, True)
+            for value, wanted in zip(values, expected, strict=True):
+                torch.testing.assert_close(value, wanted)
+            for mine, wanted in zip(log, expected_log, strict=True):
+                assert mine == pytest.approx(wanted, rel=1e-5)
+
+
+class Graphs(torch.nn.Module):
+    """A model that breaks the graph itself: dynamo hands over two graphs, with Python between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.third = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x = self.second(x)
+        if x.sum() > 1e6:
+            x = x * 0
+        return self.third(x)
+
+
+def test_a_model_that_breaks_the_graph() -> None:
+    torch.manual_seed(0)
+    model = NNsight(Graphs(), compile={"backend": "eager"})
+    module = model._module
+    with torch.no_grad():
+        hidden = module.first(X) + 1
+        second = module.second(hidden) * 2
+        expected = module.third(second)
+        for compile in (False, True, True):
+            with model.trace(X, compile=compile) as tracer:
+                model.first.output[:] += 1
+                state = model.first.output.save()
+                model.second.output = model.second.output * 2
+                both = (state + model.third.output).save()
+                out = model.output.save()
+            assert torch.equal(state, hidden), compile
+            assert torch.equal(out, expected), compile
+            assert torch.equal(both, hidden + expected), compile
+        assert torch.equal(model(X), module(X))
+    assert tracer.report.graphs >= 2

@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes seconds, because a backend generates and compiles code")
     # Inductor imports parts of torch that torch itself has deprecated.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")
-    # Making a fake of a tensor that is not a leaf looks at its gradient. Torch hides the warning, unless it is an error.
+    # Making a fake of a tensor that is no leaf looks at its gradient; torch hides that warning, unless it is an error.
     config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 

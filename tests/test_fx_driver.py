@@ -239,7 +239,7 @@ def test_a_shape_error_is_raised_at_the_users_line_before_the_model_ran(model: N
         lambda h: h.softmax(dim=9),
         lambda h: h + "text",
         lambda h: h.reshape(2, 2, 2),
-        lambda h: torch.nn.Linear(5, 5)(h),
+        torch.nn.Linear(5, 5),
         lambda h: h.__setitem__((slice(None), 0), torch.ones(9)),
         lambda h: h.squeeze().expand(1),
     ],

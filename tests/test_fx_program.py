@@ -64,7 +64,7 @@ def _outcome() -> Any:
     from nnsight.fx.program import Outcome
 
     fake = torch.empty(2, 3)
-    return Outcome(pytree.tree_structure(fake), (1,), ((),), (fake,))
+    return Outcome(pytree.tree_structure(fake), (1,), ((),), (fake,), (False,))
 
 
 def test_the_three_references_are_different() -> None:

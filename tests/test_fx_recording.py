@@ -335,7 +335,8 @@ OPERATIONS: list[Callable[[Any], Any]] = [
     view_seen_after_base_edit, reads_before_and_after, masked_assign, masked_rows, masked_fill, topk, max_dim, split,
     chunk_and_stack, unbind, svd, sort_named, einsum, where, factories, lazy_sized_factory, functional, reductions,
     projection, matmul_chain, reversed_operators, integer_scalars, boolean_algebra, compare_chain, numpy_scalar,
-    numpy_scalar_left, numpy_external, dtype_round_trip, half_scalar, zero_dim_scalar, index_tensor, lazy_index, gather,
+    numpy_scalar_left, numpy_external, dtype_round_trip, half_scalar, zero_dim_scalar, index_tensor, lazy_index,
+    gather,
     index_put, index_add, copy_into, list_argument, ellipsis_and_none, cumulative, reshape_permute, expand,
     property_T, real_getter, detach, no_grad_inside, keyword_arguments, block_python, iteration, complex_numbers, module_call,
 ]  # fmt: skip
@@ -647,6 +648,7 @@ def test_a_view_and_its_base_share_memory_after_the_trace(small: NNsight, x: tor
 
 def test_metadata_is_real(small: NNsight, x: torch.Tensor) -> None:
     eager_seen: list[Any] = []
+    eager_seen: list[Any] = []
     for compile in (False, True):
         with small.trace(x, compile=compile) as tracer:
             hidden = small.second.output
@@ -687,7 +689,7 @@ def test_lazies_become_tensors_wherever_they_are(small: NNsight, x: torch.Tensor
 
 
 def test_keys_and_identity_survive(small: NNsight, x: torch.Tensor) -> None:
-    """A tensor used as a key of a dict, or compared with ``is``, is the same object before and after it gets its value."""
+    """A tensor used as a key of a dict, or compared with ``is``, stays the same object when it gets its value."""
     with small.trace(x, compile=True):
         hidden = small.second.output.save()
         table = {hidden: "mine"}.save()

@@ -27,7 +27,7 @@ from ..tree import ModuleTree
 from .compat import BackendCallable, resolve_backend, skip_code
 from .counters import counters
 from .graph import CapturedGraph
-from .recording import Recording, run_plain
+from .recording import Recording, run_plain, suspended
 
 skip_code(INTERCEPTED_CODE)
 
@@ -74,7 +74,7 @@ class CompiledDriver:
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model."""
         function = self._compiled()
-        with self.tree.instrumentation:
+        with suspended(args, kwargs), self.tree.instrumentation:
             if self.options.get("dynamic") or any(type(value) is float for value in (*args, *kwargs.values())):
                 # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
                 with torch._dynamo.config.patch(specialize_float=True):

@@ -129,7 +129,7 @@ class CapturedGraph:
         return kind(expression)
 
     def fake(self, node: torch.fx.Node, binding: tuple[int, ...]) -> torch.Tensor:
-        """Return a fake tensor like the value of ``node``, with plain sizes."""
+        """Return a fake tensor like the value of ``node``, with plain sizes and without gradient."""
         key = (node, binding)
         found = self._fakes.get(key)
         if found is None:
@@ -138,10 +138,6 @@ class CapturedGraph:
             stride = [self.concrete(number, binding) for number in example.stride()]
             with self.fake_lock, self.fake_mode, torch.no_grad():
                 found = torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
-            if example.requires_grad:
-                with self.fake_lock, torch.enable_grad():
-                    # Not a leaf: blocks may edit it in place, as they may in eager mode.
-                    found = found.requires_grad_(True).clone()
             if len(self._fakes) > 4096:
                 self._fakes.clear()
             self._fakes[key] = found

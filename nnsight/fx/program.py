@@ -130,12 +130,16 @@ class Outcome:
         leaves: For each leaf the number of its value, or a leaf that is no tensor wrapped in a one-element tuple.
         paths: For each leaf the indices (or attribute names) that lead to it.
         fakes: Fake tensors of the new values, in order of their numbers.
+        requires_grad: Whether they require gradients.
+        gains_grad: Number of the value that requires gradients from here on, if the call edited one so.
     """
 
     structure: Any
     leaves: tuple[Any, ...]
     paths: tuple[tuple[Any, ...], ...]
     fakes: tuple[torch.Tensor, ...]
+    requires_grad: tuple[bool, ...]
+    gains_grad: int | None = None
 
 
 @dataclass(eq=False)

@@ -19,11 +19,12 @@ known program computes no fakes and makes no nodes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import threading
 import weakref
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ from .program import (
     Visit,
     Write,
 )
-from .splice import Piece
+from .splice import Piece, references
 from .variant import Variant
 
 logger = logging.getLogger("nnsight.fx")
@@ -99,11 +100,14 @@ class _NotLowerable(Exception):
 _METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
-        "shape dtype device ndim layout is_leaf is_cuda is_meta is_quantized is_sparse requires_grad grad_fn itemsize "
+        "shape dtype device ndim layout is_cuda is_meta is_quantized is_sparse itemsize "
         "nbytes names is_cpu is_nested is_xpu is_mps"
     ).split()
     if hasattr(getattr(torch.Tensor, name, None), "__get__")
 )
+
+#: Getters about gradients. Fakes carry none: they are shared by programs that edit them in different ways.
+_ABOUT_GRADIENTS = {getattr(torch.Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn")}
 
 #: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
 _DEMANDS = frozenset(
@@ -144,12 +148,10 @@ _UNANSWERABLE = (
 )
 
 
-@lru_cache(maxsize=4096)
 def _is_demand(function: Any) -> bool:
     return getattr(function, "__name__", "") in _DEMANDS
 
 
-@lru_cache(maxsize=4096)
 def _edits_in_place(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
@@ -196,6 +198,7 @@ class Recording(TorchFunctionMode):
         self.piece = piece
         self.inputs = inputs
         self.fakes: list[torch.Tensor] = []
+        self.requires_grad: list[bool] = []
         self.lazies: list[weakref.ref[LazyTensor] | None] = []
         self.value_of: dict[torch.fx.Node, int] = {}
         self.externals: list[torch.Tensor] = []
@@ -260,6 +263,7 @@ class Recording(TorchFunctionMode):
             reference = self._resolve(leaf)
             if isinstance(reference, torch.fx.Node):
                 self.fakes.append(self.graph.fake(reference, self.binding))
+                self.requires_grad.append(reference.meta["example_value"].requires_grad)
                 self.lazies.append(None)
                 fresh.append(number)
                 self.value_of[reference] = len(self.fakes) - 1
@@ -388,6 +392,13 @@ class Recording(TorchFunctionMode):
             fake = tensor._fake if isinstance(tensor, LazyTensor) else tensor
             with self.graph.fake_lock, torch._C.DisableTorchFunction():
                 return function(fake)
+        if function in _ABOUT_GRADIENTS and isinstance(args[0], LazyTensor):
+            requires_grad, name = self.requires_grad[args[0]._index], _ABOUT_GRADIENTS[function]
+            if name != "grad_fn":
+                return requires_grad if name == "requires_grad" else not requires_grad
+            if not requires_grad:
+                return None
+            return self._demand(function, args, kwargs, "`grad_fn` exists once the graph has run")
         if function in _READ_AS:
             function = _READ_AS[function]
         if _is_demand(function):
@@ -413,10 +424,12 @@ class Recording(TorchFunctionMode):
                 raise error.with_traceback(None) from None
             if not _has_tensor(result) and not (result is None or _edits_in_place(function)):
                 return result
-            outcome = self._outcome(result)
-        else:
-            self.fakes += outcome.fakes
-            self.lazies += [None] * len(outcome.fakes)
+            outcome = self._outcome(event, result)
+        self.fakes += outcome.fakes
+        self.lazies += [None] * len(outcome.fakes)
+        self.requires_grad += outcome.requires_grad
+        if outcome.gains_grad is not None:
+            self.requires_grad[outcome.gains_grad] = True
         self.random = self.random or getattr(function, "__name__", "") in _RANDOM
         outcomes = self._step(event).outcomes
         if len(outcomes) >= _KEPT_SIZES and self.binding not in outcomes:
@@ -512,7 +525,13 @@ class Recording(TorchFunctionMode):
         return External(len(self.externals) - 1)
 
     def _on_fakes(self, call: Call) -> Any:
-        with self.graph.fake_lock, torch._C.DisableTorchFunction(), self.graph.fake_mode, _quiet_fakes:
+        with (
+            self.graph.fake_lock,
+            torch._C.DisableTorchFunction(),
+            self.graph.fake_mode,
+            _quiet_fakes,
+            torch.no_grad(),
+        ):
             args = tuple(self._fake_argument(argument) for argument in call.args)
             kwargs = {key: self._fake_argument(value) for key, value in call.kwargs}
             return call.function(*args, **kwargs)
@@ -529,24 +548,38 @@ class Recording(TorchFunctionMode):
             return argument.build([self._fake_argument(item) for item in argument.items])
         return argument
 
-    def _outcome(self, result: Any) -> Outcome:
+    def _outcome(self, call: Call, result: Any) -> Outcome:
         """Number the tensors of a result; a tensor that was there before keeps its number."""
         flat, structure = pytree.tree_flatten_with_path(result)
+        differentiated = self._is_differentiated(call)
         leaves: list[Any] = []
         fresh: list[torch.Tensor] = []
         for _, leaf in flat:
             if not isinstance(leaf, torch.Tensor):
                 leaves.append((leaf,))
                 continue
-            known = next((index for index, fake in enumerate(self.fakes) if fake is leaf), None)
+            known = next((index for index, fake in enumerate((*self.fakes, *fresh)) if fake is leaf), None)
             if known is None:
-                known = len(self.fakes)
-                self.fakes.append(leaf)
-                self.lazies.append(None)
+                known = len(self.fakes) + len(fresh)
                 fresh.append(leaf)
             leaves.append(known)
-        paths = tuple(tuple(_key(step) for step in path) for path, _ in flat)
-        return Outcome(structure, tuple(leaves), paths, tuple(fresh))
+        edited = call.args[0] if call.args and _edits_in_place(call.function) else None
+        return Outcome(
+            structure,
+            tuple(leaves),
+            tuple(tuple(_key(step) for step in path) for path, _ in flat),
+            tuple(fresh),
+            tuple(differentiated and (fake.is_floating_point() or fake.is_complex()) for fake in fresh),
+            edited.index if differentiated and isinstance(edited, Value) else None,
+        )
+
+    def _is_differentiated(self, call: Call) -> bool:
+        """Whether autograd would follow this call."""
+        if not (self.grad_enabled if call.grad is None else call.grad) or call.function is torch.Tensor.detach:
+            return False
+        sources = {Value: self.requires_grad, Input: self.inputs, External: self.externals}
+        found = (sources[type(reference)][reference.index] for reference in references(call))
+        return any(item if isinstance(item, bool) else item.requires_grad for item in found)
 
     def _step(self, event: Event) -> State:
         """Go on to the state after ``event``, which is new if no earlier run did the same."""
@@ -570,6 +603,10 @@ class Recording(TorchFunctionMode):
             name = getattr(function, "__name__", str(function))
             self._cut(reason or f"`{name}` needs a concrete value")
         return function(*args, **kwargs)
+
+    def make_real(self, reason: str) -> None:
+        """Run the graph up to here, so that every lazy tensor becomes real."""
+        self._cut(reason)
 
     def _cut(self, reason: str) -> None:
         """Run the graph up to the current tap; every lazy tensor becomes real."""
@@ -661,6 +698,23 @@ class Recording(TorchFunctionMode):
             lazy = None if reference is None else reference()
             if lazy is not None and marked is not None:
                 marked.pop(id(lazy), None)
+
+
+@contextlib.contextmanager
+def suspended(*values: Any) -> Iterator[None]:
+    """Leave the recording that is going on for a call that must not be recorded, such as a run of another model.
+
+    Args:
+        *values: What the call uses; lazy tensors among it are made real first.
+    """
+    mode = torch.overrides._get_current_function_mode()
+    if not isinstance(mode, Recording):
+        yield
+        return
+    if any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves(values)):
+        mode.make_real("a compiled model was called")
+    with torch.overrides._pop_mode_temporarily():
+        yield
 
 
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:

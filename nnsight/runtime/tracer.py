@@ -197,7 +197,7 @@ class InterleavingTracer(Tracer):
         return batched, groups
 
     def _drop_unsaved(self) -> None:
-        if self.scope is not None:
+        if self.scope is not None and self.owns_scope:
             self.scope.drop_unsaved()
 
     def _close(self) -> None:

@@ -125,14 +125,19 @@ class Tracer:
 
     def _bring_home(self, frame: types.FrameType, scope: Scope) -> None:
         assert self.info is not None
-        if frame.f_code.co_name == BLOCK_NAME:
-            return  # the block around this one shares the scope
+        if not self.owns_scope:
+            return
         marked = saves.get() or {}
         values = {name: value for name, value in scope.items() if id(value) in marked}
         if self.info.target is not None:
             values[self.info.target] = self
         write_back(frame, values)
         scope.clear()
+
+    @property
+    def owns_scope(self) -> bool:
+        """Whether the scope is this block's own, and not shared with a block around it."""
+        return self._frame is not None and self._frame.f_code.co_name != BLOCK_NAME
 
     def compile(self) -> Callable[[], None]:
         """Return the captured body, bound to its scope."""

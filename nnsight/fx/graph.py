@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ class Tap:
     leaves: tuple[Any, ...]
     structure: pytree.TreeSpec
     outputs: dict[int, list[torch.fx.Node]] = field(default_factory=dict)
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether the value is one leaf, not in a container."""
+        return self.structure.is_leaf()
 
     def is_tensor(self, leaf: Any) -> bool:
         """Whether ``leaf`` of this tap is a tensor."""

@@ -247,10 +247,11 @@ class Recording(TorchFunctionMode):
     def _stop_at(self, tap: Tap) -> None:
         self.tap = tap
         leaves = self._visit(tap)
-        value = pytree.tree_unflatten(leaves, tap.structure)
+        value = leaves[0] if tap.is_single else pytree.tree_unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
         changed = self.run.handle(tap.location, value)
-        self._write(tap, leaves, changed)
+        if changed is not value or not tap.is_single:  # a container may have been filled anew
+            self._write(tap, leaves, changed)
 
     def _visit(self, tap: Tap) -> list[Any]:
         """Return the leaves of ``tap`` as the block sees them."""

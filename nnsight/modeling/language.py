@@ -16,6 +16,7 @@ Attributes of the transformers model, such as ``model.config`` and ``model.devic
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -438,8 +439,21 @@ def _by_name(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:
     """Return the names of the parameters of ``module.forward``, and whether it takes any other name."""
-    parameters = inspect.signature(module.forward).parameters
-    return set(parameters), any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+    if "forward" in module.__dict__:  # set on the instance by a hook; not remembered, it would keep the module alive
+        return _signature_of(module.forward)
+    names, any_name = _class_signature(type(module))
+    return names, any_name
+
+
+def _signature_of(function: Any) -> tuple[set[str], bool]:
+    parameters = inspect.signature(function).parameters
+    names = {name for name in parameters if name != "self"}
+    return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+
+
+@functools.lru_cache(maxsize=256)
+def _class_signature(kind: type[torch.nn.Module]) -> tuple[set[str], bool]:
+    return _signature_of(kind.forward)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:

@@ -123,6 +123,9 @@ _READ_AS = {torch.Tensor.__dict__.get("data", torch._C.TensorBase.data).__get__:
 #: Random functions of a tensor's metadata alone.
 _DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
 
+#: Functions that :meth:`Recording.call` treats specially.
+_SPECIAL = frozenset({*_METADATA, *_ABOUT_GRADIENTS, *_READ_AS, *_DRAWN_LIKE, torch.Tensor.__iter__})
+
 #: Random functions. The first one that is recorded makes all later ones be recorded, to keep their order.
 _RANDOM = frozenset(
     "rand randn randint randperm normal normal_ bernoulli bernoulli_ multinomial poisson uniform_ exponential_ geometric_ "
@@ -146,10 +149,6 @@ _UNANSWERABLE = (
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
 )
-
-
-def _is_demand(function: Any) -> bool:
-    return getattr(function, "__name__", "") in _DEMANDS
 
 
 def _edits_in_place(function: Any) -> bool:
@@ -205,7 +204,6 @@ class Recording(TorchFunctionMode):
         self.external_index: dict[int, int] = {}
         self.writes: dict[tuple[int, int], Value | Input | External] = {}
         self.used_storages: set[int] = set()
-        self._input_ids: dict[int, int] | None = None
         self._input_storages: set[int] | None = None
 
     # -- walking the taps ------------------------------------------------------------------------------------------
@@ -388,28 +386,15 @@ class Recording(TorchFunctionMode):
                 "This tensor was never computed, because its trace failed before the model ran. Fix the error of the "
                 "trace and run it again."
             )
-        if function in _METADATA:
-            (tensor,) = args
-            fake = tensor._fake if isinstance(tensor, LazyTensor) else tensor
-            with self.graph.fake_lock, torch._C.DisableTorchFunction():
-                return function(fake)
-        if function in _ABOUT_GRADIENTS and isinstance(args[0], LazyTensor):
-            requires_grad, name = self.requires_grad[args[0]._index], _ABOUT_GRADIENTS[function]
-            if name != "grad_fn":
-                return requires_grad if name == "requires_grad" else not requires_grad
-            if not requires_grad:
-                return None
-            return self._demand(function, args, kwargs, "`grad_fn` exists once the graph has run")
-        if function in _READ_AS:
-            function = _READ_AS[function]
-        if _is_demand(function):
+        if function in _SPECIAL:
+            handled, result = self._answer(function, args, kwargs)
+            if handled:
+                return result
+            function = _READ_AS.get(function, function)
+        if getattr(function, "__name__", "") in _DEMANDS:
             return self._demand(function, args, kwargs)
         if torch._C._is_any_autocast_enabled() != self.autocast:
             return self._demand(function, args, kwargs, "`torch.autocast` differs between block and model")
-        if function in _DRAWN_LIKE and not self.random:
-            return self._draw_like(function, args, kwargs)
-        if function is torch.Tensor.__iter__:
-            return iter(self.call(torch.Tensor.unbind, args, kwargs))
         try:
             event = self._event(function, args, kwargs)
         except _NotLowerable as reason:
@@ -438,6 +423,25 @@ class Recording(TorchFunctionMode):
         outcomes.setdefault(self.binding, outcome)
         leaves = [self._lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
+
+    def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Answer a call that needs no event; return whether it was answered, and the answer."""
+        if function in _METADATA:
+            (tensor,) = args
+            with self.graph.fake_lock, torch._C.DisableTorchFunction():
+                return True, function(_fake_or_self(tensor))
+        if function in _ABOUT_GRADIENTS and isinstance(args[0], LazyTensor):
+            requires_grad, name = self.requires_grad[args[0]._index], _ABOUT_GRADIENTS[function]
+            if name == "grad_fn":
+                if requires_grad:
+                    return True, self._demand(function, args, kwargs, "`grad_fn` exists once the graph has run")
+                return True, None
+            return True, requires_grad if name == "requires_grad" else not requires_grad
+        if function in _DRAWN_LIKE and not self.random:
+            return True, self._draw_like(function, args, kwargs)
+        if function == torch.Tensor.__iter__:
+            return True, iter(self.call(torch.Tensor.unbind, args, kwargs))
+        return False, None
 
     def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers like a lazy tensor at once, so that a seed gives the numbers it gives eagerly."""
@@ -506,14 +510,10 @@ class Recording(TorchFunctionMode):
         index = self.external_index.get(id(tensor))
         if index is not None:
             return External(index)
-        if self._input_ids is None:
-            self._input_ids = {
-                id(item): position for position, item in enumerate(self.inputs) if isinstance(item, torch.Tensor)
-            }
         self.used_storages.add(_storage(tensor))
-        position = self._input_ids.get(id(tensor))
-        if position is not None:
-            return Input(position)
+        for position, item in enumerate(self.inputs):
+            if item is tensor:
+                return Input(position)
         if tensor.layout is not torch.strided:
             raise _NotLowerable(f"a tensor with layout {tensor.layout}")
         shape: tuple[int | Symbol, ...] = tuple(tensor.shape)

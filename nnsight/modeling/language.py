@@ -20,7 +20,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -441,8 +441,7 @@ def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:
     """Return the names of the parameters of ``module.forward``, and whether it takes any other name."""
     if "forward" in module.__dict__:  # set on the instance by a hook; not remembered, it would keep the module alive
         return _signature_of(module.forward)
-    names, any_name = _class_signature(type(module))
-    return names, any_name
+    return _class_signature(type(module).forward)
 
 
 def _signature_of(function: Any) -> tuple[set[str], bool]:
@@ -452,8 +451,8 @@ def _signature_of(function: Any) -> tuple[set[str], bool]:
 
 
 @functools.lru_cache(maxsize=256)
-def _class_signature(kind: type[torch.nn.Module]) -> tuple[set[str], bool]:
-    return _signature_of(kind.forward)
+def _class_signature(forward: Callable[..., Any]) -> tuple[set[str], bool]:
+    return _signature_of(forward)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:

@@ -148,6 +148,18 @@ class Envoy:
         running_mediator("next()").advance(steps)
         return self
 
+    def skip(self, value: Any) -> None:
+        """Let the module return ``value`` instead of running; neither it nor anything inside it runs.
+
+        Args:
+            value: What the module would return: a tensor, or the tuple, dict or ``ModelOutput``.
+
+        Raises:
+            OutOfOrderError: If the module has already run.
+            ValueError: Outside a trace, or if other invokes of the batch do not skip it.
+        """
+        running_mediator("skip()").skip(self._path, value)
+
     def modules(self, include: Callable[[Envoy], bool] | None = None) -> list[Envoy]:
         """Return this envoy and all below it, each once, those for which ``include`` holds."""
         return [envoy for _, envoy in Envoy.named_modules(self, include)]

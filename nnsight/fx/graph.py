@@ -48,6 +48,11 @@ class Tap:
         """Whether the value is one leaf, not in a container."""
         return self.structure.is_leaf()
 
+    @cached_property
+    def tensor_leaves(self) -> tuple[int, ...]:
+        """Numbers of the leaves that are tensors."""
+        return tuple(number for number, leaf in enumerate(self.leaves) if self.is_tensor(leaf))
+
     def is_tensor(self, leaf: Any) -> bool:
         """Whether ``leaf`` of this tap is a tensor."""
         return isinstance(leaf, torch.fx.Node) and isinstance(leaf.meta.get("example_value"), torch.Tensor)
@@ -114,10 +119,9 @@ class CapturedGraph:
         made = Tap(index, str(location), node, tuple(leaves), parse_structure(str(structure)))  # type: ignore[arg-type]
         self.taps.append(made)
         self.tap_number[node] = index
-        tensor_leaves = [number for number, leaf in enumerate(made.leaves) if made.is_tensor(leaf)]
         for user in node.users:
             _, position = user.args  # operator.getitem(tap, position)
-            leaf_number = tensor_leaves[position]  # type: ignore[index]
+            leaf_number = made.tensor_leaves[position]  # type: ignore[index]
             self.tapped[user] = (index, leaf_number)
             made.outputs.setdefault(leaf_number, []).append(user)
 

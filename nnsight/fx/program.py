@@ -109,6 +109,17 @@ class Write(NamedTuple):
     source: Value | Input | External
 
 
+class Skip(NamedTuple):
+    """The nodes from tap number ``tap`` to tap number ``until`` are left out; ``sources`` stand for the tensor leaves of
+    the latter, by number of the leaf.
+    """
+
+    tap: int
+    until: int
+    sources: tuple[tuple[int, Value | Input | External], ...]
+    tag: str = "skip"
+
+
 class Cut(NamedTuple):
     """The graph is cut at tap number ``tap``; the values ``returned`` are needed behind the cut."""
 
@@ -117,7 +128,7 @@ class Cut(NamedTuple):
     tag: str = "cut"
 
 
-Event = Visit | Declare | Call | Write | Cut
+Event = Visit | Declare | Call | Write | Skip | Cut
 Reference = Value | Input | External
 
 
@@ -217,6 +228,8 @@ def _shown(event: Event) -> str:
         return f"call {name}({', '.join(parts)})"
     if isinstance(event, Write):
         return f"write leaf {event.leaf} = {_shown_argument(event.source)}"
+    if isinstance(event, Skip):
+        return f"skip to @{event.until}"
     if isinstance(event, Declare):
         sizes = [f"s{size.position}" if isinstance(size, Symbol) else size for size in event.shape]
         return f"external {event.dtype} {sizes} {event.device}"

@@ -51,6 +51,7 @@ from .program import (
     Input,
     Nest,
     Outcome,
+    Skip,
     State,
     Symbol,
     Value,
@@ -203,6 +204,7 @@ class Recording(TorchFunctionMode):
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
         self.writes: dict[tuple[int, int], Value | Input | External] = {}
+        self.substitutes: dict[torch.fx.Node, Value | Input | External] = {}
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 
@@ -216,10 +218,15 @@ class Recording(TorchFunctionMode):
         try:
             with self:
                 waited, counts = run.waited, run.counts
+                behind = 0
                 for tap in self.graph.taps:
                     location = tap.location
+                    if tap.index < behind:  # inside a module that is skipped
+                        continue
                     if location in waited and run.is_waited(location):
                         self._stop_at(tap)
+                        if run.skips:
+                            behind = self._skip(tap)
                     else:
                         counts[location] = counts.get(location, 0) + 1
                     if not waited:  # no block has code left to run
@@ -250,6 +257,29 @@ class Recording(TorchFunctionMode):
         changed = self.run.handle(tap.location, value)
         if changed is not value or not tap.is_single:  # a container may have been filled anew
             self._write(tap, leaves, changed)
+
+    def _skip(self, tap: Tap) -> int:
+        """Leave out the module whose input ``tap`` marks, if a block wants so; return the number of the next tap."""
+        asked = self.run.take_skip(tap.location)
+        if not asked:
+            return 0
+        output = f"{tap.location.removesuffix('.input')}.output"
+        until = next((other for other in self.graph.taps[tap.index + 1 :] if other.location == output), None)
+        if until is None:
+            raise ValueError(
+                f"`{tap.location.removesuffix('.input')}` cannot be skipped in this compiled trace: dynamo broke the graph "
+                "inside it. Use `trace(..., compile=False)`."
+            )
+        leaves = [
+            self.graph.fake(leaf, self.binding) if until.is_tensor(leaf) else self.graph.constant_leaf(until, leaf, ())
+            for leaf in until.leaves
+        ]
+        self._check_leaves(until, leaves, asked[0])
+        new_leaves = pytree.tree_leaves(asked[0])
+        sources = tuple((number, self._refer(new_leaves[number])) for number in until.tensor_leaves)
+        self._step(Skip(tap.index, until.index, sources))
+        self.substitutes.update({until.leaves[number]: source for number, source in sources})
+        return until.index
 
     def _visit(self, tap: Tap) -> list[Any]:
         """Return the leaves of ``tap`` as the block sees them."""
@@ -286,6 +316,9 @@ class Recording(TorchFunctionMode):
             known = self.value_of.get(node)
             if known is not None:
                 return Value(known)
+            substitute = self.substitutes.get(node)
+            if substitute is not None:
+                return substitute
             tapped = self.graph.tapped.get(node)
             if tapped is None:
                 return node
@@ -315,13 +348,18 @@ class Recording(TorchFunctionMode):
         tap = self.tap
         if tap is None or tap.location != location:
             return
+        self._check_leaves(tap, pytree.tree_leaves(old), new)
+
+    def _check_leaves(self, tap: Tap, old_leaves: list[Any], new: Any) -> None:
+        """Raise if ``new`` cannot stand for the value of ``tap``, whose leaves are (or are like) ``old_leaves``."""
+        location = tap.location
         new_leaves, structure = pytree.tree_flatten(new)
         if structure != tap.structure:
             raise ReplacementShapeError(
                 f"The replacement of `{location}` has another structure than the model's value there: {structure} "
                 f"instead of {tap.structure}. Replace a tuple by a tuple, a dict by a dict with the same keys."
             )
-        for old_leaf, new_leaf, leaf in zip(pytree.tree_leaves(old), new_leaves, tap.leaves, strict=True):
+        for old_leaf, new_leaf, leaf in zip(old_leaves, new_leaves, tap.leaves, strict=True):
             if old_leaf is new_leaf:
                 continue
             if tap.is_tensor(leaf):

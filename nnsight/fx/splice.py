@@ -28,6 +28,7 @@ from .program import (
     Nest,
     Program,
     Reference,
+    Skip,
     Step,
     Value,
     Visit,
@@ -132,6 +133,7 @@ class _Splicer:
         self.env: dict[torch.fx.Node, Any] = {}
         self.values: list[Any] = []
         self.marks: dict[str, str] = {}
+        self.skip_to: torch.fx.Node | None = None
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
         self.declared = [step.event for step in program.steps if isinstance(step.event, Declare)]
@@ -142,6 +144,9 @@ class _Splicer:
     def run(self, results: Sequence[Result]) -> SplicedGraph:
         self._add_inputs(results)
         for node in self.graph.nodes[self.piece.start : self.stop]:
+            if self.skip_to is not None and node is not self.skip_to:
+                continue
+            self.skip_to = None
             if node in self.graph.tap_number:
                 self._at_tap(self.graph.tap_number[node])
             elif node.op not in ("placeholder", "output") and node not in self.graph.tapped:
@@ -187,6 +192,12 @@ class _Splicer:
     def _captured(self, node: torch.fx.Node) -> Any:
         """Return the new node for a captured one; what a tap passes on is what it was given."""
         while node not in self.env:
+            if node not in self.graph.tapped:
+                raise ValueError(
+                    f"A module cannot be skipped in this compiled trace: the model uses a value that is computed inside it "
+                    f"({node.name}) in another way than as its output, such as a key-value cache. Switch the cache off "
+                    "(`use_cache=False`) or use `trace(..., compile=False)`."
+                )
             tap, leaf = self.graph.tapped[node]
             node = self.graph.taps[tap].leaves[leaf]
         return self.env[node]
@@ -199,6 +210,10 @@ class _Splicer:
                 self.values += [self._captured(tap.leaves[leaf]) for leaf in event.fresh]
             elif isinstance(event, Call):
                 self._add_call(event, step)
+            elif isinstance(event, Skip):
+                until = self.graph.taps[event.until]
+                self.skip_to = until.node
+                self.env.update({until.leaves[leaf]: self._referred(source) for leaf, source in event.sources})
             elif isinstance(event, Write):
                 for node in tap.outputs.get(event.leaf, ()):
                     self.env[node] = self._referred(event.source)
@@ -248,6 +263,8 @@ def references(event: Any) -> list[Reference]:
     """Return the tensors an event uses."""
     if isinstance(event, Write):
         return [event.source]
+    if isinstance(event, Skip):
+        return [source for _, source in event.sources]
     if not isinstance(event, Call):
         return []
     found: list[Reference] = []

@@ -8,6 +8,7 @@ compiled, they become part of the graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,3 +77,19 @@ class BatchGroup:
             end = self.start + self.size
             whole_leaves[index] = torch.cat([row[: self.start], new, row[end:]])
         return pytree.tree_unflatten(whole_leaves, structure) if changed else whole
+
+
+def join_rows(values: Sequence[Any], groups: Sequence[BatchGroup | None]) -> Any:
+    """Return one value of the whole batch from the values of its groups, which nest alike and come in order."""
+    flat = [pytree.tree_flatten(value) for value in values]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise ReplacementShapeError("The invokes of one batch give values of different structure for one module.")
+    joined = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        rows = [
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and group is not None and leaf.shape[0] == group.size
+            for leaf, group in zip(leaves, groups, strict=True)
+        ]
+        joined.append(torch.cat(list(leaves)) if all(rows) else leaves[0])
+    return pytree.tree_unflatten(joined, structure)

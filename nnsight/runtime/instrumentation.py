@@ -52,9 +52,11 @@ def _intercepted(path: str, call: Callable[..., Any], traced_call: TracedCall | 
         counts, waited = run.counts, run.waited
         if input_location in waited:
             args, kwargs = run.offer(run, input_location, (args, kwargs))
+            skipped = run.take_skip(input_location) if run.skips else ()
         else:
             counts[input_location] = counts.get(input_location, 0) + 1
-        output = call(*args, **kwargs)
+            skipped = ()
+        output = skipped[0] if skipped else call(*args, **kwargs)
         if output_location in waited:
             return run.offer(run, output_location, output)
         counts[output_location] = counts.get(output_location, 0) + 1

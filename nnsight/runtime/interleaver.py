@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from .batching import join_rows
 from .errors import OutOfOrderError, never_reached_message
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Interleaver:
         ready: Mediators that can go on as soon as the running one waits.
         failure: What a block raised, kept in case the model's own code swallows it on the way out.
         reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
+        skips: What blocks want the modules whose input is being handled to return without running, by input location.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
             and the replacement.
@@ -59,6 +61,7 @@ class Interleaver:
         "offer",
         "ready",
         "reshaped",
+        "skips",
         "waited",
     )
 
@@ -66,6 +69,7 @@ class Interleaver:
         self.mediators = mediators
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
+        self.skips: dict[str, list[tuple[Mediator, Any]]] = {}
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
         self._on_blocks_done = on_blocks_done
@@ -121,6 +125,32 @@ class Interleaver:
                     self.run_ready()
         self.at = outer
         return value
+
+    def take_skip(self, location: str) -> tuple[Any, ...]:
+        """Return the value a module is to return without running, in a tuple, or an empty tuple.
+
+        Args:
+            location: Location of the module's input, which has just been handled.
+
+        Raises:
+            ValueError: If some invokes skip the module and others, in the same batch, do not.
+        """
+        asked = self.skips.pop(location, None)
+        if asked is None:
+            return ()
+        groups = [mediator.batch_group for mediator, _ in asked]
+        whole = next((value for mediator, value in asked if mediator.batch_group is None), None)
+        if None in groups:
+            return (whole,)
+        first = groups[0]
+        assert first is not None
+        if sum(group.size for group in groups if group is not None) != first.total:
+            raise ValueError(
+                f"`{location.removesuffix('.input')}` is skipped by some invokes and not by others. They run as one batch, "
+                "so skip it in all of them."
+            )
+        ordered = sorted(asked, key=lambda item: item[0].batch_group.start if item[0].batch_group else 0)
+        return (join_rows([value for _, value in ordered], [m.batch_group for m, _ in ordered]),)
 
     def add(self, mediator: Mediator) -> None:
         """Add a block to the run and let it run to the first location it waits for."""

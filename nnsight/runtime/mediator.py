@@ -231,6 +231,19 @@ class Mediator:
             interleaver.reshaped.append(where + replacement_message(location, tuple(shape), tuple(expected)))
         self._value = value
 
+    def skip(self, path: str, value: Any) -> None:
+        """Let the module at ``path`` return ``value`` instead of running.
+
+        Raises:
+            OutOfOrderError: If the module already runs or has run.
+        """
+        location = f"{path}.input"
+        interleaver = self.interleaver
+        if not self._is_at(location):
+            self._wait_for(location, self._next_occurrence(location))
+        assert interleaver is not None
+        interleaver.skips.setdefault(location, []).append((self, value))
+
     def on_leave(self, transform: Callable[[], Any]) -> None:
         """Replace the value of the current visit by what ``transform`` returns when the block moves on."""
         self._on_leave.append(transform)

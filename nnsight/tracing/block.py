@@ -35,7 +35,8 @@ from .source import WithSite, find_with
 SCOPE_NAME = "__nnsight_scope__"
 TRACER_NAME = "__nnsight_tracer__"
 SAVE_NAME = "__nnsight_save__"
-_OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME)
+RESULT_NAME = "__nnsight_result__"
+_OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME)
 
 
 @dataclass(eq=False)
@@ -117,10 +118,15 @@ class Block:
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
         """Return the body as a function without arguments that works on ``scope``."""
-        own = zip(_OWN_NAMES, (scope, tracer, save_method), strict=True)
+        own = zip(_OWN_NAMES, (scope, tracer, save_method, called), strict=True)
         fixed = {name: types.CellType(value) for name, value in own}
         closure = tuple(fixed[name] if name in fixed else scope.cells[name] for name in self.code.co_freevars)
         return types.FunctionType(self.code, module_globals, BLOCK_NAME, None, closure)
+
+
+def called(value: Any) -> Any:
+    """Return what ``value()`` returns, or ``value`` if it is no function."""
+    return value() if callable(value) else value
 
 
 def _scope_of(frame: types.FrameType) -> Scope:
@@ -205,7 +211,8 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
 class _Rewriter(ast.NodeTransformer):
     """Adapts a body to being the body of a closure.
 
-    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`. Annotated assignments lose
+    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`. ``tracer.result()`` means
+    the same as ``tracer.result``. Annotated assignments lose
     their annotation: Python does not allow one on a variable of an enclosing function.
     """
 
@@ -214,10 +221,16 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "save" and not (node.args or node.keywords):
-            function = ast.copy_location(ast.Name(SAVE_NAME, ast.Load()), node.func)
-            return ast.copy_location(ast.Call(function, [node.func.value], []), node)
-        return node
+        if not isinstance(node.func, ast.Attribute) or node.args or node.keywords:
+            return node
+        if node.func.attr == "save":
+            name, argument = SAVE_NAME, node.func.value
+        elif node.func.attr == "result":
+            name, argument = RESULT_NAME, node.func
+        else:
+            return node
+        function = ast.copy_location(ast.Name(name, ast.Load()), node.func)
+        return ast.copy_location(ast.Call(function, [argument], []), node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)

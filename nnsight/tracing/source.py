@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from .errors import WithBlockNotFoundError
 
 _ENTER_INSTRUCTION = "BEFORE_WITH"
+_CACHE = dis.opmap["CACHE"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,17 @@ def find_with(frame: types.FrameType) -> WithSite:
                 return WithSite(filename, node, min(earlier, len(node.items) - 1), class_name)
         stack.extend((child, class_name) for child in ast.iter_child_nodes(node))
     raise WithBlockNotFoundError(_diagnostic(frame, filename, line))
+
+
+def calls_for_with(frame: types.FrameType) -> bool:
+    """Whether the call that ``frame`` is making is the context manager of a ``with`` statement.
+
+    The instruction behind the call tells, so this needs no source.
+    """
+    code, offset = frame.f_code.co_code, frame.f_lasti + 2
+    while offset < len(code) and code[offset] == _CACHE:
+        offset += 2
+    return offset < len(code) and dis.opname[code[offset]] == _ENTER_INSTRUCTION
 
 
 def _diagnostic(frame: types.FrameType, filename: str, line: int) -> str:

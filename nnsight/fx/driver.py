@@ -12,9 +12,10 @@ compile one as a frame of its own: the call stays Python and hands over real val
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from ..runtime.instrumentation import INTERCEPTED_CODE
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.report import Report
+from ..runtime.tracer import Driver
 from ..tree import ModuleTree
 from .compat import BackendCallable, resolve_backend, skip_code
 from .counters import counters
@@ -36,6 +38,13 @@ _offer_uncompiled = torch.compiler.disable(Interleaver.handle, reason="blocks ru
 
 #: Where the dispatchers of the current call report to.
 _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=None)
+
+
+#: The driver through which calls of its model are routed in this context.
+_routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", default=None)
+
+#: What ``Module.__call__`` calls instead of the method, if it is set.
+_COMPILED_CALL = "_compiled_call_impl"
 
 
 class CompiledDriver:
@@ -60,6 +69,7 @@ class CompiledDriver:
         self._lower_with = resolve_backend(**lowering)
         self._function: Callable[..., Any] | None = None
         self._lock = threading.Lock()
+        self._routes = 0
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its output."""
@@ -80,6 +90,44 @@ class CompiledDriver:
                 with torch._dynamo.config.patch(specialize_float=True):
                     return function(self.tree.root, args, kwargs)
             return function(self.tree.root, args, kwargs)
+
+    def around(self, function: Callable[..., Any]) -> Driver:
+        """Return a driver that calls ``function``, in which each call of the model runs compiled."""
+
+        def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+            report.mode = "compiled"
+            interleaver.offer = _offer_uncompiled
+            token, routed = _report.set(report), _routed.set(self)
+            try:
+                with self.tree.instrumentation, self._route():
+                    return function(*args, **kwargs)
+            finally:
+                _routed.reset(routed)
+                _report.reset(token)
+
+        return run
+
+    @contextlib.contextmanager
+    def _route(self) -> Iterator[None]:
+        """Send calls of the root module through the compiled function, in this context only."""
+        root, compiled = self.tree.root, self._compiled()
+
+        def routed_call(*args: Any, **kwargs: Any) -> Any:
+            if _routed.get() is self:
+                return compiled(root, args, kwargs)
+            return root._call_impl(*args, **kwargs)
+
+        namespace = root.__dict__
+        with self._lock:
+            self._routes += 1
+            namespace[_COMPILED_CALL] = routed_call
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._routes -= 1
+                if self._routes == 0:
+                    namespace.pop(_COMPILED_CALL, None)
 
     def _compiled(self) -> Callable[..., Any]:
         with self._lock:
@@ -122,4 +170,4 @@ class _CaptureBackend:
 
 
 def _call_model(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)  # past a compiled call that was set on the module

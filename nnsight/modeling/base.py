@@ -11,7 +11,7 @@ from ..envoy import Envoy
 from ..runtime.eager import EagerDriver
 from ..runtime.interleaver import active_interleaver
 from ..runtime.tracer import Driver, InterleavingTracer
-from ..tracing import Backend
+from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -72,10 +72,28 @@ class NNsight(Envoy):
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
+        return InterleavingTracer(self._driver(compile), self, args, kwargs, backend)
+
+    def session(self, backend: Backend | None = None) -> Tracer:
+        """Group traces: inside the block, each can use the variables of those before it without saving them.
+
+        Args:
+            backend: Where the block runs; in this process by default.
+        """
+        return Tracer(backend)
+
+    def _driver(self, compile: bool | None, function: Callable[..., Any] | None = None) -> Driver:
+        """Return what runs the model, compiled or not.
+
+        Args:
+            compile: The choice for this run; by default as chosen with :meth:`compile`.
+            function: What to call instead of the module; it calls the module itself, any number of times.
+        """
         self._sync()
-        compiled = self._compile_by_default if compile is None else compile
-        driver = self._compiled_driver() if compiled else EagerDriver(self._module, self._tree.instrumentation)
-        return InterleavingTracer(driver, self, args, kwargs, backend)
+        if self._compile_by_default if compile is None else compile:
+            driver = self._compiled_driver()
+            return driver if function is None else driver.around(function)
+        return EagerDriver(function or self._module, self._tree.instrumentation)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, compiled if :meth:`compile` was called; inside a block, apply it to the block's values."""

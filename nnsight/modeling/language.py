@@ -20,6 +20,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -31,6 +32,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from ..demo import NAME as DEMO_NAME
 from ..demo import path as demo_path
+from ..envoy import Envoy
+from ..runtime.interleaver import active_interleaver
+from ..runtime.tracer import InterleavingTracer
+from ..tracing import Backend
+from ..tracing.source import calls_for_with
+from ..tree import ModuleTree
 from .base import NNsight
 
 logger = logging.getLogger("nnsight.modeling")
@@ -171,6 +178,39 @@ class LanguageModel(NNsight):
     @property
     def _default_padding_side(self) -> str:
         return "left" if self._is_decoder else "right"
+
+    # -- generation ------------------------------------------------------------------------------------------
+
+    def generate(
+        self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any
+    ) -> Any:
+        """Generate text: as a context manager with a block that runs along, as a plain call without.
+
+        In the block every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the
+        occurrences. ``tracer.result``, and ``model.generator.output``, is what ``generate`` of transformers returns.
+
+        Args:
+            *inputs: The prompts, in any form that :meth:`trace` takes.
+            compile: Whether the model runs compiled; by default as chosen with :meth:`compile`.
+            backend: Where the block runs; in this process by default.
+            **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
+
+        Returns:
+            In a ``with`` header the tracer. Else what ``generate`` of transformers returns: token ids with the prompt,
+            int64 ``[batch, sequence]``, unless it was asked for more.
+        """
+        generation = _Generation(self)
+        if calls_for_with(sys._getframe(1)):
+            return InterleavingTracer(self._driver(compile, generation), generation, inputs, kwargs, backend)
+        args, kwargs = generation._prepare_input(*inputs, **kwargs)
+        return generation(*args, **kwargs)
+
+    @functools.cached_property
+    def generator(self) -> Envoy:
+        """What :meth:`generate` produces: ``.output`` is its result, ``.streamer.output`` the ids as they come."""
+        module = torch.nn.Module()
+        module.streamer = torch.nn.Module()
+        return Envoy(module, path="model.generator", tree=ModuleTree(module, "model.generator"))
 
     # -- input -----------------------------------------------------------------------------------------------
 
@@ -403,6 +443,52 @@ class LanguageModel(NNsight):
             )
         which = f"Prompt {index} of {len(prompts)}" if len(prompts) > 1 else "The prompt"
         return f"{which} is empty: it has no tokens, and the model needs at least one."
+
+
+class _Generation:
+    """Calls ``generate`` of a model: what a trace of a generation drives, and how it prepares input.
+
+    Args:
+        model: The wrapped model.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = active_interleaver()
+        if run is not None and "streamer" not in kwargs and kwargs.get("num_beams", 1) == 1:
+            kwargs["streamer"] = _Streamer()
+        output = self._model._module.generate(*args, **kwargs)  # type: ignore[operator]
+        return output if run is None else run.handle("model.generator.output", output)
+
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
+        given = {"position_ids", "decoder_input_ids"} & kwargs.keys()
+        args, prepared = self._model._prepare_input(*inputs, **kwargs)
+        for name in {"position_ids", "decoder_input_ids"} - given:
+            prepared.pop(name, None)
+        config = getattr(self._model._module, "generation_config", None)
+        if getattr(config, "pad_token_id", None) is None:
+            prepared.setdefault("pad_token_id", self._model._pad_id())
+        return args, prepared
+
+    def _batch(
+        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+        return self._model._batch(batched, *args, **kwargs)
+
+
+class _Streamer:
+    """Offers the ids that ``generate`` streams to the active run."""
+
+    def put(self, value: torch.Tensor) -> None:
+        run = active_interleaver()
+        if run is not None:
+            run.handle("model.generator.streamer.output", value)
+
+    def end(self) -> None:
+        """Nothing is left to offer."""
 
 
 def demo_model(**kwargs: Any) -> LanguageModel:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,6 +24,9 @@ from .tree import ModuleTree
 
 logger = logging.getLogger("nnsight.envoy")
 
+#: Which class the envoys of a tree have.
+EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
+
 
 class Envoy:
     """Mirror of ``module`` in the tree of a wrapped model.
@@ -33,6 +36,8 @@ class Envoy:
         path: Its path, the prefix of its locations.
         tree: The tree it belongs to; a new one is made for a root.
         known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
+        envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
+            module's base classes); plain envoys for modules it does not name.
     """
 
     _path: str
@@ -40,6 +45,7 @@ class Envoy:
     _tree: ModuleTree
     _children: dict[str, Envoy]
     _version: int
+    _envoys: EnvoyClasses
 
     def __init__(
         self,
@@ -48,12 +54,14 @@ class Envoy:
         path: str = "model",
         tree: ModuleTree | None = None,
         known: dict[torch.nn.Module, Envoy] | None = None,
+        envoys: EnvoyClasses = None,
     ) -> None:
         own = self.__dict__
         own["_path"] = path
         own["_module"] = module
         own["_tree"] = tree or ModuleTree(module, path)
         own["_children"] = {}
+        own["_envoys"] = envoys
         own["_version"] = own["_tree"].version
         known = {} if known is None else known
         known[module] = self
@@ -111,16 +119,25 @@ class Envoy:
 
     # -- the module ----------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Call the module.
 
         Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
         no location is passed and no hook of the module runs.
+
+        Args:
+            *args: Arguments of the module.
+            hook: Pass the module's locations all the same, so that other invokes can read and edit its input and output.
+                For modules that are not part of the forward pass, such as an autoencoder added to the model.
+            **kwargs: Arguments of the module, by name.
         """
         run = active_interleaver()
-        if run is not None and run.current is not None:
-            return self._module.forward(*args, **kwargs)
-        return self._module(*args, **kwargs)
+        if run is None or run.current is None:
+            return self._module(*args, **kwargs)
+        if hook:
+            args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
+        output = self._module.forward(*args, **kwargs)
+        return run.handle(f"{self._path}.output", output) if hook else output
 
     def __getitem__(self, key: Any) -> Any:
         """Return the child at an index, slice or key of a container module."""
@@ -225,11 +242,54 @@ class Envoy:
         envoy = known.get(child)
         if envoy is None:
             path = self._tree.paths.get(child, f"{self._path}.{name}")
-            envoy = Envoy(child, path=path, tree=self._tree, known=known)
+            envoy = self._class_for(child)(child, path=path, tree=self._tree, known=known, envoys=self._envoys)
         self._children[name] = envoy
         if hasattr(type(self), name):
             self.__class__ = _with_child_named(type(self), name)
         self.__dict__[name] = envoy
+
+    def _class_for(self, module: torch.nn.Module) -> type[Envoy]:
+        """Return the class of the envoy of ``module``."""
+        if isinstance(self._envoys, type):
+            return self._envoys
+        classes = self._envoys or {}
+        return next((classes[kind] for kind in type(module).__mro__ if kind in classes), Envoy)
+
+    def _alias(self, names: Mapping[str, str | Sequence[str]]) -> None:
+        """Give the modules below this envoy further names.
+
+        Args:
+            names: New name, or names, by path. A path that begins with a dot starts at this envoy; any other is
+                looked for below every module. A new name that begins with a dot belongs to this envoy, any other to the
+                module from which the path starts.
+
+        Raises:
+            ValueError: If a path leads nowhere, or a name is taken.
+        """
+        for path, given in names.items():
+            parts = path.strip(".").split(".")
+            starts = [self] if path.startswith(".") else Envoy.modules(self)
+            found = [(start, target) for start in starts if (target := start._descend(parts)) is not None]
+            if not found:
+                raise ValueError(f"rename: there is no module `{path}` below `{self._path}`.")
+            for name in [given] if isinstance(given, str) else given:
+                for start, target in found:
+                    (self if name.startswith(".") else start)._add_alias(name.strip("."), target)
+
+    def _descend(self, parts: Sequence[str]) -> Envoy | None:
+        """Return the envoy that a path of child names leads to."""
+        envoy: Envoy | None = self
+        for part in parts:
+            envoy = None if envoy is None else envoy._children.get(part)
+        return envoy
+
+    def _add_alias(self, name: str, target: Envoy) -> None:
+        taken = self.__dict__.get(name)
+        if taken is target:
+            return
+        if taken is not None or hasattr(type(self), name):
+            raise ValueError(f"rename: `{self._path}` already has an attribute `{name}`; choose another name.")
+        self.__dict__[name] = target
 
     def _sync(self) -> None:
         """Mirror the modules as they are now; envoys of modules that stayed keep their identity."""

@@ -23,6 +23,16 @@ class IEnvoy(Protocol):
     path: str
 
 
+def requires_output(stub: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a stub whose value is the output of a module. Every module call is intercepted, so nothing is registered."""
+    return stub
+
+
+def requires_input(stub: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a stub whose value is the input of a module; see :func:`requires_output`."""
+    return stub
+
+
 class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``property``
     """Descriptor for a value of the running model.
 

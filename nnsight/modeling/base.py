@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..envoy import Envoy
+from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.interleaver import active_interleaver
 from ..runtime.tracer import Driver, InterleavingTracer
@@ -26,6 +26,15 @@ class NNsight(Envoy):
             traces then run compiled too, with the same options.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled; see
             :meth:`compile`.
+        rename: Further names for modules, by path: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
+            ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``. Several names go into a list; a
+            leading dot ties a path, or a name, to the root.
+        **options: ``envoys``, the class of the envoys below (see :class:`Envoy`); by default the class attribute
+            ``envoys``.
+
+    Raises:
+        TypeError: If ``module`` is not a module.
+        ValueError: If ``rename`` names no module, or takes a name that exists.
 
     Example:
         >>> model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
@@ -33,21 +42,36 @@ class NNsight(Envoy):
         ...     hidden = model[0].output.save()
     """
 
-    def __init__(self, module: torch.nn.Module, *, compile: bool | dict[str, Any] = False) -> None:
+    #: The class of the envoys below, for all instances; see :class:`Envoy`.
+    envoys: EnvoyClasses = None
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        compile: bool | dict[str, Any] = False,
+        rename: Mapping[str, str | Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"NNsight wraps a torch.nn.Module, not {type(module).__name__}.")
-        options: dict[str, Any] | None = dict(compile) if isinstance(compile, dict) else {} if compile else None
+        envoys = options.pop("envoys", type(self).envoys)
+        if options:
+            raise TypeError(f"{type(self).__name__}() got unknown options {sorted(options)}.")
+        chosen: dict[str, Any] | None = dict(compile) if isinstance(compile, dict) else {} if compile else None
         # By name: without dynamo imported (it takes a second) there are no such modules.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             from ..fx.compat import options_of_compiled
 
             module, found = options_of_compiled(module)
-            options = found if options is None else options
+            chosen = found if chosen is None else chosen
         self.__dict__["_compiled"] = None
         self.__dict__["_compile_by_default"] = False
-        super().__init__(module, tree=ModuleTree.of(module, _traced_call))
-        if options is not None:
-            NNsight.compile(self, **options)
+        self.__dict__["_rename"] = dict(rename or {})
+        super().__init__(module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
+        self._alias(self._rename)
+        if chosen is not None:
+            NNsight.compile(self, **chosen)
 
     def compile(self, **options: Any) -> None:
         """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
@@ -133,7 +157,12 @@ class NNsight(Envoy):
         driver = self.__dict__["_compiled"] = CompiledDriver(self._tree, options)
         return driver
 
+    def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
+        super()._mirror(known, version)
+        self._alias(self._rename)
+
     _compiled: CompiledDriver | None
+    _rename: dict[str, str | Sequence[str]]
     _compile_by_default: bool
 
 

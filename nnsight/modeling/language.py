@@ -97,7 +97,8 @@ class LanguageModel(NNsight):
             ``AutoModelForMaskedLM`` for BERT.
         dispatch: Accepted for scripts that pass it; the weights are loaded at once.
         **from_pretrained_kwargs: Passed to ``automodel.from_pretrained``, for instance ``device_map``,
-            ``dtype`` (or ``torch_dtype``), ``attn_implementation``, ``revision`` and ``trust_remote_code``.
+            ``dtype`` (or ``torch_dtype``), ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
+            ``rename`` and ``envoys``, which are those of :class:`NNsight`.
 
     Attributes:
         tokenizer: The tokenizer, or None. Padding has to fit the model, so its ``padding_side`` is set to
@@ -129,6 +130,7 @@ class LanguageModel(NNsight):
         **from_pretrained_kwargs: Any,
     ) -> None:
         options = from_pretrained_kwargs
+        tree_options = {name: options.pop(name) for name in ("rename", "envoys") if name in options}
         tokenizer_options = {name: options[name] for name in _REPOSITORY_OPTIONS & options.keys()}
         if isinstance(model, torch.nn.Module):
             if options:
@@ -149,7 +151,7 @@ class LanguageModel(NNsight):
             raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {_describe(model)}.")
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
-        super().__init__(module, compile=compile)
+        super().__init__(module, compile=compile, **tree_options)
         self.tokenizer = tokenizer
         self._adapt_tokenizer()
 

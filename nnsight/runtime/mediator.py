@@ -117,9 +117,7 @@ class Mediator:
         if self.iteration == occurrence != 0:
             self.iteration = None
         self._resume()
-        for transform in self._on_leave:
-            self._value = transform()
-        self._on_leave.clear()
+        self._send_views_back()
         left, self._value, self._location = self._value, None, None
         return left if group is None else group.widen(location, value, mine, left)
 
@@ -166,6 +164,8 @@ class Mediator:
         interleaver, worker = self.interleaver, self._greenlet
         assert interleaver is not None and worker is not None
         previous, interleaver.current = interleaver.current, self
+        if worker.parent is not getcurrent():  # this time another block plays the model's part
+            worker.parent = getcurrent()
         grad_enabled = torch.is_grad_enabled()
         try:
             if error is None:
@@ -215,6 +215,7 @@ class Mediator:
         """
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location))
+        self._send_views_back()
         return self._value
 
     def swap(self, location: str, value: Any) -> None:
@@ -247,6 +248,12 @@ class Mediator:
     def on_leave(self, transform: Callable[[], Any]) -> None:
         """Replace the value of the current visit by what ``transform`` returns when the block moves on."""
         self._on_leave.append(transform)
+
+    def _send_views_back(self) -> None:
+        """Make the value of the visit what blocks left in the views they were given of it."""
+        for transform in self._on_leave:
+            self._value = transform()
+        self._on_leave.clear()
 
     def advance(self, steps: int) -> None:
         """Let requests ask for the occurrence ``steps`` after the one they ask for now."""

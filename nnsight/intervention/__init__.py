@@ -1,0 +1,1 @@
+"""Import paths of the public documentation; each module here only re-exports what lives elsewhere."""

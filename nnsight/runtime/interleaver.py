@@ -126,6 +126,9 @@ class Interleaver:
         self.at = outer
         return value
 
+    def check_request(self, location: str) -> None:
+        """Raise if this run can never offer ``location``."""
+
     def take_skip(self, location: str) -> tuple[Any, ...]:
         """Return the value a module is to return without running, in a tuple, or an empty tuple.
 

@@ -262,6 +262,10 @@ class Mediator:
             here = self._occurrence
         self.iteration = here + steps
 
+    def swap_here(self, value: Any) -> None:
+        """Let the run continue with ``value`` at the location where it is stopped."""
+        self._value = value
+
     def pause(self, reason: str) -> None:
         """Let the others run until somebody calls :meth:`proceed`; ``reason`` names what is waited for."""
         self._switch_to_model(reason, 0)
@@ -280,6 +284,7 @@ class Mediator:
         interleaver = self.interleaver
         if interleaver is None:
             raise ValueError(f"`{location}` was requested after its trace had ended.")
+        interleaver.check_request(location)
         if interleaver.counts.get(location, 0) > occurrence and interleaver.at != (location, occurrence):
             raise _OutOfOrderError(passed_message(location, occurrence, self.last_visited))
         self._switch_to_model(location, occurrence)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ..eproperty import eproperty
 from ..tracing import Backend, Tracer
+from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
 from .batching import BatchGroup
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver

@@ -36,7 +36,11 @@ SCOPE_NAME = "__nnsight_scope__"
 TRACER_NAME = "__nnsight_tracer__"
 SAVE_NAME = "__nnsight_save__"
 RESULT_NAME = "__nnsight_result__"
-_OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME)
+GRADIENT_NAME = "__nnsight_gradient__"
+_OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME, GRADIENT_NAME)
+
+#: What ``x`` is replaced by in ``x.grad``; set by the runtime, this layer knows no tensors.
+gradient_of: list[Callable[[Any], Any]] = [lambda value: value]
 
 
 @dataclass(eq=False)
@@ -118,7 +122,7 @@ class Block:
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
         """Return the body as a function without arguments that works on ``scope``."""
-        own = zip(_OWN_NAMES, (scope, tracer, save_method, called), strict=True)
+        own = zip(_OWN_NAMES, (scope, tracer, save_method, called, gradient_of[0]), strict=True)
         fixed = {name: types.CellType(value) for name, value in own}
         closure = tuple(fixed[name] if name in fixed else scope.cells[name] for name in self.code.co_freevars)
         return types.FunctionType(self.code, module_globals, BLOCK_NAME, None, closure)
@@ -212,7 +216,7 @@ class _Rewriter(ast.NodeTransformer):
     """Adapts a body to being the body of a closure.
 
     ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`. ``tracer.result()`` means
-    the same as ``tracer.result``. Annotated assignments lose
+    the same as ``tracer.result``. ``x.grad`` asks what ``x`` stands for in a backward pass. Annotated assignments lose
     their annotation: Python does not allow one on a variable of an enclosing function.
     """
 
@@ -231,6 +235,13 @@ class _Rewriter(ast.NodeTransformer):
             return node
         function = ast.copy_location(ast.Name(name, ast.Load()), node.func)
         return ast.copy_location(ast.Call(function, [argument], []), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr == "grad":
+            function = ast.copy_location(ast.Name(GRADIENT_NAME, ast.Load()), node.value)
+            node.value = ast.copy_location(ast.Call(function, [node.value], []), node.value)
+        return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)

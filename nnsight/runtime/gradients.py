@@ -1,0 +1,164 @@
+"""Gradients: a block that runs along with a backward pass.
+
+``with loss.backward():`` defers its body like a trace. In the body ``tensor.grad`` is a location: reading it waits until the
+backward pass has the gradient of the loss with respect to that tensor, assigning replaces what flows on. The locations
+are offered by tensor hooks, which exist for the time of the pass.
+
+``loss.backward()`` without ``with`` is torch's own. ``tensor.grad`` in the body is rewritten when the block is compiled, so
+tensors keep their ordinary attribute everywhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from ..tracing import Tracer
+from ..tracing.block import gradient_of as _gradient_of
+from ..tracing.source import calls_for_with
+from .interleaver import Interleaver, active_interleaver
+from .mediator import Mediator
+
+_plain_backward = torch.Tensor.backward
+
+
+class Gradient:
+    """What ``tensor`` stands for in ``tensor.grad`` inside a backward block."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        object.__setattr__(self, "_tensor", tensor)
+
+    @property
+    def grad(self) -> Any:
+        """The gradient of the loss with respect to the tensor, of its shape and dtype."""
+        return self._mediator().request_once(self._offer())
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        mediator = self._mediator()
+        location = self._offer()
+        mediator.request_once(location)
+        mediator.swap_here(value)
+
+    _tensor: torch.Tensor
+
+    @staticmethod
+    def _mediator() -> Mediator:
+        run = active_interleaver()
+        if run is None or run.current is None:
+            raise ValueError("`.grad` of a backward block was read after the block had ended.")
+        return run.current
+
+    def _offer(self) -> str:
+        """Let the backward pass offer the gradient; return its location."""
+        run, tensor = active_interleaver(), self._tensor
+        assert isinstance(run, _BackwardInterleaver)
+        location = f"{id(tensor)}.grad"
+        if location not in run.hooks and run.counts.get(location, 0) == 0:
+            if not tensor.requires_grad:
+                raise ValueError(
+                    "The gradient of a tensor that does not require one was read. Call `.requires_grad_()` on the tensor in "
+                    "the trace, before the model uses it, and do not trace under `torch.no_grad()`."
+                )
+            run.check_flows_through(tensor)
+            run.hooks[location] = tensor.register_hook(lambda gradient: run.handle(location, gradient))
+        return location
+
+
+def gradient_of(value: Any) -> Any:
+    """Return what ``value.grad`` is looked up on inside a block."""
+    run = active_interleaver()
+    if isinstance(run, _BackwardInterleaver) and run.current is not None and isinstance(value, torch.Tensor):
+        return Gradient(value)
+    return value
+
+
+class _BackwardInterleaver(Interleaver):
+    """The run of one backward pass; its only locations are gradients."""
+
+    __slots__ = ("_edges", "_loss", "hooks")
+
+    def __init__(self, mediators: list[Mediator], loss: torch.Tensor) -> None:
+        super().__init__(mediators)
+        self.hooks: dict[str, Any] = {}
+        self._loss = loss
+        self._edges: set[tuple[Any, int]] | None = None
+
+    def check_flows_through(self, tensor: torch.Tensor) -> None:
+        """Raise if the gradient does not flow through ``tensor``, where a hook would be given zeros or nothing.
+
+        Two results of one compiled graph are such a case: the graph computes both from its inputs, so for autograd neither
+        comes from the other.
+        """
+        if self._edges is None:
+            self._edges = {_edge(self._loss)}
+            pending = [get_gradient_edge(self._loss).node]
+            while pending:
+                for node, number in pending.pop().next_functions:
+                    if node is not None and (node, number) not in self._edges:
+                        self._edges.add((node, number))
+                        pending.append(node)
+        if _edge(tensor) not in self._edges:
+            raise ValueError(
+                "The gradient of the loss does not flow through this tensor. Either the loss does not depend on it, or both "
+                "are results of one compiled graph: then call `.requires_grad_()` on the tensor in the trace, where you "
+                "read it, which cuts the graph there."
+            )
+
+    def check_request(self, location: str) -> None:
+        if not location.endswith(".grad"):
+            raise ValueError(
+                f"Cannot request `{location}` in a backwards tracer: the model has run before the backward pass. Read the "
+                "value before `with ...backward():`, and its `.grad` inside."
+            )
+
+
+def _edge(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Return where the gradient of ``tensor`` enters the autograd graph."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+class BackwardsTracer(Tracer):
+    """The context manager ``loss.backward(...)`` is in the header of a ``with`` statement."""
+
+    def __init__(self, loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self._call: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]] | None = (loss, args, kwargs)
+
+    def execute(self, function: Callable[[], None]) -> Any:
+        """Run the backward pass with ``function`` as its block."""
+        assert self._call is not None
+        loss, args, kwargs = self._call
+        run = _BackwardInterleaver([Mediator(function, "backward")], loss)
+        try:
+            # Hooks have to run on this thread, where the block is.
+            with run, torch.autograd.set_multithreading_enabled(False):
+                _plain_backward(loss, *args, **kwargs)
+                run.finish()
+        finally:
+            for hook in run.hooks.values():
+                hook.remove()
+
+    def _close(self) -> None:
+        super()._close()
+        self._call = None
+
+
+def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute gradients; in the header of a ``with`` statement, together with the block.
+
+    The arguments are those of :meth:`torch.Tensor.backward`.
+    """
+    if calls_for_with(sys._getframe(1)):
+        return BackwardsTracer(self, args, kwargs)
+    return _plain_backward(self, *args, **kwargs)
+
+
+_gradient_of[0] = gradient_of
+backward.__doc__ = _plain_backward.__doc__
+torch.Tensor.backward = backward  # type: ignore[method-assign]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
+from ..runtime.editing import Edit, EditingTracer
 from ..runtime.interleaver import active_interleaver
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..tracing import Backend, Tracer
@@ -67,6 +69,7 @@ class NNsight(Envoy):
             chosen = found if chosen is None else chosen
         self.__dict__["_compiled"] = None
         self.__dict__["_compile_by_default"] = False
+        self.__dict__["_edits"] = []
         self.__dict__["_rename"] = dict(rename or {})
         super().__init__(module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
         self._alias(self._rename)
@@ -96,7 +99,7 @@ class NNsight(Envoy):
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
-        return InterleavingTracer(self._driver(compile), self, args, kwargs, backend)
+        return InterleavingTracer(self._driver(compile), self, args, kwargs, backend, _Names(self))
 
     def session(self, backend: Backend | None = None) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
@@ -105,6 +108,27 @@ class NNsight(Envoy):
             backend: Where the block runs; in this process by default.
         """
         return Tracer(backend)
+
+    def edit(self, *, inplace: bool = False) -> EditingTracer:
+        """Keep a block and run it in every later trace.
+
+        Args:
+            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds. The copy shares modules,
+                weights and compiled graphs with this object.
+
+        Example:
+            >>> model = NNsight(torch.nn.Linear(2, 2))
+            >>> with model.edit() as edited:
+            ...     model.output[:] = 0
+        """
+        edited = self if inplace else copy.copy(self)
+        if not inplace:
+            edited.__dict__.update(_edits=list(self._edits), _children=dict(self._children))
+        return EditingTracer(edited._edits, edited)
+
+    def clear_edits(self) -> None:
+        """Forget the blocks of :meth:`edit`."""
+        self._edits.clear()
 
     def _driver(self, compile: bool | None, function: Callable[..., Any] | None = None) -> Driver:
         """Return what runs the model, compiled or not.
@@ -162,8 +186,29 @@ class NNsight(Envoy):
         self._alias(self._rename)
 
     _compiled: CompiledDriver | None
+    _edits: list[Edit]
     _rename: dict[str, str | Sequence[str]]
     _compile_by_default: bool
+
+
+class _Names:
+    """What a trace asks about the names and edits of a model."""
+
+    def __init__(self, model: NNsight) -> None:
+        self.edits = model._edits
+        self._model = model
+
+    def location_paths(self) -> Iterable[str]:
+        return self._model._tree.names()
+
+    def alias_paths(self) -> dict[str, str]:
+        """Return the path behind each further name that ``rename`` gave."""
+        found: dict[str, str] = {}
+        for envoy in Envoy.modules(self._model):
+            for name, value in envoy.__dict__.items():
+                if isinstance(value, Envoy) and name not in envoy._children and not name.startswith("_"):
+                    found[f"{envoy._path}.{name}"] = value._path
+        return found
 
 
 def _traced_call(

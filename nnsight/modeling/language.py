@@ -38,7 +38,7 @@ from ..runtime.tracer import InterleavingTracer
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
 from ..tree import ModuleTree
-from .base import NNsight
+from .base import NNsight, _Names
 
 logger = logging.getLogger("nnsight.modeling")
 
@@ -203,7 +203,8 @@ class LanguageModel(NNsight):
         """
         generation = _Generation(self)
         if calls_for_with(sys._getframe(1)):
-            return InterleavingTracer(self._driver(compile, generation), generation, inputs, kwargs, backend)
+            driver = self._driver(compile, generation)
+            return InterleavingTracer(driver, generation, inputs, kwargs, backend, _Names(self))
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
         return generation(*args, **kwargs)
 

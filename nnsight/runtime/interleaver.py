@@ -43,6 +43,7 @@ class Interleaver:
         ready: Mediators that can go on as soon as the running one waits.
         failure: What a block raised, kept in case the model's own code swallows it on the way out.
         reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
+        observers: What looks at values as they leave a location, with the mediator whose rows it sees.
         skips: What blocks want the modules whose input is being handled to return without running, by input location.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
@@ -58,6 +59,7 @@ class Interleaver:
         "current",
         "failure",
         "mediators",
+        "observers",
         "offer",
         "ready",
         "reshaped",
@@ -69,6 +71,7 @@ class Interleaver:
         self.mediators = mediators
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
+        self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
         self.skips: dict[str, list[tuple[Mediator, Any]]] = {}
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
@@ -123,8 +126,16 @@ class Interleaver:
                     value = mediator.visit(location, occurrence, value)
                     served = True
                     self.run_ready()
+        for mediator, observer in self.observers.get(location, ()):
+            observer(value if mediator.batch_group is None else mediator.batch_group.narrow(value))
         self.at = outer
         return value
+
+    def observe(self, location: str, observer: Callable[[Any], None]) -> None:
+        """Let ``observer`` look at each value that leaves ``location`` from now on; it sees the running block's rows."""
+        assert self.current is not None
+        self.observers.setdefault(location, []).append((self.current, observer))
+        self.waited[location] = self.waited.get(location, 0) + 1
 
     def check_request(self, location: str) -> None:
         """Raise if this run can never offer ``location``."""
@@ -170,6 +181,8 @@ class Interleaver:
         """Whether somebody waits for the passage of ``location`` that comes next."""
         if location not in self.waited:
             return False
+        if location in self.observers:
+            return True
         occurrence = self.counts.get(location, 0)
         return any(mediator.waits_at(location, occurrence) for mediator in self.mediators)
 
@@ -206,6 +219,7 @@ class Interleaver:
             _active.reset(self._token)
             self._token = None
         self.mediators = []
+        self.observers.clear()
         self.check_replacement = None
         self.waited.clear()
         self._on_blocks_done = None

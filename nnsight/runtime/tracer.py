@@ -6,13 +6,18 @@ without asking, having opened invokes, their blocks are the blocks of the run an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from ..eproperty import eproperty
-from ..tracing import Backend, Tracer
+from ..tracing import Backend, Tracer, save
 from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
 from .batching import BatchGroup
+from .cache import Cache
+from .editing import Edit
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver
 from .invoker import Barrier, Invoke, Invoker
@@ -39,6 +44,16 @@ class Batchable(Protocol):
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]: ...
 
 
+class Named(Protocol):
+    """What a trace asks of a model about names, and the edits that run in each of its traces."""
+
+    edits: list[Edit]
+
+    def location_paths(self) -> Iterable[str]: ...
+
+    def alias_paths(self) -> Mapping[str, str]: ...
+
+
 class InterleavingTracer(Tracer):
     """Runs a model once, with blocks reading and editing its internals.
 
@@ -48,6 +63,7 @@ class InterleavingTracer(Tracer):
         args: What the user passed as input.
         kwargs: Likewise, by name. With invokes, arguments of the call that all of them share.
         backend: Where the block runs; in this process by default.
+        named: Knows the names and the edits of the model.
 
     Attributes:
         report: What the run did.
@@ -62,9 +78,11 @@ class InterleavingTracer(Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         backend: Backend | None = None,
+        named: Named | None = None,
     ) -> None:
         super().__init__(backend)
         self.report = Report()
+        self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
         self._invokes: list[Invoke] | None = None
         self._at_end: list[Callable[[], None]] = []
@@ -111,6 +129,45 @@ class InterleavingTracer(Tracer):
         running_mediator("tracer.next()").advance(steps)
         return self
 
+    def cache(
+        self,
+        modules: Iterable[Any] | None = None,
+        *,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+    ) -> Cache:
+        """Keep what modules return, and are given, from here on; saved without further ado.
+
+        Args:
+            modules: Envoys or paths of the modules; all by default.
+            device: Where tensors are kept; ``None`` leaves them where they are.
+            dtype: What floating point tensors are kept as; ``None`` keeps theirs.
+            detach: Whether tensors are detached from autograd.
+            include_output: Keep what modules return.
+            include_inputs: Keep all their arguments.
+
+        Raises:
+            ValueError: Outside a block, or for a module that is not part of the model.
+        """
+        run, model = running_mediator("tracer.cache()").interleaver, self._model
+        assert run is not None and model is not None
+        known = dict.fromkeys(model.location_paths())
+        paths = list(known)
+        if modules is not None:
+            paths = [module if isinstance(module, str) else module._path for module in modules]
+            unknown = [path for path in paths if path not in known]
+            if unknown:
+                raise ValueError(f"tracer.cache(): no module of this model has the path {unknown[0]!r}.")
+        made = Cache(paths, model.alias_paths(), device, dtype, detach)
+        for path in paths:
+            for key, wanted in (("input", include_inputs), ("output", include_output)):
+                if wanted:
+                    run.observe(f"{path}.{key}", partial(made.observe, path, key))
+        return save(made)
+
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def add_invoke(self, invoke: Invoke) -> None:
@@ -128,7 +185,9 @@ class InterleavingTracer(Tracer):
         driver, model, args, kwargs = self._call
         self._invokes = [] if not args else None
         main = Mediator(function, "trace")
-        interleaver = Interleaver([main], self._drop_unsaved)
+        edits = [] if self._model is None else self._model.edits
+        blocks = [Mediator(edit.function(), f"edit {number}") for number, edit in enumerate(edits)]
+        interleaver = Interleaver([*blocks, main], self._drop_unsaved)
         try:
             with interleaver:
                 invokes, self._invokes = self._invokes or [], None
@@ -203,5 +262,5 @@ class InterleavingTracer(Tracer):
 
     def _close(self) -> None:
         super()._close()
-        self._call = self._invokes = None
+        self._call = self._invokes = self._model = None
         self._at_end = []

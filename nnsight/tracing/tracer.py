@@ -130,7 +130,7 @@ class Tracer:
         marked = saves.get() or {}
         values = {name: value for name, value in scope.items() if id(value) in marked}
         if self.info.target is not None:
-            values[self.info.target] = self
+            values[self.info.target] = self.target_value
         write_back(frame, values)
         scope.clear()
 
@@ -142,7 +142,12 @@ class Tracer:
     def compile(self) -> Callable[[], None]:
         """Return the captured body, bound to its scope."""
         assert self.info is not None and self.scope is not None and self._frame is not None
-        return self.info.bind(self.scope, self, self._frame.f_globals)
+        return self.info.bind(self.scope, self.target_value, self._frame.f_globals)
+
+    @property
+    def target_value(self) -> Any:
+        """What ``as`` binds: this tracer, unless a subclass has something better."""
+        return self
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the body; subclasses run it together with something else."""

@@ -1,0 +1,145 @@
+"""``tracer.cache()``: the activations of many modules in one object.
+
+A cache looks at values as they leave their location, after the blocks of the run have had their turn, so it holds what the
+model went on with. It reads as ``cache["model.transformer.h.0"].output`` or ``cache.model.transformer.h[0].output``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class CacheEntry:
+    """Values of one module. When the module ran several times, each is a list with one item for each call.
+
+    Attributes:
+        path: The module's path.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._values: dict[str, list[Any]] = {"input": [], "output": []}
+
+    def add(self, key: str, value: Any) -> None:
+        """Append what the module was given or returned at one call."""
+        self._values[key].append(value)
+
+    def _get(self, key: str, option: str) -> Any:
+        found = self._values[key]
+        if not found:
+            raise AttributeError(
+                f"The cache has no {key} of `{self.path}`: the module did not run in this trace, or the cache was made without "
+                f"`{option}=True`."
+            )
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def output(self) -> Any:
+        """What the module returned."""
+        return self._get("output", "include_output")
+
+    @property
+    def inputs(self) -> Any:
+        """All arguments of the module, as ``(args, kwargs)``."""
+        return self._get("input", "include_inputs")
+
+    @property
+    def input(self) -> Any:
+        """The first argument of the module."""
+        inputs = self.inputs
+        first = [args[0] if args else next(iter(kwargs.values())) for args, kwargs in _listed(inputs)]
+        return first if isinstance(inputs, list) else first[0]
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(values)} {key}" for key, values in self._values.items() if values)
+        return f"CacheEntry({self.path}: {counts or 'empty'})"
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+class Cache(Mapping[str, CacheEntry]):
+    """Activations by module path, and by attribute along the path.
+
+    Args:
+        paths: The modules to keep.
+        aliases: Path by further name of a module, for renamed modules.
+        device: Where tensors are kept; ``None`` leaves them where they are.
+        dtype: What floating point tensors are kept as; ``None`` keeps theirs.
+        detach: Whether tensors are detached from autograd.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str],
+        aliases: Mapping[str, str],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        detach: bool,
+    ) -> None:
+        self._entries = {path: CacheEntry(path) for path in paths}
+        self._aliases = aliases
+        self._device, self._dtype, self._detach = device, dtype, detach
+
+    def observe(self, path: str, key: str, value: Any) -> None:
+        """Keep a copy of ``value``, which is at ``<path>.<key>`` now."""
+        self._entries[path].add(key, pytree.tree_map(self._kept, value))
+
+    def _kept(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        kept = leaf.detach() if self._detach else leaf
+        dtype = self._dtype if leaf.is_floating_point() else None
+        # A copy in any case: later edits in place are not this module's.
+        return kept.to(device=self._device, dtype=dtype, copy=True)
+
+    def _resolve(self, path: str) -> str:
+        for alias, known in self._aliases.items():
+            if path == alias or path.startswith(f"{alias}."):
+                return self._resolve(known + path.removeprefix(alias))
+        return path
+
+    def __getitem__(self, path: str) -> CacheEntry:
+        resolved = self._resolve(path)
+        if resolved not in self._entries:
+            raise KeyError(
+                f"`{path}` is not in the cache; it has {len(self._entries)} modules, by paths such as "
+                f"`{next(iter(self._entries), '-')}`."
+            )
+        return self._entries[resolved]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _CacheView(self, name)
+
+
+class _CacheView:
+    """A position along a path of a cache."""
+
+    def __init__(self, cache: Cache, path: str) -> None:
+        self._cache, self._path = cache, path
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("output", "input", "inputs"):
+            return getattr(self._cache[self._path], name)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _CacheView(self._cache, f"{self._path}.{name}")
+
+    def __getitem__(self, index: int | str) -> _CacheView:
+        return _CacheView(self._cache, f"{self._path}.{index}")
+
+    def __repr__(self) -> str:
+        return f"CacheView({self._path})"

@@ -12,6 +12,7 @@ from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
 from ..runtime.interleaver import active_interleaver
+from ..runtime.scanning import ScanningDriver
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
@@ -100,6 +101,23 @@ class NNsight(Envoy):
             The tracer; ``tracer.report`` tells how the trace ran.
         """
         return InterleavingTracer(self._driver(compile), self, args, kwargs, backend, _Names(self))
+
+    def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
+        """Run the block on fake tensors: sizes and types without values, and without computing anything.
+
+        Args:
+            *args: The model's input.
+            backend: Where the block runs; in this process by default.
+            **kwargs: The model's input, by name.
+
+        Example:
+            >>> model = NNsight(torch.nn.Linear(2, 3))
+            >>> with model.scan(torch.ones(5, 2)):
+            ...     shape = model.output.shape.save()
+        """
+        self._sync()
+        driver = ScanningDriver(self._module, self._tree.instrumentation)
+        return InterleavingTracer(driver, self, args, kwargs, backend, _Names(self))
 
     def session(self, backend: Backend | None = None) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.

@@ -5,9 +5,11 @@ In the order in which a compiled trace meets them:
 * :mod:`~nnsight.fx.taps` marks locations in the graph while dynamo captures;
 * :mod:`~nnsight.fx.driver` is the compiled driver and the dynamo backend that hands captured graphs on;
 * :mod:`~nnsight.fx.graph` is a captured graph: taps, inputs, known programs and their variants;
-* :mod:`~nnsight.fx.recording` runs blocks against lazy tensors (:mod:`~nnsight.fx.lazy`) and writes a program;
-* :mod:`~nnsight.fx.program` is that program: what it calls, where it reads and writes;
-* :mod:`~nnsight.fx.splice` puts a program into a captured graph, :mod:`~nnsight.fx.lowering` makes it callable.
+* :mod:`~nnsight.fx.recording` walks its taps and runs blocks against lazy tensors (:mod:`~nnsight.fx.lazy`), whose torch
+  calls :mod:`~nnsight.fx.calls` writes down, sorted by :mod:`~nnsight.fx.functions`;
+* :mod:`~nnsight.fx.program` is what is written: what is called, where it reads and writes;
+* :mod:`~nnsight.fx.splice` puts a program into a captured graph, :mod:`~nnsight.fx.lowering` makes it callable, and
+  :mod:`~nnsight.fx.variant` keeps the result.
 
 Captured graphs, programs and splices are plain values with plain functions on them; no envoy is needed.
 """

@@ -1,0 +1,363 @@
+"""The torch calls of a block, as events of a program.
+
+:class:`CallRecorder` is a ``TorchFunctionMode``: while it is active it sees every torch call. A call on lazy tensors is looked up
+among the events known at this state of the program; if it is new, its result is computed on fakes, so a mistake in shapes
+raises at the user's line. Which tensors there are, and what happens when a value is demanded, is up to
+:class:`~nnsight.fx.recording.Recording`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..tracing.errors import user_position_now
+from .functions import (
+    ABOUT_GRADIENTS,
+    DEMANDS,
+    DRAWN_LIKE,
+    METADATA,
+    PLAIN,
+    RANDOM,
+    READ_AS,
+    SCALAR_ARITHMETIC,
+    SPECIAL,
+    UNANSWERABLE,
+    edits_in_place,
+    has_tensor,
+    is_numpy_scalar,
+    path_step,
+    quiet_fakes,
+)
+from .graph import CapturedGraph, Tap
+from .lazy import LazyTensor, make_lazy
+from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
+from .splice import references
+
+#: Sizes of a graph's symbols for which a call's fake result is kept.
+_KEPT_SIZES = 64
+
+_TORCH_DIRECTORY = torch.__file__.rsplit("/", 1)[0]
+
+
+class _NotLowerable(Exception):
+    """A call has an argument that no graph can hold."""
+
+
+class CallRecorder(TorchFunctionMode):
+    """Turns torch calls into events of a program for ``graph``.
+
+    Args:
+        graph: The captured graph.
+        inputs: Its inputs.
+
+    Attributes:
+        binding: The sizes that the graph's symbols have for these inputs.
+        state: The program so far.
+        tap: The tap at which the block stands.
+        recorded: Whether an event was new.
+        closed: Whether the run is over.
+    """
+
+    def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.binding = graph.binding(inputs)
+        self.symbol_of_size = {
+            size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
+        }
+        self.grad_enabled = torch.is_grad_enabled()
+        self.autocast = torch._C._is_any_autocast_enabled()
+        self.state = graph.start
+        self.tap: Tap | None = None
+        self.recorded = False
+        self.random = False
+        self.closed = False
+        self.start_tables(list(inputs))
+
+    def start_tables(self, inputs: list[Any]) -> None:
+        """Forget all values: a piece of the graph begins, with ``inputs``."""
+        self.inputs = inputs
+        self.fakes: list[torch.Tensor] = []
+        self.requires_grad: list[bool] = []
+        self.lazies: list[weakref.ref[LazyTensor] | None] = []
+        self.externals: list[torch.Tensor] = []
+        self.external_index: dict[int, int] = {}
+        self.used_storages: set[int] = set()
+        self._input_storages: set[int] | None = None
+
+    def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+        """Make values concrete and then call ``function`` on them."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
+            return self.call(function, args, kwargs)
+        edits = edits_in_place(function)
+        if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
+            return self.call(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
+        """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
+        storages = {
+            storage_of(leaf)
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, fake_tensor.FakeTensor)
+        }
+        if not storages.isdisjoint(self.used_storages):
+            return True
+        if edits and storages:
+            if self._input_storages is None:
+                self._input_storages = {storage_of(item) for item in self.inputs if isinstance(item, torch.Tensor)}
+            return not storages.isdisjoint(self._input_storages)
+        return False
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call, answer it from metadata, or cut the graph for it."""
+        if self.closed:
+            raise RuntimeError(
+                "This tensor was never computed, because its trace failed before the model ran. Fix the error of the "
+                "trace and run it again."
+            )
+        if function in SPECIAL:
+            handled, result = self._answer(function, args, kwargs)
+            if handled:
+                return result
+            function = READ_AS.get(function, function)
+        if getattr(function, "__name__", "") in DEMANDS:
+            return self.demand(function, args, kwargs)
+        if torch._C._is_any_autocast_enabled() != self.autocast:
+            return self.demand(function, args, kwargs, "`torch.autocast` differs between block and model")
+        try:
+            event = self._event(function, args, kwargs)
+        except _NotLowerable as reason:
+            return self.demand(function, args, kwargs, str(reason))
+        known = self.state.edges.get(event)
+        outcome = None if known is None else known.outcomes.get(self.binding)
+        if outcome is None:
+            try:
+                result = self._on_fakes(event)
+            except UNANSWERABLE:
+                return self.demand(function, args, kwargs)
+            except Exception as error:  # the user's mistake: its traceback ends at the user's line
+                raise error.with_traceback(None) from None
+            if not has_tensor(result) and not (result is None or edits_in_place(function)):
+                return result
+            outcome = self._outcome(event, result)
+        self.fakes += outcome.fakes
+        self.lazies += [None] * len(outcome.fakes)
+        self.requires_grad += outcome.requires_grad
+        if outcome.gains_grad is not None:
+            self.requires_grad[outcome.gains_grad] = True
+        self.random = self.random or getattr(function, "__name__", "") in RANDOM
+        outcomes = self.step(event).outcomes
+        if len(outcomes) >= _KEPT_SIZES and self.binding not in outcomes:
+            outcomes.clear()
+        outcomes.setdefault(self.binding, outcome)
+        leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
+        return pytree.tree_unflatten(leaves, outcome.structure)
+
+    def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Answer a call that needs no event; return whether it was answered, and the answer."""
+        if function in METADATA:
+            (tensor,) = args
+            with self.graph.fake_lock, torch._C.DisableTorchFunction():
+                return True, function(_fake_or_self(tensor))
+        if function in ABOUT_GRADIENTS and isinstance(args[0], LazyTensor):
+            requires_grad, name = self.requires_grad[args[0]._index], ABOUT_GRADIENTS[function]
+            if name == "grad_fn":
+                if requires_grad:
+                    return True, self.demand(function, args, kwargs, "`grad_fn` exists once the graph has run")
+                return True, None
+            return True, requires_grad if name == "requires_grad" else not requires_grad
+        if function in DRAWN_LIKE and not self.random:
+            return True, self._draw_like(function, args, kwargs)
+        if function == torch.Tensor.__iter__:
+            return True, iter(self.call(torch.Tensor.unbind, args, kwargs))
+        return False, None
+
+    def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw random numbers like a lazy tensor at once, so that a seed gives the numbers it gives eagerly."""
+        like, *others = args
+        fake = _fake_or_self(like)
+        with self.graph.fake_lock, torch._C.DisableTorchFunction():
+            size, stride, dtype, device = fake.size(), fake.stride(), fake.dtype, fake.device
+        return function(torch.empty_strided(size, stride, dtype=dtype, device=device), *others, **kwargs)
+
+    def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        name = getattr(function, "__name__", "")
+        if name in SCALAR_ARITHMETIC or name == "__setitem__":
+            args = tuple(argument.item() if is_numpy_scalar(argument) else argument for argument in args)
+            args = self._lift_floats(name, args)
+        grad = torch.is_grad_enabled()
+        return Call(
+            function,
+            tuple(self._argument(argument) for argument in args),
+            tuple((key, self._argument(value)) for key, value in kwargs.items()),
+            None if grad == self.grad_enabled else grad,
+        )
+
+    def _lift_floats(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Turn Python floats into scalar tensors where torch gives both the same result."""
+        if not any(isinstance(argument, float) for argument in args):
+            return args
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+        dtypes = {_fake_or_self(tensor).dtype for tensor in tensors}
+        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
+            return args
+        if name == "__setitem__":
+            if not isinstance(args[2], float):
+                return args
+            return (args[0], args[1], torch.tensor(args[2], dtype=next(iter(dtypes))))
+        if all(_fake_or_self(tensor).dim() == 0 for tensor in tensors):
+            return args  # a zero-dimensional tensor would take part in type promotion
+        return tuple(
+            torch.tensor(argument, dtype=torch.float64) if isinstance(argument, float) else argument
+            for argument in args
+        )
+
+    def _argument(self, argument: Any) -> Any:
+        """Return ``argument`` as it appears in an event."""
+        if isinstance(argument, torch.Tensor):
+            return self.refer(argument)
+        if isinstance(argument, (bool, int, float, complex)):
+            return Constant(type(argument), argument)
+        if isinstance(argument, (tuple, list)):
+            kind = "list" if isinstance(argument, list) else "tuple"
+            return Nest(kind, tuple(self._argument(item) for item in argument))
+        if isinstance(argument, slice):
+            parts = (argument.start, argument.stop, argument.step)
+            return Nest("slice", tuple(self._argument(item) for item in parts))
+        if isinstance(argument, PLAIN):
+            return argument
+        if is_numpy_scalar(argument):
+            return self._argument(argument.item())
+        raise _NotLowerable(f"an argument of type {type(argument).__name__}")
+
+    def refer(self, tensor: torch.Tensor) -> Value | Input | External:
+        """Return the reference to a tensor, declaring it as an external when it is new."""
+        if isinstance(tensor, LazyTensor):
+            if tensor._recording is not self:
+                raise RuntimeError("A lazy tensor of another run is used here; save it and use it after its trace.")
+            return Value(tensor._index)
+        index = self.external_index.get(id(tensor))
+        if index is not None:
+            return External(index)
+        self.used_storages.add(storage_of(tensor))
+        for position, item in enumerate(self.inputs):
+            if item is tensor:
+                return Input(position)
+        if tensor.layout is not torch.strided:
+            raise _NotLowerable(f"a tensor with layout {tensor.layout}")
+        shape: tuple[int | Symbol, ...] = tuple(tensor.shape)
+        stride = None if tensor.is_contiguous() else tensor.stride()
+        if stride is None and self.symbol_of_size:
+            shape = tuple(self.symbol_of_size.get(size, size) for size in tensor.shape)
+        self.step(Declare(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)))
+        self.externals.append(tensor)
+        self.external_index[id(tensor)] = len(self.externals) - 1
+        return External(len(self.externals) - 1)
+
+    def _on_fakes(self, call: Call) -> Any:
+        with (
+            self.graph.fake_lock,
+            torch._C.DisableTorchFunction(),
+            self.graph.fake_mode,
+            quiet_fakes,
+            torch.no_grad(),
+        ):
+            args = tuple(self._fake_argument(argument) for argument in call.args)
+            kwargs = {key: self._fake_argument(value) for key, value in call.kwargs}
+            return call.function(*args, **kwargs)
+
+    def _fake_argument(self, argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return self.fakes[argument.index]
+        if isinstance(argument, (Input, External)):
+            real = (self.inputs if isinstance(argument, Input) else self.externals)[argument.index]
+            return self.graph.fake_mode.from_tensor(real, static_shapes=True)
+        if isinstance(argument, Constant):
+            return argument.value
+        if isinstance(argument, Nest):
+            return argument.build([self._fake_argument(item) for item in argument.items])
+        return argument
+
+    def _outcome(self, call: Call, result: Any) -> Outcome:
+        """Number the tensors of a result; a tensor that was there before keeps its number."""
+        flat, structure = pytree.tree_flatten_with_path(result)
+        differentiated = self._is_differentiated(call)
+        leaves: list[Any] = []
+        fresh: list[torch.Tensor] = []
+        for _, leaf in flat:
+            if not isinstance(leaf, torch.Tensor):
+                leaves.append((leaf,))
+                continue
+            known = next((index for index, fake in enumerate((*self.fakes, *fresh)) if fake is leaf), None)
+            if known is None:
+                known = len(self.fakes) + len(fresh)
+                fresh.append(leaf)
+            leaves.append(known)
+        edited = call.args[0] if call.args and edits_in_place(call.function) else None
+        return Outcome(
+            structure,
+            tuple(leaves),
+            tuple(tuple(path_step(step) for step in path) for path, _ in flat),
+            tuple(fresh),
+            tuple(differentiated and (fake.is_floating_point() or fake.is_complex()) for fake in fresh),
+            edited.index if differentiated and isinstance(edited, Value) else None,
+        )
+
+    def _is_differentiated(self, call: Call) -> bool:
+        """Whether autograd would follow this call."""
+        if not (self.grad_enabled if call.grad is None else call.grad) or call.function is torch.Tensor.detach:
+            return False
+        sources = {Value: self.requires_grad, Input: self.inputs, External: self.externals}
+        found = (sources[type(reference)][reference.index] for reference in references(call))
+        return any(item if isinstance(item, bool) else item.requires_grad for item in found)
+
+    def step(self, event: Event) -> State:
+        """Go on to the state after ``event``, which is new if no earlier run did the same."""
+        found = self.state.edges.get(event)
+        if found is None:
+            self.recorded = True
+            position = -1 if self.tap is None else self.tap.index
+            made = State(self.state, event, position, stack_trace=_user_line())
+            found = self.state.edges.setdefault(event, made)
+        self.state = found
+        return found
+
+    def lazy(self, index: int) -> LazyTensor:
+        reference = self.lazies[index]
+        lazy = None if reference is None else reference()
+        if lazy is None:
+            lazy = make_lazy(index, self.fakes[index], self)
+            self.lazies[index] = weakref.ref(lazy)
+        return lazy
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
+
+
+def _fake_or_self(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._fake if isinstance(tensor, LazyTensor) else tensor
+
+
+def user_position() -> tuple[str, int]:
+    """Return file and line of the user's code that is running."""
+    return user_position_now(skip=_TORCH_DIRECTORY)
+
+
+def _user_line() -> str:
+    filename, line = user_position()
+    return f'  File "{filename}", line {line}, in block\n'

@@ -1,0 +1,111 @@
+"""What kinds of torch functions there are, seen by a recording.
+
+Most calls become events of a program. These tables name the others: calls that metadata answers, calls whose result is a
+concrete value, random ones whose order matters. Python functions and methods appear as ``__torch_function__`` receives them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.utils import _pytree as pytree
+
+#: Getters that the fake answers.
+METADATA = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape dtype device ndim layout is_cuda is_meta is_quantized is_sparse itemsize "
+        "nbytes names is_cpu is_nested is_xpu is_mps"
+    ).split()
+    if hasattr(getattr(torch.Tensor, name, None), "__get__")
+)
+
+#: Getters about gradients. Fakes carry none: they are shared by programs that edit them in different ways.
+ABOUT_GRADIENTS = {getattr(torch.Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn")}
+
+#: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
+DEMANDS = frozenset(
+    "__bool__ __int__ __float__ __complex__ __index__ __contains__ __repr__ __str__ __format__ __array__ __deepcopy__ "
+    "__reduce_ex__ item tolist numpy data_ptr storage untyped_storage equal allclose is_nonzero "
+    "requires_grad_ detach_ retain_grad backward register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
+    "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ is_set_to".split()
+)
+
+#: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
+READ_AS = {torch.Tensor.__dict__.get("data", torch._C.TensorBase.data).__get__: torch.Tensor.detach}
+
+#: Random functions of a tensor's metadata alone.
+DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
+
+#: Functions that :meth:`CallRecorder.call` treats specially.
+SPECIAL = frozenset({*METADATA, *ABOUT_GRADIENTS, *READ_AS, *DRAWN_LIKE, torch.Tensor.__iter__})
+
+#: Random functions. The first one that is recorded makes all later ones be recorded, to keep their order.
+RANDOM = frozenset(
+    "rand randn randint randperm normal normal_ bernoulli bernoulli_ multinomial poisson uniform_ exponential_ geometric_ "
+    "cauchy_ log_normal_ random_ dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
+    "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like".split()
+)
+
+#: Arithmetic in which a Python float may become an input of the graph, so that another value is the same program.
+SCALAR_ARITHMETIC = frozenset(
+    "add add_ sub sub_ subtract mul mul_ multiply div div_ divide true_divide __add__ __radd__ __iadd__ __sub__ "
+    "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ rsub".split()
+)
+
+PLAIN = (str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
+
+UNANSWERABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
+def edits_in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_")
+
+
+def is_numpy_scalar(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and not hasattr(value, "__len__")
+
+
+def has_tensor(result: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result))
+
+
+def path_step(step: Any) -> Any:
+    """Return one step of a path as an index or an attribute name."""
+    for name in ("idx", "key", "name"):
+        if hasattr(step, name):
+            return getattr(step, name)
+    raise TypeError(f"a result with an unknown container: {step!r}")
+
+
+class _QuietFakes(logging.Filter):
+    """Keeps torch from logging a failed fake call: the error goes to the user as an exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = threading.local()
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self._state, "quiet", False)
+
+    def __enter__(self) -> None:
+        self._state.quiet = True
+
+    def __exit__(self, *_: object) -> None:
+        self._state.quiet = False
+
+
+quiet_fakes = _QuietFakes()

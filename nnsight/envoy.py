@@ -318,4 +318,5 @@ def _with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
     def child(self: Envoy) -> Envoy:
         return self._children[name]
 
-    return type(base.__name__, (base,), {name: property(child), f"nns_{name}": moved, "__module__": base.__module__})
+    namespace = {name: property(child), f"nns_{name}": moved, "__module__": base.__module__, "_moved": name}
+    return type(base.__name__, (base,), namespace)

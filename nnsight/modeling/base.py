@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +71,26 @@ class NNsight(Envoy):
         self.__dict__["_compile_by_default"] = False
         self.__dict__["_edits"] = []
         self.__dict__["_rename"] = dict(rename or {})
-        super().__init__(module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
-        self._alias(self._rename)
+        self._mount(module, envoys, chosen)
         if chosen is not None:
-            NNsight.compile(self, **chosen)
+            self.__dict__["_compile_by_default"] = True
+
+    def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
+        """Mirror ``module``, and prepare to compile it if there are options for that."""
+        Envoy.__init__(self, module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
+        self._alias(self._rename)
+        if compile_options is not None:
+            self._make_driver(compile_options)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
+        kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
+        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_path"}
+        state = {
+            name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)
+        }
+        options = None if self._compiled is None else self._compiled.options
+        return _rebuild, (kind, self._module, self._envoys, options, state)
 
     def compile(self, **options: Any) -> None:
         """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
@@ -139,9 +154,10 @@ class NNsight(Envoy):
             >>> with model.edit() as edited:
             ...     model.output[:] = 0
         """
-        edited = self if inplace else copy.copy(self)
+        edited = self
         if not inplace:
-            edited.__dict__.update(_edits=list(self._edits), _children=dict(self._children))
+            edited = object.__new__(type(self))
+            edited.__dict__.update(self.__dict__, _edits=list(self._edits), _children=dict(self._children))
         return EditingTracer(edited._edits, edited)
 
     def clear_edits(self) -> None:
@@ -207,6 +223,20 @@ class NNsight(Envoy):
     _edits: list[Edit]
     _rename: dict[str, str | Sequence[str]]
     _compile_by_default: bool
+
+
+def _rebuild(
+    kind: type[NNsight],
+    module: torch.nn.Module,
+    envoys: EnvoyClasses,
+    compile_options: dict[str, Any] | None,
+    state: dict[str, Any],
+) -> NNsight:
+    """Return the wrapper that :meth:`NNsight.__reduce_ex__` took apart."""
+    made = kind.__new__(kind)
+    made.__dict__.update(state, _compiled=None)
+    made._mount(module, envoys, compile_options)
+    return made
 
 
 class _Names:

@@ -43,6 +43,8 @@ class IteratorTracer(Tracer):
         ValueError: For negative steps: the number of occurrences is not known in advance.
     """
 
+    must_be_entered = False  # it may be looped over instead
+
     def __init__(self, steps: Steps) -> None:
         super().__init__()
         self._steps = _numbers(steps)

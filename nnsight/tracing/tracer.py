@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,11 @@ class Tracer:
         scope: Its variables, likewise.
     """
 
+    #: Whether an object that is never entered is a mistake.
+    must_be_entered = True
+
     def __init__(self, backend: Backend | None = None) -> None:
+        self._entered = False
         self.backend = backend or ExecutionBackend()
         self.info: Block | None = None
         self.scope: Scope | None = None
@@ -72,6 +77,7 @@ class Tracer:
         self._previous: tuple[Any, Any, bool] | None = None
 
     def __enter__(self) -> Any:
+        self._entered = True
         frame = sys._getframe(1)
         while frame.f_code.co_name == "__enter__" and is_internal(frame.f_code) and frame.f_back is not None:
             frame = frame.f_back
@@ -98,6 +104,14 @@ class Tracer:
         finally:
             self._close()
         return True
+
+    def __del__(self) -> None:
+        if self.must_be_entered and not getattr(self, "_entered", True):
+            warnings.warn(
+                f"{type(self).__name__}: made and never entered, so nothing ran. Write `with ...:` and a block.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def run(self) -> None:
         """Call the backend inside a table of saves, then bring saved names home.

@@ -46,6 +46,7 @@ class Envoy:
     _children: dict[str, Envoy]
     _version: int
     _envoys: EnvoyClasses
+    _aliases: set[str]
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Envoy:
         own["_tree"] = tree or ModuleTree(module, path)
         own["_children"] = {}
         own["_envoys"] = envoys
+        own["_aliases"] = set()
         own["_version"] = own["_tree"].version
         known = {} if known is None else known
         known[module] = self
@@ -255,13 +257,14 @@ class Envoy:
         classes = self._envoys or {}
         return next((classes[kind] for kind in type(module).__mro__ if kind in classes), Envoy)
 
-    def _alias(self, names: Mapping[str, str | Sequence[str]]) -> None:
+    def _alias(self, names: Mapping[str, str | Sequence[str]], strict: bool = True) -> None:
         """Give the modules below this envoy further names.
 
         Args:
             names: New name, or names, by path. A path that begins with a dot starts at this envoy; any other is
                 looked for below every module. A new name that begins with a dot belongs to this envoy, any other to the
                 module from which the path starts.
+            strict: Whether a path that leads nowhere is an error.
 
         Raises:
             ValueError: If a path leads nowhere, or a name is taken.
@@ -270,7 +273,7 @@ class Envoy:
             parts = path.strip(".").split(".")
             starts = [self] if path.startswith(".") else Envoy.modules(self)
             found = [(start, target) for start in starts if (target := start._descend(parts)) is not None]
-            if not found:
+            if not found and strict:
                 raise ValueError(f"rename: there is no module `{path}` below `{self._path}`.")
             for name in [given] if isinstance(given, str) else given:
                 for start, target in found:
@@ -284,12 +287,14 @@ class Envoy:
         return envoy
 
     def _add_alias(self, name: str, target: Envoy) -> None:
-        taken = self.__dict__.get(name)
-        if taken is target:
+        if self.__dict__.get(name) is target:
             return
-        if taken is not None or hasattr(type(self), name):
+        if not name.isidentifier():
+            raise ValueError(f"rename: {name!r} is not a name; the new name of a module is one word.")
+        if name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name):
             raise ValueError(f"rename: `{self._path}` already has an attribute `{name}`; choose another name.")
         self.__dict__[name] = target
+        self._aliases.add(name)
 
     def _sync(self) -> None:
         """Mirror the modules as they are now; envoys of modules that stayed keep their identity."""
@@ -299,9 +304,10 @@ class Envoy:
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         self.__dict__["_version"] = version
-        for name in self._children:
+        for name in (*self._children, *self._aliases):
             self.__dict__.pop(name, None)
         self._children.clear()
+        self._aliases.clear()
         for name, child in self._module._modules.items():
             if child is not None:
                 self._adopt(name, child, known)

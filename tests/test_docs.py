@@ -233,6 +233,57 @@ class Mistakes:
         with language_model().trace("", compile=self.compiled):
             pass
 
+    def nested_invoke(self) -> None:
+        with self.trace() as tracer:
+            with tracer.invoke(self.x):
+                with tracer.invoke(self.x):
+                    pass
+
+    def two_inputs(self) -> None:
+        with self.trace() as tracer:
+            with tracer.invoke(self.x):
+                pass
+            with tracer.invoke(self.x):
+                pass
+
+    def no_barrier(self) -> None:
+        with self.trace() as tracer:
+            with tracer.invoke(self.x):
+                hidden = self.model[0].output
+            with tracer.invoke():
+                self.model[0].output = hidden
+
+    def options_differ(self) -> None:
+        with language_model().trace(compile=self.compiled) as tracer:
+            with tracer.invoke("The movie was", use_cache=True):
+                pass
+            with tracer.invoke("The movie was", use_cache=False):
+                pass
+
+    def labels_of_one(self) -> None:
+        with language_model().trace(compile=self.compiled) as tracer:
+            with tracer.invoke("The movie was", labels=[1, 2, 3]):
+                pass
+            with tracer.invoke("The movie was"):
+                pass
+
+    def negative_step(self) -> None:
+        with self.trace(self.x) as tracer:
+            for _ in tracer.iter[-1]:
+                pass
+
+    def skip_outside(self) -> None:
+        self.model[0].skip(self.x)
+
+    def skip_in_one(self) -> None:
+        model = language_model()
+        with model.trace(compile=self.compiled) as tracer:
+            with tracer.invoke("The movie was"):
+                hidden = model.transformer.h[0].output
+                model.transformer.h[1].skip(hidden)
+            with tracer.invoke("The movie was"):
+                pass
+
     def unknown_option(self) -> None:
         self.model.compile(backends="eager")
 
@@ -295,6 +346,14 @@ RAISED_BY: dict[str, str] = {
     "would leave a block": "jump_out",
     "Tokenizer not found": "no_tokenizer",
     "it has no tokens": "empty_prompt",
+    "during an active model execution": "nested_invoke",
+    "Batching is not implemented": "two_inputs",
+    "not associated with a value": "no_barrier",
+    "differs between invokes": "options_differ",
+    "Only some of the invokes have": "labels_of_one",
+    "cannot count from the end": "negative_step",
+    "inside the block of a trace only": "skip_outside",
+    "is skipped by some invokes": "skip_in_one",
     "got unknown options": "unknown_option",
     "NNsight wraps a": "not_a_module",
     "has shape": "wrong_shape",
@@ -331,6 +390,14 @@ def test_every_mistake_is_listed() -> None:
         assert sum(part in message for message in messages) == 1, part
     for message in messages:
         assert sum(part in message for part in RAISED_BY) == 1, message
+
+
+def test_listed_tests_exist() -> None:
+    text = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert listed
+    for file, name in listed:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
 # -- the table of models in docs/compile.md -----------------------------------------------------------------------

@@ -282,6 +282,7 @@ class Recording(CallRecorder):
         logger.info("graph cut: %s", cut)
         stop = self.graph.order[self.tap.node]
         behind = Piece.of(self.graph, stop)
+        behind = behind.without_duplicates([self._resolve(node) for node in behind.inputs])
         wanted: list[Any] = list(behind.inputs[len(self.graph.placeholders) :])
         alive, carried = self._run_piece(stop, wanted)
         self.state = self.step(Cut(self.tap.index, alive))

@@ -64,6 +64,22 @@ class Piece:
             ]
         return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)})
 
+    def without_duplicates(self, values: Sequence[Any]) -> Piece:
+        """Return this piece with one input for nodes that stand for one tensor; backends take no tensor twice.
+
+        Args:
+            values: What each input is, equal for inputs that are the same.
+        """
+        inputs: list[torch.fx.Node] = []
+        position: dict[Any, int] = {}
+        index: dict[torch.fx.Node, int] = {}
+        for node, value in zip(self.inputs, values, strict=True):
+            if value not in position:
+                position[value] = len(inputs)
+                inputs.append(node)
+            index[node] = position[value]
+        return Piece(self.start, tuple(inputs), index)
+
 
 #: Something a piece returns: a value of the program, or a node of the captured graph.
 Result = Value | torch.fx.Node

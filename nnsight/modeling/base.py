@@ -85,7 +85,7 @@ class NNsight(Envoy):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
         kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
-        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_path"}
+        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_path", "_aliases"}
         state = {
             name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)
         }
@@ -157,7 +157,7 @@ class NNsight(Envoy):
         edited = self
         if not inplace:
             edited = object.__new__(type(self))
-            edited.__dict__.update(self.__dict__, _edits=list(self._edits), _children=dict(self._children))
+            edited.__dict__.update(self.__dict__, _edits=list(self._edits), _children=dict(self._children), _aliases=set(self._aliases))
         return EditingTracer(edited._edits, edited)
 
     def clear_edits(self) -> None:
@@ -217,7 +217,7 @@ class NNsight(Envoy):
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         super()._mirror(known, version)
-        self._alias(self._rename)
+        self._alias(self._rename, strict=False)
 
     _compiled: CompiledDriver | None
     _edits: list[Edit]
@@ -253,9 +253,7 @@ class _Names:
         """Return the path behind each further name that ``rename`` gave."""
         found: dict[str, str] = {}
         for envoy in Envoy.modules(self._model):
-            for name, value in envoy.__dict__.items():
-                if isinstance(value, Envoy) and name not in envoy._children and not name.startswith("_"):
-                    found[f"{envoy._path}.{name}"] = value._path
+            found.update({f"{envoy._path}.{name}": envoy.__dict__[name]._path for name in envoy._aliases})
         return found
 
 

@@ -62,10 +62,12 @@ class BatchGroup:
             )
         changed = False
         for index, (old, new) in enumerate(zip(pytree.tree_leaves(before), after_leaves, strict=True)):
-            if old is new:
+            row = whole_leaves[index]
+            # The model goes on with the block's own view of its rows where gradients may be asked of it.
+            followed = self._has_rows(row) and row.requires_grad and torch.is_grad_enabled()
+            if old is new and not followed:
                 continue
             changed = True
-            row = whole_leaves[index]
             if not self._has_rows(row):
                 whole_leaves[index] = new
                 continue
@@ -79,7 +81,7 @@ class BatchGroup:
         return pytree.tree_unflatten(whole_leaves, structure) if changed else whole
 
 
-def join_rows(values: Sequence[Any], groups: Sequence[BatchGroup | None]) -> Any:
+def join_rows(values: Sequence[Any], groups: Sequence[BatchGroup]) -> Any:
     """Return one value of the whole batch from the values of its groups, which nest alike and come in order."""
     flat = [pytree.tree_flatten(value) for value in values]
     structure = flat[0][1]
@@ -88,7 +90,7 @@ def join_rows(values: Sequence[Any], groups: Sequence[BatchGroup | None]) -> Any
     joined = []
     for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
         rows = [
-            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and group is not None and leaf.shape[0] == group.size
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == group.size
             for leaf, group in zip(leaves, groups, strict=True)
         ]
         joined.append(torch.cat(list(leaves)) if all(rows) else leaves[0])

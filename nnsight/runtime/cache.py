@@ -51,6 +51,8 @@ class CacheEntry:
     def input(self) -> Any:
         """The first argument of the module."""
         inputs = self.inputs
+        if any(not args and not kwargs for args, kwargs in _listed(inputs)):
+            raise ValueError(f"`{self.path}` was called without arguments, so it has no `.input`.")
         first = [args[0] if args else next(iter(kwargs.values())) for args, kwargs in _listed(inputs)]
         return first if isinstance(inputs, list) else first[0]
 
@@ -61,6 +63,14 @@ class CacheEntry:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
+    """Return the module's own path for one that may go through further names."""
+    for alias, known in aliases.items():
+        if path == alias or path.startswith(f"{alias}."):
+            return resolve_alias(known + path.removeprefix(alias), aliases)
+    return path
 
 
 class Cache(Mapping[str, CacheEntry]):
@@ -98,14 +108,8 @@ class Cache(Mapping[str, CacheEntry]):
         # A copy in any case: later edits in place are not this module's.
         return kept.to(device=self._device, dtype=dtype, copy=True)
 
-    def _resolve(self, path: str) -> str:
-        for alias, known in self._aliases.items():
-            if path == alias or path.startswith(f"{alias}."):
-                return self._resolve(known + path.removeprefix(alias))
-        return path
-
     def __getitem__(self, path: str) -> CacheEntry:
-        resolved = self._resolve(path)
+        resolved = resolve_alias(path, self._aliases)
         if resolved not in self._entries:
             raise KeyError(
                 f"`{path}` is not in the cache; it has {len(self._entries)} modules, by paths such as "

@@ -23,7 +23,9 @@ def passed_message(location: str, occurrence: int, visited: str | None) -> str:
 
 def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
     """Explain a request that was still waiting when the model had finished."""
-    if location.endswith(".grad"):
+    if location.startswith("barrier("):
+        cause = "not all of its participants called it; every invoke that takes part has to"
+    elif location.endswith(".grad"):
         cause = (
             "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "
             "forward pass: read those of later layers first"

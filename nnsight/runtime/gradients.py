@@ -65,7 +65,7 @@ class Gradient:
                     "the trace, before the model uses it, and do not trace under `torch.no_grad()`."
                 )
             run.check_flows_through(tensor)
-            run.hooks[location] = tensor.register_hook(lambda gradient: run.handle(location, gradient))
+            run.hooks[location] = tensor.register_hook(lambda gradient: run.handle(location, _own(gradient)))
         return location
 
 
@@ -117,6 +117,11 @@ class _BackwardInterleaver(Interleaver):
             )
 
 
+def _own(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy to edit: autograd passes one buffer to several tensors, and expanded ones."""
+    return gradient.clone(memory_format=torch.contiguous_format)
+
+
 def _edge(tensor: torch.Tensor) -> tuple[Any, int]:
     """Return where the gradient of ``tensor`` enters the autograd graph."""
     edge = get_gradient_edge(tensor)
@@ -134,6 +139,7 @@ class BackwardsTracer(Tracer):
         """Run the backward pass with ``function`` as its block."""
         assert self._call is not None
         loss, args, kwargs = self._call
+        loss.data_ptr()  # in a compiled trace this makes the lazy loss, and all else, real
         run = _BackwardInterleaver([Mediator(function, "backward")], loss)
         try:
             # Hooks have to run on this thread, where the block is.

@@ -72,7 +72,7 @@ class Interleaver:
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
-        self.skips: dict[str, list[tuple[Mediator, Any]]] = {}
+        self.skips: dict[str, dict[Mediator, Any]] = {}
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
         self._on_blocks_done = on_blocks_done
@@ -152,19 +152,20 @@ class Interleaver:
         asked = self.skips.pop(location, None)
         if asked is None:
             return ()
-        groups = [mediator.batch_group for mediator, _ in asked]
-        whole = next((value for mediator, value in asked if mediator.batch_group is None), None)
-        if None in groups:
-            return (whole,)
-        first = groups[0]
-        assert first is not None
-        if sum(group.size for group in groups if group is not None) != first.total:
+        whole = [value for mediator, value in asked.items() if mediator.batch_group is None]
+        if whole:
+            return (whole[-1],)
+        by_start = sorted(
+            ((mediator.batch_group, value) for mediator, value in asked.items() if mediator.batch_group is not None),
+            key=lambda item: item[0].start,
+        )
+        groups = [group for group, _ in by_start]
+        if sum(group.size for group in groups) != groups[0].total:
             raise ValueError(
                 f"`{location.removesuffix('.input')}` is skipped by some invokes and not by others. They run as one batch, "
                 "so skip it in all of them."
             )
-        ordered = sorted(asked, key=lambda item: item[0].batch_group.start if item[0].batch_group else 0)
-        return (join_rows([value for _, value in ordered], [m.batch_group for m, _ in ordered]),)
+        return (join_rows([value for _, value in by_start], groups),)
 
     def add(self, mediator: Mediator) -> None:
         """Add a block to the run and let it run to the first location it waits for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import CONFIG
@@ -22,11 +23,13 @@ class Invoke:
         function: The block.
         args: Its input; without any the block sees the whole batch.
         kwargs: Its input, by name.
+        publish: Shows the variables of the block to the others.
     """
 
     function: Callable[[], None]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    publish: Callable[[], None] | None = None
 
     @property
     def has_input(self) -> bool:
@@ -44,13 +47,18 @@ class Invoker(Tracer):
 
     def run(self) -> None:
         """Add the block to the trace."""
-        assert self.scope is not None
-        if not CONFIG.APP.CROSS_INVOKER:
-            shared, own = self.scope, self.scope.copy()
-            self.scope = own
+        assert self.scope is not None and self.info is not None
+        shared, names = self.scope, self.info.stored
+        publish: Callable[[], None] | None
+        if CONFIG.APP.CROSS_INVOKER:
+            own = shared.branch(self.info)
+            publish = partial(shared.publish, own, names)
+        else:
+            own, publish = shared.copy(), None
             self._trace.on_end(lambda: shared.take_saved(own))
+        self.scope = own
         args, kwargs = self._input
-        self._trace.add_invoke(Invoke(self.compile(), args, kwargs))
+        self._trace.add_invoke(Invoke(self.compile(), args, kwargs, publish))
 
 
 class Barrier:

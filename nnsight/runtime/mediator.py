@@ -44,6 +44,7 @@ class Mediator:
         intervention: The function of a block, without arguments.
         name: Shown in messages.
         batch_group: The rows that belong to this block; all by default.
+        publish: Called whenever the block gives up its turn, to show its variables to others.
 
     Attributes:
         waiting: Location and occurrence the block waits for, or ``None``.
@@ -63,6 +64,7 @@ class Mediator:
         "_location",
         "_occurrence",
         "_on_leave",
+        "_publish",
         "_value",
         "batch_group",
         "interleaver",
@@ -76,13 +78,18 @@ class Mediator:
     )
 
     def __init__(
-        self, intervention: Callable[[], Any], name: str = "invoke 0", batch_group: BatchGroup | None = None
+        self,
+        intervention: Callable[[], Any],
+        name: str = "invoke 0",
+        batch_group: BatchGroup | None = None,
+        publish: Callable[[], None] | None = None,
     ) -> None:
         self.intervention: Callable[[], Any] | None = intervention
         self.name = name
         self.interleaver: Interleaver | None = None
         self.waiting: tuple[str, int] | None = None
         self.batch_group = batch_group
+        self._publish = publish
         self.iteration: int | None = 0
         self.loops = 0
         self.requests = 0
@@ -181,13 +188,18 @@ class Mediator:
             raise interleaver.failure
 
     def _main(self) -> None:
-        assert self.intervention is not None
+        intervention, self.intervention = self.intervention, None  # its variables end with it
+        assert intervention is not None
         try:
-            self.intervention()
+            intervention()
         except GreenletExit:
             pass
         except BaseException as error:
             self._error = error
+        finally:
+            if self._publish is not None:
+                self._publish()
+                self._publish = None
 
     def _stop_waiting(self) -> None:
         if self.waiting is None or self.interleaver is None:
@@ -243,7 +255,7 @@ class Mediator:
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location))
         assert interleaver is not None
-        interleaver.skips.setdefault(location, []).append((self, value))
+        interleaver.skips.setdefault(location, {})[self] = value
 
     def on_leave(self, transform: Callable[[], Any]) -> None:
         """Replace the value of the current visit by what ``transform`` returns when the block moves on."""
@@ -297,6 +309,8 @@ class Mediator:
         grad_enabled = torch.is_grad_enabled()
         model = getcurrent().parent
         assert model is not None
+        if self._publish is not None:
+            self._publish()
         try:
             model.switch()
         finally:

@@ -16,7 +16,7 @@ from ..eproperty import eproperty
 from ..tracing import Backend, Tracer, save
 from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
 from .batching import BatchGroup
-from .cache import Cache
+from .cache import Cache, resolve_alias
 from .editing import Edit
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver
@@ -157,8 +157,15 @@ class InterleavingTracer(Tracer):
         known = dict.fromkeys(model.location_paths())
         paths = list(known)
         if modules is not None:
-            paths = [module if isinstance(module, str) else module._path for module in modules]
-            unknown = [path for path in paths if path not in known]
+            modules, aliases = list(modules), model.alias_paths()
+            paths = [
+                resolve_alias(module, aliases) if isinstance(module, str) else module._path for module in modules
+            ]
+            unknown = [
+                module if isinstance(module, str) else path
+                for module, path in zip(modules, paths, strict=True)
+                if path not in known
+            ]
             if unknown:
                 raise ValueError(f"tracer.cache(): no module of this model has the path {unknown[0]!r}.")
         made = Cache(paths, model.alias_paths(), device, dtype, detach)
@@ -233,7 +240,7 @@ class InterleavingTracer(Tracer):
             prepared, groups = self._join(model, with_input)
             prepared = (prepared[0], {**prepared[1], **kwargs})
         for number, invoke in enumerate(invokes):
-            interleaver.add(Mediator(invoke.function, f"invoke {number}", groups.get(invoke)))
+            interleaver.add(Mediator(invoke.function, f"invoke {number}", groups.get(invoke), invoke.publish))
         return prepared[0], prepared[1]
 
     def _join(self, model: Batchable, invokes: list[Invoke]) -> tuple[Arguments, dict[Invoke, BatchGroup | None]]:

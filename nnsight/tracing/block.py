@@ -24,7 +24,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,15 +43,48 @@ _OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME, GRADIENT_NAME)
 gradient_of: list[Callable[[Any], Any]] = [lambda value: value]
 
 
+def _is_bound(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises for an unbound variable
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(eq=False)
 class Scope:
     """The variables of a family of blocks, one cell each.
 
     Attributes:
         cells: Cell by variable name.
+        inner: Names that blocks inside the one that opened the scope assign.
     """
 
     cells: dict[str, types.CellType] = field(default_factory=dict)
+    inner: frozenset[str] = frozenset()
+
+    def branch(self, block: Block) -> Scope:
+        """Return the scope of one of several blocks in here that take turns.
+
+        What ``block`` assigns is its own, so that blocks may use the same names; :meth:`publish` shows it to the others. What
+        it only reads is what others assign, or else what it is now: a loop variable keeps its value.
+        """
+        cells: dict[str, types.CellType] = {}
+        for name in block.shared:
+            cell = self.cells[name]
+            bound = _is_bound(cell)
+            if name in block.stored or (bound and name not in self.inner):
+                cells[name] = types.CellType(cell.cell_contents) if bound else types.CellType()
+            else:
+                cells[name] = cell
+        return Scope(cells, block.inner)
+
+    def publish(self, branch: Scope, names: Iterable[str]) -> None:
+        """Bind here what ``branch`` has bound among ``names``."""
+        for name in names:
+            cell = branch.cells.get(name)
+            if cell is not None and _is_bound(cell):
+                self.cells[name].cell_contents = cell.cell_contents
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every bound variable."""
@@ -96,6 +129,8 @@ class Block:
         filename: The user's file.
         line: First line of the ``with`` statement.
         shared: Names of all variables of the block.
+        stored: Those that it assigns.
+        inner: Those that ``with`` statements in it assign.
         target: Name bound by ``as`` in the statement, if it is a plain name.
     """
 
@@ -103,6 +138,8 @@ class Block:
     filename: str
     line: int
     shared: tuple[str, ...]
+    stored: frozenset[str]
+    inner: frozenset[str]
     target: str | None
 
     def open_scope(self, frame: types.FrameType) -> Scope:
@@ -115,7 +152,8 @@ class Block:
             return scope
         variables = frame.f_locals
         scope = Scope(
-            {name: types.CellType(variables[name]) if name in variables else types.CellType() for name in self.shared}
+            {name: types.CellType(variables[name]) if name in variables else types.CellType() for name in self.shared},
+            self.inner,
         )
         _forget_snapshot(frame, variables)
         return scope
@@ -209,7 +247,15 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
         ast.copy_location(declaration, node)
     code = _function_code(declarations + body, sorted(shared.union(_OWN_NAMES)), site)
     name = target.id if isinstance(target, ast.Name) else None
-    return Block(code, filename, node.lineno, tuple(sorted(shared)), name)
+    inside = frozenset(
+        part.id
+        for statement in node.body
+        for block in ast.walk(statement)
+        if isinstance(block, ast.With)
+        for part in ast.walk(block)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    )
+    return Block(code, filename, node.lineno, tuple(sorted(shared)), frozenset(stored & shared), inside, name)
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -344,10 +390,8 @@ def _refuse_jumps(node: ast.With, filename: str) -> None:
 
 def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     """Bind ``values`` as variables of ``frame``."""
-    if not values:
-        return
     variables = frame.f_locals
     variables.update(values)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if values and sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
     _forget_snapshot(frame, variables)

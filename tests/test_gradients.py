@@ -1,0 +1,586 @@
+"""Gradients: blocks that run along with a backward pass, compared with autograd.grad and plain tensor hooks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import nnsight
+from nnsight import LanguageModel, NNsight
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+PROMPT = "The Eiffel Tower is in the city of"
+modes = pytest.mark.parametrize("backend", [None, "aot_eager"])
+real_graph = pytest.mark.parametrize("backend", [None, "eager"])
+
+
+class Net(torch.nn.Module):
+    """A layer, a residual branch, a last layer: the sum hands one gradient to two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.branch = torch.nn.Linear(6, 6)
+        self.norm = torch.nn.Tanh()
+        self.last = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        return self.last(self.norm(first + self.branch(first)))
+
+
+def make(backend: str | None = None) -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Net(), compile=False if backend is None else {"backend": backend})
+
+
+def by_hand(edit: Callable[[str, torch.Tensor], Any] = lambda _, gradient: None) -> dict[str, torch.Tensor]:
+    """Run the model by hand with a tensor hook on each value; return gradients by name, parameters included."""
+    module = make()._module
+    found: dict[str, torch.Tensor] = {}
+
+    def watch(name: str, value: torch.Tensor) -> torch.Tensor:
+        def hook(gradient: torch.Tensor) -> Any:
+            found[name] = gradient.clone()
+            return edit(name, gradient)
+
+        value.register_hook(hook)
+        return value
+
+    first = watch("first", module.first(X))
+    branch = watch("branch", module.branch(first))
+    norm = watch("norm", module.norm(first + branch))
+    output = watch("output", module.last(norm))
+    output.pow(2).sum().backward()
+    return {**found, **{name: parameter.grad for name, parameter in module.named_parameters()}}
+
+
+def assert_parameters(model: NNsight, expected: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model._module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@modes
+def test_gradients_of_several_layers(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X) as tracer:
+        first = model.first.output
+        first.requires_grad_()
+        norm = model.norm.output
+        norm.requires_grad_()
+        loss = model.output.pow(2).sum()
+        with loss.backward():
+            of_norm = norm.grad.clone().save()
+            of_first = first.grad.clone().save()
+    expected = by_hand()
+    assert tracer.report.mode == ("eager" if backend is None else "compiled")
+    torch.testing.assert_close(of_norm, expected["norm"])
+    torch.testing.assert_close(of_first, expected["first"])
+    assert of_first.abs().sum() > 0
+    assert_parameters(model, expected)
+
+
+@real_graph
+def test_gradients_equal_autograd_grad_to_the_bit(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        first = model.first.output.requires_grad_()
+        with model.output.sin().sum().backward():
+            found = first.grad.save()
+    module = model._module
+    leaf = module.first(X).detach().requires_grad_()
+    (expected,) = torch.autograd.grad(module.last(module.norm(leaf + module.branch(leaf))).sin().sum(), leaf)
+    assert torch.equal(found, expected)
+
+
+@modes
+def test_frozen_parameters_and_a_tensor_made_to_require_gradients(backend: str | None) -> None:
+    """Without gradients of parameters the tensor is a leaf, where the graph of autograd begins."""
+    model = make(backend)
+    model._module.requires_grad_(False)
+    with model.trace(X):
+        first = model.first.output
+        first.requires_grad_(True)
+        with model.output.pow(2).sum().backward():
+            found = first.grad.clone().save()
+    torch.testing.assert_close(found, by_hand()["first"])
+    assert all(parameter.grad is None for parameter in model._module.parameters())
+
+
+@real_graph
+def test_gradient_of_the_loss_and_of_a_parameter(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        out = model.output.requires_grad_()
+        loss = out.pow(2).sum()
+        weight = model.first.weight
+        with loss.backward():
+            of_loss = loss.grad.save()
+            of_out = out.grad.save()
+            of_weight = weight.grad.save()
+    expected = by_hand()
+    assert of_loss.item() == 1.0
+    assert torch.equal(of_out, expected["output"])
+    assert torch.equal(of_weight, expected["first.weight"])
+
+
+@modes
+def test_an_outer_tensor_that_a_block_added(backend: str | None) -> None:
+    model = make(backend)
+    vector = torch.full((6,), 0.5, requires_grad=True)
+    with model.trace(X):
+        model.first.output = model.first.output + vector
+        with model.output.sum().backward():
+            found = vector.grad.clone().save()
+    module = model._module
+    other = vector.detach().clone().requires_grad_()
+    first = module.first(X) + other
+    (expected,) = torch.autograd.grad(module.last(module.norm(first + module.branch(first))).sum(), other)
+    torch.testing.assert_close(found, expected)
+
+
+@modes
+def test_two_passes_with_retain_graph(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        first = model.first.output
+        first.requires_grad_()
+        loss = model.output.pow(2).sum()
+        with loss.backward(retain_graph=True):
+            once = first.grad.clone().save()
+        with (loss * 3).backward():
+            thrice = first.grad.clone().save()
+    expected = by_hand()
+    torch.testing.assert_close(once, expected["first"])
+    torch.testing.assert_close(thrice, 3 * expected["first"])
+    torch.testing.assert_close(model._module.first.weight.grad, 4 * expected["first.weight"])
+
+
+@modes
+def test_a_block_of_its_own_after_the_trace(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        first = model.first.output.requires_grad_().save()
+        out = model.output.save()
+    with out.pow(2).sum().backward():
+        found = first.grad.clone().save()
+        dropped = first.grad.clone()
+    torch.testing.assert_close(found, by_hand()["first"])
+    with pytest.raises(UnboundLocalError):
+        print(dropped)
+
+
+@real_graph
+def test_arguments_reach_backward(backend: str | None) -> None:
+    model = make(backend)
+    weights = torch.linspace(0, 1, 12).view(2, 6)
+    with model.trace(X):
+        first = model.first.output.requires_grad_()
+        out = model.output
+        with out.backward(weights, inputs=[first]):
+            found = first.grad.save()
+    module = model._module
+    assert module.first.weight.grad is None, "only `inputs` accumulate"
+    leaf = module.first(X).detach().requires_grad_()
+    (expected,) = torch.autograd.grad(module.last(module.norm(leaf + module.branch(leaf))), leaf, weights)
+    assert torch.equal(found, expected)
+
+
+def test_code_after_the_block_sees_its_variables() -> None:
+    model = make()
+    with model.trace(X):
+        first = model.first.output
+        out = model.output
+        with out.sum().backward():
+            inner = first.grad.norm()
+        doubled = (inner * 2).save()
+        same = model.output.save()
+    module = make()._module
+    found = module.first(X)
+    (expected,) = torch.autograd.grad(module.last(module.norm(found + module.branch(found))).sum(), found)
+    assert torch.equal(doubled, expected.norm() * 2)
+    assert torch.equal(same, module(X))
+
+
+@real_graph
+def test_the_trace_goes_on_after_the_block(backend: str | None) -> None:
+    """A backward pass in the middle of the forward pass; what it found steers the rest."""
+    model = make(backend)
+    with model.trace(X):
+        first = model.first.output.requires_grad_()
+        with first.pow(2).sum().backward(retain_graph=True):
+            slope = first.grad.clone()
+        model.norm.output = model.norm.output - slope
+        out = model.output.save()
+    module = model._module
+    hidden = module.first(X)
+    assert torch.equal(out, module.last(module.norm(hidden + module.branch(hidden)) - 2 * hidden))
+
+
+def test_a_block_in_each_invoke() -> None:
+    class Batching(NNsight):
+        def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = args[0].shape[0]
+            return (((args[0],), kwargs) if batched is None else ((torch.cat([batched[0][0], args[0]]),), kwargs)), rows
+
+    torch.manual_seed(0)
+    model = Batching(Net())
+    with model.trace() as tracer:
+        with tracer.invoke(X[:1]):
+            one = model.first.output.requires_grad_()
+            with model.output.pow(2).sum().backward(retain_graph=True):
+                of_one = one.grad.save()
+        with tracer.invoke(X[1:]):
+            two = model.norm.output
+            with model.output.pow(2).sum().backward():
+                of_two = two.grad.save()
+    assert of_one.shape == (1, 6)
+    expected = by_hand()
+    torch.testing.assert_close(of_one, expected["first"][:1])
+    torch.testing.assert_close(of_two, expected["norm"][1:])
+
+
+# -- editing ----------------------------------------------------------------------------------------------------------
+
+
+@modes
+def test_an_assigned_gradient_flows_on(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        first = model.first.output.requires_grad_()
+        norm = model.norm.output.requires_grad_()
+        with model.output.pow(2).sum().backward():
+            norm.grad = norm.grad * 2
+            found = first.grad.clone().save()
+    expected = by_hand(lambda name, gradient: gradient * 2 if name == "norm" else None)
+    torch.testing.assert_close(found, expected["first"])
+    assert not torch.equal(found, by_hand()["first"])
+    assert_parameters(model, expected)
+
+
+@modes
+def test_an_assignment_without_reading(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        norm = model.norm.output.requires_grad_()
+        with model.output.pow(2).sum().backward():
+            norm.grad = torch.ones_like(norm)
+            back = norm.grad.clone().save()
+    assert torch.equal(back, torch.ones(2, 6))
+    assert_parameters(model, by_hand(lambda name, gradient: torch.ones(2, 6) if name == "norm" else None))
+
+
+@modes
+def test_a_gradient_edited_in_place(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        norm = model.norm.output.requires_grad_()
+        with model.output.pow(2).sum().backward():
+            norm.grad[:, :3] = 0
+    expected = by_hand(lambda name, g: torch.cat([g[:, :3] * 0, g[:, 3:]], 1) if name == "norm" else None)
+    assert_parameters(model, expected)
+    assert not torch.equal(expected["first.weight"], by_hand()["first.weight"])
+
+
+def test_editing_one_gradient_in_place_leaves_its_twin_alone() -> None:
+    """The backward of a sum hands one tensor to both its terms; only the one that was edited may change."""
+    model = make()
+    with model.trace(X):
+        branch = model.branch.output
+        with model.output.pow(2).sum().backward():
+            branch.grad[:] = 0
+    expected = by_hand(lambda name, gradient: torch.zeros_like(gradient) if name == "branch" else None)
+    assert expected["first.weight"].abs().sum() > 0
+    assert_parameters(model, expected)
+
+
+def test_an_expanded_gradient_can_be_edited_in_place() -> None:
+    """The gradient of a sum is one number, expanded."""
+    model = make()
+    with model.trace(X):
+        out = model.output
+        with out.sum().backward():
+            out.grad[:, 0] = 0
+    expected = torch.tensor([0.0, 2, 2, 2, 2, 2])
+    assert torch.equal(model._module.last.bias.grad, expected)
+
+
+# -- language models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> LanguageModel:
+    return nnsight.demo_model(compile={"backend": "aot_eager"})
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_the_residual_stream(demo: LanguageModel, compile: bool) -> None:
+    answer = demo.tokenizer.encode(" Paris")[0]
+    with demo.trace(PROMPT, compile=compile):
+        hidden = demo.transformer.h[1].output
+        hidden.requires_grad_()
+        logits = demo.lm_head.output
+        with logits[0, -1, answer].backward():
+            found = hidden.grad.clone().save()
+
+    seen: list[torch.Tensor] = []
+    handle = demo._module.transformer.h[1].register_forward_hook(lambda _, __, out: seen.append(out))
+    ids = demo.tokenizer(PROMPT, return_tensors="pt").input_ids
+    try:
+        (expected,) = torch.autograd.grad(demo._module(ids).logits[0, -1, answer], seen)
+    finally:
+        handle.remove()
+        demo._module.zero_grad()
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+# -- plain use --------------------------------------------------------------------------------------------------------
+
+
+def test_backward_without_with_is_plain_torch() -> None:
+    model = make()
+    with model.trace(X):
+        out = model.output.save()
+        returned = [out.pow(2).sum().backward()].save()
+    assert returned == [None]
+    assert_parameters(model, by_hand())
+
+
+def test_grad_outside_of_backward_blocks_is_the_attribute() -> None:
+    class Holder:
+        grad = 3
+
+    model = make()
+    leaf = torch.ones(2, 6, requires_grad=True)
+    (leaf * 2).sum().backward()
+    with model.trace(X):
+        found = leaf.grad.save()
+        leaf.grad = None
+        other = [Holder().grad].save()
+        out = model.output
+        with out.sum().backward():
+            inside = [Holder().grad].save()
+    assert torch.equal(found, torch.full((2, 6), 2.0))
+    assert leaf.grad is None
+    assert (other, inside) == ([3], [3])
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(error: BaseException) -> tuple[str, str | None]:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename, last.line
+
+
+def assert_clean(model: NNsight, *tensors: torch.Tensor) -> None:
+    for module in model._module.modules():
+        assert "_call_impl" not in module.__dict__
+        assert "_compiled_call_impl" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._backward_hooks
+    for tensor in (*tensors, *model._module.parameters()):
+        assert not tensor._backward_hooks
+
+
+@modes
+def test_forward_order_is_out_of_order(backend: str | None) -> None:
+    model = make(backend)
+    with pytest.raises(ValueError, match="was (missed|not provided)") as raised:
+        with model.trace(X):
+            first = model.first.output.requires_grad_().save()
+            norm = model.norm.output.requires_grad_().save()
+            with model.output.sum().backward():
+                first.grad.clone()
+                norm.grad.clone()
+    assert type(raised.value).__name__ == "OutOfOrderError"
+    assert "reverse" in str(raised.value), "the message names the cause for gradients"
+    assert lines_of(raised.value) == (__file__, "norm.grad.clone()")
+    assert_clean(model, first, norm)
+
+
+@modes
+def test_a_tensor_that_does_not_require_gradients(backend: str | None) -> None:
+    model = make(backend)
+    with pytest.raises(ValueError, match="does not require one") as raised:
+        with model.trace(X):
+            plain = model.first.input
+            with model.output.sum().backward():
+                plain.grad.save()
+    assert lines_of(raised.value) == (__file__, "plain.grad.save()")
+    assert_clean(model)
+
+
+def test_a_tensor_of_a_trace_without_gradients() -> None:
+    model = make()
+    with torch.no_grad():
+        with model.trace(X):
+            hidden = model.first.output.save()
+    loss = (hidden * torch.ones(1, requires_grad=True)).sum()
+    with pytest.raises(ValueError, match=r"requires_grad_\(\)"):
+        with loss.backward():
+            hidden.grad.save()
+
+
+def test_two_results_of_one_compiled_graph_need_requires_grad() -> None:
+    model = make("aot_eager")
+    with pytest.raises(ValueError, match=r"results of one compiled graph.*requires_grad_\(\)") as raised:
+        with model.trace(X):
+            first = model.first.output.save()
+            loss = model.output.sum()
+            with loss.backward():
+                first.grad.save()
+    assert lines_of(raised.value) == (__file__, "first.grad.save()")
+    assert_clean(model, first)
+    with model.trace(X):  # and the model still works
+        first = model.first.output.requires_grad_()
+        with model.output.pow(2).sum().backward():
+            found = first.grad.clone().save()
+    torch.testing.assert_close(found, by_hand()["first"])
+
+
+def test_a_tensor_the_loss_does_not_depend_on() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="does not flow through this tensor"):
+        with model.trace(X):
+            first = model.first.output
+            out = model.output
+            with first.sum().backward():
+                out.grad.save()
+
+
+@modes
+def test_locations_of_the_model_inside_the_block(backend: str | None) -> None:
+    model = make(backend)
+    with pytest.raises(ValueError, match=r"Cannot request `model\.output` in a backwards tracer") as raised:
+        with model.trace(X):
+            first = model.first.output.requires_grad_().save()
+            with first.sum().backward():
+                model.output.save()
+    assert lines_of(raised.value) == (__file__, "model.output.save()")
+    assert_clean(model, first)
+
+
+def test_a_loss_without_gradients_fails_as_in_torch() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        with torch.ones(()).backward():
+            print("never")
+
+
+@modes
+def test_an_exception_in_the_block(backend: str | None) -> None:
+    model = make(backend)
+    with pytest.raises(ZeroDivisionError) as raised:
+        with model.trace(X):
+            first = model.first.output.requires_grad_().save()
+            norm = model.norm.output.requires_grad_().save()
+            out = model.output.save()
+            with out.sum().backward():
+                kept = norm.grad.clone().save()
+                first.grad / (1 // 0)
+    assert lines_of(raised.value) == (__file__, "first.grad / (1 // 0)")
+    text = "".join(traceback.format_exception(raised.value))
+    assert "mediator" not in text
+    assert "_SkipBody" not in text
+    assert kept.shape == (2, 6)
+    assert_clean(model, first, norm, out)
+
+
+def test_an_exception_before_the_first_gradient() -> None:
+    model = make()
+    with model.trace(X):
+        out = model.output.save()
+    with pytest.raises(KeyError, match="early") as raised:
+        with out.sum().backward():
+            raise KeyError("early")
+    assert lines_of(raised.value) == (__file__, 'raise KeyError("early")')
+    assert model._module.first.weight.grad is None, "the pass did not start"
+
+
+def test_an_error_of_autograd_keeps_its_type() -> None:
+    model = make()
+    with pytest.raises(RuntimeError, match="second time"):
+        with model.trace(X):
+            first = model.first.output.save()
+            loss = model.output.pow(2).sum()
+            with loss.backward():
+                first.grad.clone()
+            with loss.backward():
+                first.grad.clone()
+    assert_clean(model, first)
+
+
+@modes
+def test_hooks_go_with_the_block(backend: str | None) -> None:
+    model = make(backend)
+    with model.trace(X):
+        first = model.first.output.requires_grad_().save()
+        loss = model.output.pow(2).sum().save()
+        with loss.backward(retain_graph=True):
+            first.grad = first.grad * 0
+    assert_clean(model, first, loss)
+    model._module.zero_grad()
+    loss.backward()  # plain torch: nothing is edited any more
+    assert_parameters(model, by_hand())
+
+
+def test_grad_mode_and_multithreading_are_put_back() -> None:
+    model = make()
+    with model.trace(X):
+        first = model.first.output
+        with model.output.sum().backward():
+            with torch.no_grad():
+                found = (first.grad * 2).save()
+    assert torch.is_grad_enabled()
+    assert torch._C._is_multithreading_enabled()
+    assert found.shape == (2, 6)
+
+
+def test_nothing_keeps_the_tensors_alive(no_gc: None) -> None:
+    model = make()
+    with model.trace(X):
+        first = model.first.output.save()
+        with model.output.sum().backward():
+            found = first.grad.save()
+    references = [weakref.ref(first), weakref.ref(found)]
+    del first, found
+    assert [reference() for reference in references] == [None, None]
+    gc.collect()
+
+
+def test_two_threads() -> None:
+    model = make()
+    expected = by_hand()["first"]
+    found: dict[int, torch.Tensor] = {}
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(5):
+                with model.trace(X):
+                    first = model.first.output
+                    with (model.output.pow(2).sum() * number).backward():
+                        value = first.grad.save()
+                found[number] = value
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for number in (1, 2):
+        torch.testing.assert_close(found[number], number * expected)

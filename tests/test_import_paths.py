@@ -1,0 +1,85 @@
+"""Import paths of the public documentation, and what importing the package brings with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import nnsight
+
+PATHS = [
+    ("nnsight.intervention.envoy", "Envoy", "nnsight.envoy"),
+    ("nnsight.intervention.envoy", "eproperty", "nnsight.eproperty"),
+    ("nnsight.intervention.envoy", "IEnvoy", "nnsight.eproperty"),
+    ("nnsight.intervention.hooks", "requires_output", "nnsight.eproperty"),
+    ("nnsight.intervention.hooks", "requires_input", "nnsight.eproperty"),
+    ("nnsight.intervention.interleaver", "Interleaver", "nnsight.runtime.interleaver"),
+    ("nnsight.intervention.interleaver", "Mediator", "nnsight.runtime.mediator"),
+    ("nnsight.intervention.interleaver", "eproperty", "nnsight.eproperty"),
+    ("nnsight.intervention.interleaver", "IEnvoy", "nnsight.eproperty"),
+    ("nnsight.intervention.interleaver", "OutOfOrderError", "nnsight.runtime.errors"),
+    ("nnsight.intervention.interleaver", "MissedProviderError", "nnsight.runtime.errors"),
+    ("nnsight.intervention.interleaver", "EarlyStopException", "nnsight.runtime.mediator"),
+    ("nnsight.intervention.backends.base", "Backend", "nnsight.tracing"),
+    ("nnsight.intervention.tracing.util", "wrap_exception", "nnsight.tracing"),
+    ("nnsight.intervention.tracing.util", "WithBlockNotFoundError", "nnsight.tracing"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "home"), PATHS)
+def test_documented_paths_are_the_objects_themselves(module: str, name: str, home: str) -> None:
+    found = import_module(module)
+    assert getattr(found, name) is getattr(import_module(home), name)
+    assert name in found.__all__
+
+
+def test_errors_are_one_family() -> None:
+    from nnsight.intervention.interleaver import Mediator, MissedProviderError, OutOfOrderError
+
+    assert issubclass(OutOfOrderError, MissedProviderError)
+    assert issubclass(MissedProviderError, ValueError)
+    assert Mediator.OutOfOrderError is OutOfOrderError
+
+
+def test_top_level_names() -> None:
+    for name in nnsight.__all__:
+        assert getattr(nnsight, name) is not None
+        assert name in dir(nnsight)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        nnsight.nonsense  # noqa: B018
+
+
+CODE = """
+import sys
+import nnsight
+heavy = {"torch", "transformers", "torch._dynamo", "torch._inductor", "nnsight.fx", "nnsight.modeling.language", "sympy"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+import torch
+eager = torch.nn.Sequential(torch.nn.Linear(2, 2))
+model = nnsight.NNsight(eager)
+with model.trace(torch.ones(1, 2)):
+    hidden = model[0].output
+    with hidden.sum().backward():
+        gradient = hidden.grad.save()
+with model.edit() as edited:
+    model[0].output[:] = 0
+with edited.trace(torch.ones(1, 2)) as tracer:
+    cache = tracer.cache()
+assert gradient.tolist() == [[1.0, 1.0]]
+assert cache["model.0"].output.tolist() == [[0.0, 0.0]]
+compiler = {"transformers", "torch._dynamo", "torch._inductor", "nnsight.fx"} & set(sys.modules)
+assert not compiler, compiler
+print("light")
+"""
+
+
+def test_importing_is_light_and_eager_traces_need_no_compiler(tmp_path: object) -> None:
+    script = f"{tmp_path}/script.py"
+    with open(script, "w") as file:
+        file.write(CODE)
+    done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "light\n"

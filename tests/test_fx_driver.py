@@ -431,3 +431,41 @@ def test_calling_a_compiled_function_in_the_block(model: NNsight) -> None:
             value = model.second.output.save()
         module = model._module
         assert torch.equal(value, module.second(torch.relu(module.first(X))) * 2 + 1)
+
+
+def test_a_backend_that_fails_changes_no_result(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        raise RuntimeError("no kernel for this\nand more")
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    model = NNsight(net, compile={"backend": broken})
+    x = torch.ones(2, 4)
+    with model.trace(x) as tracer:
+        model[0].output[:] += 1.0
+        out = model.output.save()
+    assert torch.equal(out, torch.relu(net[0](x) + 1.0))
+    assert tracer.report.compiles == 1
+    assert "RuntimeError: no kernel for this" in caplog.text
+
+
+def test_an_edit_behind_a_dropout_reaches_what_the_dropout_was_given() -> None:
+    """Outside of training a dropout returns its input itself, so the edit is in both, compiled too."""
+
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = x * 2
+            return hidden + self.dropout(hidden)
+
+    net = Residual().eval()
+    x = torch.ones(2, 4)
+    for backend in ("eager", "aot_eager"):
+        model = NNsight(net, compile={"backend": backend})
+        with model.trace(x) as tracer:
+            model.dropout.output[0] += 1.0
+            out = model.output.save()
+        assert tracer.report.mode == "compiled"
+        assert torch.equal(out, torch.tensor([[6.0] * 4, [4.0] * 4])), backend

@@ -73,6 +73,8 @@ class CapturedGraph:
         outputs: The nodes (or constants) it returns.
         tap_number: Number of the tap, for each tap's node.
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
+        identities: For each node that returns its argument itself, the argument. Backends lower such a call to a copy, and then
+            an edit in place of the one would not be seen in the other, as it is in the eager model.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
         start: The empty program.
         lock: Held while variants are made.
@@ -97,6 +99,7 @@ class CapturedGraph:
         for node in self.nodes:
             if node.op == "call_function" and node.target is tap:
                 self._add_tap(node)
+        self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
         self.symbols: list[tuple[int, Any]] = []
         for index, node in enumerate(self.placeholders):
             example = node.meta.get("example_value")
@@ -160,3 +163,13 @@ class CapturedGraph:
         if isinstance(leaf, str) and leaf.startswith(OPAQUE_MARK):
             return Opaque(leaf.removeprefix(OPAQUE_MARK), tap.location)
         return leaf
+
+
+def _passed_on(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the argument that ``node`` returns unchanged and uncopied, if it does: dropout outside of training."""
+    if node.op != "call_function" or node.target is not torch.nn.functional.dropout:
+        return None
+    names = ("input", "p", "training", "inplace")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    source = given.get("input")
+    return source if given.get("training", True) is False and isinstance(source, torch.fx.Node) else None

@@ -188,6 +188,9 @@ class Recording(CallRecorder):
             substitute = self.substitutes.get(node)
             if substitute is not None:
                 return substitute
+            if node in self.graph.identities:
+                node = self.graph.identities[node]
+                continue
             tapped = self.graph.tapped.get(node)
             if tapped is None:
                 return node

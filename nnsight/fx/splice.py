@@ -149,6 +149,7 @@ class _Splicer:
         self.env: dict[torch.fx.Node, Any] = {}
         self.values: list[Any] = []
         self.marks: dict[str, str] = {}
+        self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
@@ -165,7 +166,7 @@ class _Splicer:
             self.skip_to = None
             if node in self.graph.tap_number:
                 self._at_tap(self.graph.tap_number[node])
-            elif node.op not in ("placeholder", "output") and node not in self.graph.tapped:
+            elif node.op not in ("placeholder", "output") and node not in self.passive:
                 self.env[node] = self.new.node_copy(node, self._captured)
         stopped_at = self.graph.tap_number.get(self.graph.nodes[self.stop])
         if stopped_at is not None:  # the graph was cut here, after these calls
@@ -208,6 +209,9 @@ class _Splicer:
     def _captured(self, node: torch.fx.Node) -> Any:
         """Return the new node for a captured one; what a tap passes on is what it was given."""
         while node not in self.env:
+            if node in self.graph.identities:
+                node = self.graph.identities[node]
+                continue
             if node not in self.graph.tapped:
                 raise ValueError(
                     f"A module cannot be skipped in this compiled trace: the model uses a value that is computed inside it "

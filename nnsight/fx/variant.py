@@ -7,7 +7,8 @@ says which result goes where.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ from .graph import CapturedGraph
 from .lowering import Lowered, lower
 from .program import External, Input, Program, Value
 from .splice import Piece, Result, splice
+
+logger = logging.getLogger("nnsight.fx")
+
+
+def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Lower a graph by not lowering it: its nodes run one by one."""
+    return graph_module.forward
 
 
 class Variant:
@@ -86,7 +94,16 @@ class Variant:
             if found is not None:
                 return found, False
             symbols = [symbol for _, symbol in self._graph.symbols]
-            made = lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend)
+            try:
+                made = lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend)
+            except Exception as error:
+                # A backend's own failure must not change what a trace computes.
+                logger.warning(
+                    "lowering failed, so this graph runs node by node: %s: %s",
+                    type(error).__name__,
+                    str(error).strip().split("\n", 1)[0],
+                )
+                made = lower(self.spliced.copy(), arguments, symbols, binding, run_as_is)
             self._lowerings.append(made)
             self._by_binding[binding] = made
             return made, True

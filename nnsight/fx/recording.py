@@ -262,14 +262,10 @@ class Recording(CallRecorder):
         at_start = self.graph.order[self.tap.node] == self.piece.start
         if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
             name = getattr(function, "__name__", str(function))
-            self._cut(reason or f"`{name}` needs a concrete value")
+            self.cut(reason or f"`{name}` needs a concrete value")
         return function(*args, **kwargs)
 
-    def make_real(self, reason: str) -> None:
-        """Run the graph up to here, so that every lazy tensor becomes real."""
-        self._cut(reason)
-
-    def _cut(self, reason: str) -> None:
+    def cut(self, reason: str) -> None:
         """Run the graph up to the current tap; every lazy tensor becomes real."""
         assert self.tap is not None
         filename, line = user_position()
@@ -375,7 +371,7 @@ def suspended(*values: Any) -> Iterator[None]:
         yield
         return
     if any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves(values)):
-        mode.make_real("a compiled model was called")
+        mode.cut("a compiled model was called")
     with torch.overrides._pop_mode_temporarily():
         yield
 

@@ -268,6 +268,3 @@ def _traced_call(
     from ..fx.taps import tapped_call
 
     return tapped_call(input_location, output_location, call, args, kwargs)
-
-
-__all__ = ["Driver", "NNsight"]

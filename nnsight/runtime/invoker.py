@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import CONFIG
-from ..tracing import Scope, Tracer
+from ..tracing import Tracer
 from .interleaver import Interleaver, active_interleaver
 
 if TYPE_CHECKING:
@@ -86,6 +86,3 @@ class Barrier:
             return
         run.ready.extend(self._arrived)
         self._arrived.clear()
-
-
-__all__ = ["Barrier", "Invoke", "Invoker", "Scope"]

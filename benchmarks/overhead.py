@@ -8,17 +8,20 @@ and saving layer 10 and the logits:
 * the wrapped compiled model without an edit against the plain compiled model;
 * time to the first compiled result of a new block on a model that is already captured.
 
-Rows for a tiny net (12 x Linear(64)), where the model costs next to nothing: microseconds a trace adds to the plain call,
-eager and compiled, for 0, 1 and 12 saves, with plain hooks in the same table.
+Rows for a tiny net (12 x Linear(64), ``tiny_net.py``), where the model costs next to nothing: microseconds a trace adds
+to the plain call, eager and compiled, for 0, 1 and 12 saves and edits, with plain hooks in the same table. From them
+follow the costs of a trace, of each save in it and of each edit (see :func:`costs`). With ``--peer`` the public package
+is in the table too; it runs in an environment of its own, which is made when it is missing (``workers.py``).
 
-The contenders of a row run interleaved, in an order shuffled anew each round, and medians are compared, so drift of
-the machine hits all of them. ``python benchmarks/overhead.py [--rounds N] [--quick]`` prints a table and writes
-``benchmarks/results/overhead.json``.
+The contenders of a table run interleaved, in an order shuffled anew each round, and medians are compared, so drift of
+the machine hits all of them. ``python benchmarks/overhead.py [--rounds N] [--quick] [--only MODEL] [--peer]`` prints
+tables and writes them to ``benchmarks/results/overhead.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -36,12 +39,21 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="overhead_")
 
 import torch
 import transformers
+from tiny_net import LAYERS
+from tqdm.auto import tqdm
+from workers import PEER, PEER_FOLDER, Worker, peer_python
 
 import nnsight
 from nnsight import NNsight
 
 STEER, SAVE = 6, 10
 SEQUENCE = 32
+
+RESULTS = Path(__file__).parent / "results" / "overhead.json"
+OURS, THEIRS = "this package", PEER
+
+#: Microseconds of each round, by package and contender.
+Times = dict[tuple[str, str], list[float]]
 
 
 class Steered(torch.nn.Module):
@@ -202,101 +214,167 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
     ]
 
 
-def measure_tiny(rounds: int) -> list[dict[str, Any]]:
-    """Measure microseconds added per trace over the plain call of a tiny net."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
-    x = torch.randn(1, 64)
-    model = NNsight(net)
-    compiled = NNsight(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]), compile=True)
-    plain_compiled = torch.compile(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]))
+def measure_tiny(
+    rounds: int, calls: int, peer: Path | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Time the tiny net in workers, of this package and of the public one, that take turns.
 
-    def no_save(wrapped: NNsight) -> None:
-        with wrapped.trace(x):
-            pass
+    Args:
+        rounds: Each contender runs once in each, in an order shuffled anew.
+        calls: Calls of a contender in a round; their median is the time of the round.
+        peer: Folder of the environment of the public package; ``None`` leaves it out.
 
-    def one_save(wrapped: NNsight) -> None:
-        with wrapped.trace(x):
-            hidden = wrapped[5].output.save()  # noqa: F841
-
-    def all_saves(wrapped: NNsight) -> None:
-        with wrapped.trace(x):
-            hidden = [layer.output for layer in wrapped].save()  # noqa: F841
-
-    def hooks(count: int) -> None:
-        kept = []
-        handles = [
-            layer.register_forward_hook(lambda module, args, output: kept.append(output)) for layer in list(net)[:count]
-        ]
-        net(x)
-        for handle in handles:
-            handle.remove()
-
-    contenders: dict[str, Callable[[], Any]] = {
-        "plain call": lambda: net(x),
-        "hooks, 1 save": lambda: hooks(1),
-        "hooks, 12 saves": lambda: hooks(12),
-        "eager trace, 0 saves": lambda: no_save(model),
-        "eager trace, 1 save": lambda: one_save(model),
-        "eager trace, 12 saves": lambda: all_saves(model),
-        "plain compiled call": lambda: plain_compiled(x),
-        "wrapped compiled call": lambda: compiled(x),
-        "compiled trace, 0 saves": lambda: no_save(compiled),
-        "compiled trace, 1 save": lambda: one_save(compiled),
-        "compiled trace, 12 saves": lambda: all_saves(compiled),
-    }
-    for _ in range(20):
-        for contender in contenders.values():
-            contender()
-    medians = interleaved(contenders, rounds * 30)
+    Returns:
+        The times by contender, the costs derived from them, and the versions in each environment.
+    """
+    with contextlib.ExitStack() as stack:
+        workers = {OURS: stack.enter_context(Worker(Path(sys.executable), "--compiled"))}
+        if peer is not None:
+            workers[THEIRS] = stack.enter_context(Worker(peer_python(peer, torch.__version__)))
+        jobs = [(who, name) for who, worker in workers.items() for name in worker.contenders]
+        times: Times = {job: [] for job in jobs}
+        order = random.Random(0)
+        for _ in tqdm(range(rounds), desc="tiny net", leave=False):
+            for job in order.sample(jobs, len(jobs)):
+                who, name = job
+                times[job].append(statistics.median(workers[who].times(name, calls)) / 1e3)
+        versions = {who: worker.versions for who, worker in workers.items()}
     rows = []
-    for name, median in medians.items():
-        base = medians["plain compiled call" if "compiled" in name else "plain call"]
-        rows.append(
-            {"model": "12 x Linear(64)", "what": name, "us": median * 1e6, "added_us": (median - base) * 1e6, "bar": None}
+    for (who, name), values in times.items():
+        added = over(times, (who, name), (who, "plain compiled call" if "compiled" in name else "plain call"))
+        rows.append({"package": who, "what": name, **summary(values), "added_us": statistics.median(added)})
+    return rows, costs(times), versions
+
+
+def over(times: Times, job: tuple[str, str], base: tuple[str, str]) -> list[float]:
+    """Return by how much ``job`` took longer than ``base`` in each round."""
+    return [value - other for value, other in zip(times[job], times[base], strict=True)]
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    """Return the median over rounds, and between which values the middle half of them lies."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"us": statistics.median(values), "middle_half_us": [low, high]}
+
+
+def costs(times: Times) -> list[dict[str, Any]]:
+    """Return what parts of a trace cost, by differences between contenders of one environment.
+
+    They are taken round by round, so drift cancels out. With `t` the time of a round:
+
+    * a trace that does nothing: ``t(empty) - t(plain call)``;
+    * a trace with one save: ``t(1 save) - t(plain call)``;
+    * each further save: ``(t(12 saves) - t(1 save)) / 11``;
+    * each edit: ``(t(12 edits) - t(empty)) / 12`` less the addition itself, which is what makes a hook that adds slower
+      than one that keeps: ``(t(hooks, 12 edits) - t(hooks, 12 saves)) / 12``.
+
+    For hooks, `empty` is the plain call.
+    """
+    found: list[dict[str, Any]] = []
+    for who in dict.fromkeys(who for who, _ in times):
+
+        def difference(name: str, base: str, count: int, who: str = who) -> list[float]:
+            return [value / count for value in over(times, (who, name), (who, base))]
+
+        addition = difference(f"hooks, {LAYERS} edits", f"hooks, {LAYERS} saves", LAYERS)
+        for how, empty in (("hooks", "plain call"), ("trace", "trace, empty")):
+            edit = difference(f"{how}, {LAYERS} edits", empty, LAYERS)
+            parts = {
+                "nothing in it": difference(empty, "plain call", 1),
+                "one save": difference(f"{how}, 1 save", "plain call", 1),
+                "each further save": difference(f"{how}, {LAYERS} saves", f"{how}, 1 save", LAYERS - 1),
+                "each edit": [whole - part for whole, part in zip(edit, addition, strict=True)],
+            }
+            for part, values in parts.items():
+                if (how, part) != ("hooks", "nothing in it"):
+                    found.append({"package": who, "how": how, "part": part, **summary(values)})
+    return found
+
+
+def ratios(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return our traces' costs as multiples of the public package's, where that was measured, and of hooks'."""
+    by_key = {(cost["package"], cost["how"], cost["part"]): cost["us"] for cost in found}
+    return [
+        {
+            "part": part,
+            "of": f"{OURS} / {other if how == 'trace' else how}",
+            "ratio": by_key[OURS, "trace", part] / value,
+        }
+        for (other, how, part), value in by_key.items()
+        if (how == "trace" and other == THEIRS) or (how == "hooks" and other == OURS)
+    ]
+
+
+def show_tiny(rows: list[dict[str, Any]], found: list[dict[str, Any]], multiples: list[dict[str, Any]]) -> None:
+    """Print times, costs and ratios as text."""
+    for row in rows:
+        low, high = row["middle_half_us"]
+        spread = f"({low:7.1f} to {high:7.1f})"
+        print(
+            f"tiny net  {row['package']:14} {row['what']:26} {row['us']:8.1f} us {spread}, "
+            f"{row['added_us']:+8.1f} us over the plain call"
         )
-    return rows
+    for cost in found:
+        low, high = cost["middle_half_us"]
+        spread = f"({low:7.2f} to {high:7.2f})"
+        print(f"cost      {cost['package']:14} {cost['how'] + ': ' + cost['part']:26} {cost['us']:8.2f} us {spread}")
+    for multiple in multiples:
+        print(f"ratio     {multiple['of']:30} {multiple['part']:20} {multiple['ratio']:8.3f}")
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show_gpt2(rows: list[dict[str, Any]]) -> None:
     """Print the rows as text."""
     for row in rows:
-        if "ratio" in row:
-            bar = f"(bar {row['bar']:.2f})" if row["bar"] else ""
-            print(
-                f"{row['model']:16} {row['what']:70} {row['ours_ms']:9.2f} ms / {row['theirs_ms']:9.2f} ms = "
-                f"{row['ratio']:6.3f} {bar}"
-            )
-        else:
-            print(f"{row['model']:16} {row['what']:70} {row['us']:9.1f} us, {row['added_us']:+8.1f} us over the plain call")
+        bar = f"(bar {row['bar']:.2f})" if row["bar"] else ""
+        print(
+            f"{row['model']:16} {row['what']:70} {row['ours_ms']:9.2f} ms / {row['theirs_ms']:9.2f} ms = "
+            f"{row['ratio']:6.3f} {bar}"
+        )
+
+
+def write(section: str, content: dict[str, Any]) -> None:
+    """Replace one section of the results; the other keeps the numbers, and the account, of its own run."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    account = {
+        "command": " ".join(["python benchmarks/overhead.py", *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    results[section] = {"environment": account, **content}
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="rounds of the large model; the tiny net runs 30x more")
-    parser.add_argument("--quick", action="store_true", help="a 4 x 256 model and few rounds, to try the script")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of each table")
+    parser.add_argument("--quick", action="store_true", help="a narrower model, few rounds, no file: to try the script")
     parser.add_argument("--only", choices=["gpt2", "tiny"], help="measure one model only")
+    parser.add_argument(
+        "--peer",
+        nargs="?",
+        type=Path,
+        const=PEER_FOLDER,
+        metavar="FOLDER",
+        help=f"time {PEER} too, in the virtual environment FOLDER (benchmarks/.peer), which is made if it is missing",
+    )
     arguments = parser.parse_args()
     rounds = 10 if arguments.quick else arguments.rounds
     layers, width = (12, 256) if arguments.quick else (12, 768)
-    rows: list[dict[str, Any]] = []
-    with torch.no_grad():
-        if arguments.only != "gpt2":
-            rows += measure_tiny(rounds)
-        if arguments.only != "tiny":
-            rows += measure_gpt2(rounds, layers, width)
-    show(rows)
-    if not arguments.quick and arguments.only is None:
-        target = Path(__file__).parent / "results" / "overhead.json"
-        target.parent.mkdir(exist_ok=True)
-        environment = {
-            "command": "python benchmarks/overhead.py " + " ".join(sys.argv[1:]),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        target.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
+    if arguments.only != "gpt2":
+        tiny, found, versions = measure_tiny(rounds, 50 if arguments.quick else 200, arguments.peer)
+        multiples = ratios(found)
+        show_tiny(tiny, found, multiples)
+        if not arguments.quick:
+            write("tiny net", {"versions": versions, "rows": tiny, "costs": found, "ratios": multiples})
+    if arguments.only != "tiny":
+        with torch.no_grad():
+            rows = measure_gpt2(rounds, layers, width)
+        show_gpt2(rows)
+        if not arguments.quick:
+            write("gpt2", {"threads": torch.get_num_threads(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,207 @@
+"""A net that costs next to nothing, so that what a trace adds can be seen; and the worker that times it.
+
+Two packages of one name cannot live in one process. So this file is run as a worker in the environment of each, and
+uses only what both have: ``NNsight``, ``trace``, ``output``, ``save``. Its parent (``workers.py``) writes a line
+``run CALLS NAME`` and reads a line of CALLS times in nanoseconds; a first line tells the versions and the names.
+``--compiled`` adds contenders that only this repository has.
+
+Every worker times the plain call and plain hooks too, so the rows of one environment are compared with a base
+measured in that environment. Before it times anything a worker checks each contender against plain hooks.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from nnsight import NNsight
+
+LAYERS, WIDTH = 12, 64
+ONE = 5
+WARM_UP = 30
+X = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(0))
+
+Tensors = list[torch.Tensor]
+
+
+def make_net() -> torch.nn.Sequential:
+    """Return the net, with the same weights each time."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+# -- traces: a function for each block, because a block is found by its place in the source --------------------------------
+
+
+def empty_block(model: Any, layers: list[Any]) -> None:
+    with model.trace(X):
+        pass
+
+
+def one_save(model: Any, layers: list[Any]) -> Tensors:
+    layer = layers[ONE]
+    with model.trace(X):
+        hidden = layer.output.save()
+    return [hidden]
+
+
+def all_saves(model: Any, layers: list[Any]) -> Tensors:
+    kept: Tensors = []
+    with model.trace(X):
+        for layer in layers:
+            kept.append(layer.output.save())
+    return kept
+
+
+def one_edit(model: Any, layers: list[Any]) -> None:
+    layer = layers[ONE]
+    with model.trace(X):
+        layer.output[:] += 1
+
+
+def all_edits(model: Any, layers: list[Any]) -> None:
+    with model.trace(X):
+        for layer in layers:
+            layer.output[:] += 1
+
+
+TRACES: dict[str, Callable[[Any, list[Any]], Tensors | None]] = {
+    "empty": empty_block,
+    "1 save": one_save,
+    f"{LAYERS} saves": all_saves,
+    "1 edit": one_edit,
+    f"{LAYERS} edits": all_edits,
+}
+
+
+# -- the same by plain hooks ---------------------------------------------------------------------------------------------
+
+
+def hooked(net: torch.nn.Sequential, layers: list[torch.nn.Module], hook: Callable[[Any, Any, Any], None]) -> None:
+    """Call ``net`` once with ``hook`` on ``layers``, put on and taken off as a trace would."""
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    net(X)
+    for handle in handles:
+        handle.remove()
+
+
+def hooked_saves(net: torch.nn.Sequential, layers: list[torch.nn.Module]) -> Tensors:
+    kept: Tensors = []
+
+    def keep(module: Any, args: Any, output: torch.Tensor) -> None:
+        kept.append(output)
+
+    hooked(net, layers, keep)
+    return kept
+
+
+def hooked_edits(net: torch.nn.Sequential, layers: list[torch.nn.Module]) -> None:
+    def edit(module: Any, args: Any, output: torch.Tensor) -> None:
+        output[:] += 1
+
+    hooked(net, layers, edit)
+
+
+# -- contenders ----------------------------------------------------------------------------------------------------------
+
+
+def plain_contenders() -> tuple[torch.nn.Module, dict[str, Callable[[], Tensors | None]]]:
+    """Return the net, and what plain torch does with it."""
+    net = make_net()
+    layers = list(net)
+
+    def plain_call() -> None:
+        net(X)
+
+    return net, {
+        "plain call": plain_call,
+        "hooks, 1 save": lambda: hooked_saves(net, [layers[ONE]]),
+        f"hooks, {LAYERS} saves": lambda: hooked_saves(net, layers),
+        "hooks, 1 edit": lambda: hooked_edits(net, [layers[ONE]]),
+        f"hooks, {LAYERS} edits": lambda: hooked_edits(net, layers),
+    }
+
+
+def traced_contenders(
+    prefix: str, **options: Any
+) -> tuple[torch.nn.Module, Any, dict[str, Callable[[], Tensors | None]]]:
+    """Return the net, its wrapper, and the traces of it; ``options`` are those of the wrapper."""
+    net = make_net()
+    model = NNsight(net, **options)
+    layers = [model[index] for index in range(LAYERS)]
+
+    def bound(trace: Callable[[Any, list[Any]], Tensors | None]) -> Callable[[], Tensors | None]:
+        return lambda: trace(model, layers)
+
+    return net, model, {f"{prefix}, {name}": bound(trace) for name, trace in TRACES.items()}
+
+
+def outcome(net: torch.nn.Module, contender: Callable[[], Tensors | None]) -> tuple[torch.Tensor, Tensors]:
+    """Return what ``net`` returned to ``contender`` and what ``contender`` kept."""
+    seen: Tensors = []
+    handle = net.register_forward_hook(lambda module, args, output: seen.append(output))
+    kept = contender()
+    handle.remove()
+    return seen[0], kept or []
+
+
+def check(net: torch.nn.Module, traces: dict[str, Any], plain_net: torch.nn.Module, plain: dict[str, Any]) -> None:
+    """Raise unless each trace does to its net what hooks do."""
+    for name, trace in traces.items():
+        what = name.partition(", ")[2]
+        reference = plain.get(f"hooks, {what}", plain["plain call"])
+        result, kept = outcome(net, trace)
+        expected, expected_kept = outcome(plain_net, reference)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        assert len(kept) == len(expected_kept), name
+        for ours, theirs in zip(kept, expected_kept, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def main() -> None:
+    replies, sys.stdout = sys.stdout, sys.stderr  # what a package prints is no reply
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    plain_net, plain = plain_contenders()
+    net, _, traces = traced_contenders("trace")
+    check(net, traces, plain_net, plain)
+    contenders = {**plain, **traces}
+    if "--compiled" in sys.argv:
+        plain_compiled = torch.compile(make_net())
+        _, wrapped, compiled = traced_contenders("compiled trace", compile=True)
+        contenders["plain compiled call"] = lambda: plain_compiled(X)
+        contenders["wrapped compiled call"] = lambda: wrapped(X)
+        contenders.update(compiled)
+    for contender in contenders.values():
+        for _ in range(WARM_UP):
+            contender()
+
+    def reply(value: Any) -> None:
+        print(json.dumps(value), file=replies, flush=True)
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {name: version(name) for name in ("nnsight", "transformers", "greenlet")}
+    reply({"versions": versions, "contenders": list(contenders)})
+    clock = time.perf_counter_ns
+    for line in sys.stdin:
+        _, calls, name = line.rstrip("\n").split(" ", 2)
+        contender = contenders[name]
+        times = []
+        for _ in range(5):  # another process has had the caches meanwhile
+            contender()
+        for _ in range(int(calls)):
+            start = clock()
+            contender()
+            times.append(clock() - start)
+        reply(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,8 @@
 
 Four steps, one module each:
 
-* :mod:`~nnsight.tracing.source` finds the source text behind a frame and the ``with`` statement in it;
+* :mod:`~nnsight.tracing.source` finds the source text behind a frame and the ``with`` statement in it, also where the text
+  is in no file (:mod:`~nnsight.tracing.unfiled`), and checks that it is the right one (:mod:`~nnsight.tracing.fitting`);
 * :mod:`~nnsight.tracing.block` compiles the body of that statement to a function over a shared scope;
 * :mod:`~nnsight.tracing.tracer` is the context manager: it skips the body, runs the function, and
   pushes saved values back into the user's frame;
@@ -16,6 +17,7 @@ from .block import Block, Scope
 from .errors import WithBlockNotFoundError, wrap_exception
 from .saving import save
 from .tracer import Backend, ExecutionBackend, Tracer
+from .unfiled import watch_prompts
 
 __all__ = [
     "Backend",
@@ -27,3 +29,5 @@ __all__ = [
     "save",
     "wrap_exception",
 ]
+
+watch_prompts()

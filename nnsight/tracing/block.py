@@ -15,6 +15,7 @@ nested blocks (which look up *their* ``with`` statement in the same file) need n
 """
 
 from __future__ import annotations
+import __future__ as features
 
 import ast
 import copy
@@ -28,15 +29,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .assertions import rewritten
+from .body import GRADIENT_NAME, RESULT_NAME, SAVE_NAME, Rewriter, refuse_jumps
 from .errors import BLOCK_NAME, WithBlockNotFoundError
 from .saving import save_method, saves
 from .source import WithSite, find_with
 
 SCOPE_NAME = "__nnsight_scope__"
 TRACER_NAME = "__nnsight_tracer__"
-SAVE_NAME = "__nnsight_save__"
-RESULT_NAME = "__nnsight_result__"
-GRADIENT_NAME = "__nnsight_gradient__"
+#: Built-ins by which one gets at all variables, also at those that the block does not mention.
+_LOOKS_AROUND = {"breakpoint", "dir", "eval", "exec", "locals", "vars"}
+#: What ``from __future__ import ...`` leaves in the flags of a code object, and ``compile`` takes.
+_FUTURE_FLAGS = 0
+for _feature in features.all_feature_names:
+    _FUTURE_FLAGS |= getattr(features, _feature).compiler_flag
 _OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME, GRADIENT_NAME)
 
 #: What ``x`` is replaced by in ``x.grad``; set by the runtime, this layer knows no tensors.
@@ -85,6 +91,10 @@ class Scope:
             cell = branch.cells.get(name)
             if cell is not None and _is_bound(cell):
                 self.cells[name].cell_contents = cell.cell_contents
+
+    def bound(self) -> set[str]:
+        """Return the names of the variables that have a value."""
+        return {name for name, cell in self.cells.items() if _is_bound(cell)}
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every bound variable."""
@@ -150,13 +160,19 @@ class Block:
                 if name not in scope.cells:
                     scope.cells[name] = types.CellType()
             return scope
-        variables = frame.f_locals
-        scope = Scope(
-            {name: types.CellType(variables[name]) if name in variables else types.CellType() for name in self.shared},
-            self.inner,
-        )
-        _forget_snapshot(frame, variables)
-        return scope
+        scope = Scope({name: types.CellType() for name in self.shared}, self.inner)
+        wanted, around = set(self.shared), frame
+        while True:
+            variables = around.f_locals
+            for name in wanted.intersection(variables):
+                scope.cells[name].cell_contents = variables[name]
+            _forget_snapshot(around, variables)
+            # The body of a class does not list what it reads of the function around it, which is its caller.
+            wanted.intersection_update(() if _is_function(around) else around.f_code.co_freevars)
+            wanted -= scope.bound()
+            if not wanted or around.f_back is None:
+                return scope
+            around = around.f_back
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
         """Return the body as a function without arguments that works on ``scope``."""
@@ -169,6 +185,11 @@ class Block:
 def called(value: Any) -> Any:
     """Return what ``value()`` returns, or ``value`` if it is no function."""
     return value() if callable(value) else value
+
+
+def _is_function(frame: types.FrameType) -> bool:
+    """Whether the frame is that of a function, whose variables are not a dictionary."""
+    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
 
 
 def _scope_of(frame: types.FrameType) -> Scope:
@@ -184,7 +205,7 @@ def _forget_snapshot(frame: types.FrameType, variables: Any) -> None:
 
     A tensor the user deletes must not live on in it. The next look at ``f_locals`` fills it anew.
     """
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if sys.version_info < (3, 13) and _is_function(frame):
         variables.clear()
 
 
@@ -202,14 +223,26 @@ def block_at(frame: types.FrameType) -> Block:
     known = _blocks.get(key)
     if known is not None:
         return known[1]
-    block = _compile(find_with(frame), frame)
+    block = compile_block(find_with(frame), _local_names(frame), _is_function(frame), frame.f_code.co_flags)
     forget = _blocks.pop  # at interpreter exit the module's globals are gone before the last code objects
     reference = weakref.ref(frame.f_code, lambda _: forget(key, None))
     _blocks[key] = (reference, block)
     return block
 
 
-def _compile(site: WithSite, frame: types.FrameType) -> Block:
+def compile_block(site: WithSite, local: set[str] | None, in_function: bool, flags: int = 0) -> Block:
+    """Compile the body of a ``with`` statement.
+
+    Args:
+        site: The statement.
+        local: Variables of the code around it; ``None`` at module level, where they are globals.
+        in_function: Whether that code is a function, in which a name assigned and not local was declared global.
+        flags: Flags of that code, for the features it imports from ``__future__``.
+
+    Raises:
+        WithBlockNotFoundError: If the body is on the line of its ``with``.
+        SyntaxError: If the body contains a statement that cannot be deferred.
+    """
     node, filename = site.node, site.filename
     header_line = max(item.context_expr.end_lineno or 0 for item in node.items)
     if node.body[0].lineno <= header_line:
@@ -217,9 +250,11 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
             f"The body of the block at {filename}:{node.lineno} is on the line of its `with`. "
             "Put it on lines of its own, indented, so that it can be captured."
         )
-    _refuse_jumps(node, filename)
-    rewriter = _Rewriter()
+    refuse_jumps(node, filename)
+    rewriter = Rewriter(site.first_argument)
     body: list[ast.stmt] = [rewriter.visit(statement) for statement in copy.deepcopy(node.body)]
+    if site.in_test:
+        body = rewritten(body)
     if site.item + 1 < len(node.items):
         inner = ast.With(items=node.items[site.item + 1 :], body=body)
         # Located at its first item, by which a trace among the items finds its way back to this statement.
@@ -228,24 +263,25 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
     if target is not None:
         assignment = ast.Assign(targets=[target], value=ast.Name(TRACER_NAME, ast.Load()))
         body.insert(0, ast.copy_location(assignment, target))
-    body = [statement for statement in body if not isinstance(statement, ast.Nonlocal)]
 
-    stored, loaded = _names_of(_function_code(body, [], site))
-    local = _local_names(frame)
+    outer = {name for part in ast.walk(node) if isinstance(part, ast.Nonlocal) for name in part.names}
+    stored, loaded = _names_of(_function_code(body, sorted(outer), site, flags))
+    stored |= outer  # functions in the block assign these
     if local is None:  # a module's own variables are globals: only assignments need a cell
         shared, declared_global = stored, set()
     else:
-        declared_global = stored - local if frame.f_code.co_flags & inspect.CO_OPTIMIZED else set()
-        shared = (stored | (loaded & local)) - declared_global
+        declared_global = stored - local if in_function else set()
+        used = local if loaded & _LOOKS_AROUND else loaded & local
+        shared = {name for name in stored | used if name.isidentifier()} - declared_global
     shared -= set(_OWN_NAMES)
     declarations: list[ast.stmt] = [ast.Expr(ast.Name(SCOPE_NAME, ast.Load()))]
     if declared_global:
         declarations.append(ast.Global(sorted(declared_global)))
-    if stored & shared:
-        declarations.append(ast.Nonlocal(sorted(stored & shared)))
+    if shared - {"__class__"}:  # reading needs no declaration, but those that look around find declared names only
+        declarations.append(ast.Nonlocal(sorted(shared - {"__class__"})))
     for declaration in declarations:
         ast.copy_location(declaration, node)
-    code = _function_code(declarations + body, sorted(shared.union(_OWN_NAMES)), site)
+    code = _function_code(declarations + body, sorted(shared.union(_OWN_NAMES)), site, flags)
     name = target.id if isinstance(target, ast.Name) else None
     inside = frozenset(
         part.id
@@ -258,65 +294,17 @@ def _compile(site: WithSite, frame: types.FrameType) -> Block:
     return Block(code, filename, node.lineno, tuple(sorted(shared)), frozenset(stored & shared), inside, name)
 
 
-class _Rewriter(ast.NodeTransformer):
-    """Adapts a body to being the body of a closure.
-
-    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`. ``tracer.result()`` means
-    the same as ``tracer.result``. ``x.grad`` asks what ``x`` stands for in a backward pass. Annotated assignments lose
-    their annotation: Python does not allow one on a variable of an enclosing function.
-    """
-
-    def __init__(self) -> None:
-        self._nested = 0
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if not isinstance(node.func, ast.Attribute) or node.args or node.keywords:
-            return node
-        if node.func.attr == "save":
-            name, argument = SAVE_NAME, node.func.value
-        elif node.func.attr == "result":
-            name, argument = RESULT_NAME, node.func
-        else:
-            return node
-        function = ast.copy_location(ast.Name(name, ast.Load()), node.func)
-        return ast.copy_location(ast.Call(function, [argument], []), node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        self.generic_visit(node)
-        if node.attr == "grad":
-            function = ast.copy_location(ast.Name(GRADIENT_NAME, ast.Load()), node.value)
-            node.value = ast.copy_location(ast.Call(function, [node.value], []), node.value)
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        self.generic_visit(node)
-        if self._nested:
-            return node
-        if node.value is None:
-            return ast.copy_location(ast.Pass(), node)
-        return ast.copy_location(ast.Assign([node.target], node.value), node)
-
-    def _visit_scope(self, node: ast.AST) -> ast.AST:
-        self._nested += 1
-        self.generic_visit(node)
-        self._nested -= 1
-        return node
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_scope  # noqa: N815 - names ast looks up
-
-
 def _local_names(frame: types.FrameType) -> set[str] | None:
     """Names of the frame's own variables; ``None`` at module level, where they are globals."""
     code = frame.f_code
     if code.co_name == BLOCK_NAME:
         return set(_scope_of(frame).cells)
-    if code.co_flags & inspect.CO_OPTIMIZED:
+    if _is_function(frame):
         return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    return None if frame.f_locals is frame.f_globals else set(frame.f_locals)
+    return None if frame.f_locals is frame.f_globals else {*frame.f_locals, *code.co_freevars}
 
 
-def _function_code(body: list[ast.stmt], free: list[str], site: WithSite) -> types.CodeType:
+def _function_code(body: list[ast.stmt], free: list[str], site: WithSite, flags: int) -> types.CodeType:
     """Compile ``body`` as a function in which the names ``free`` are variables of a function around it."""
     parameters = ast.arguments(
         posonlyargs=[], args=[ast.arg(name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
@@ -326,14 +314,12 @@ def _function_code(body: list[ast.stmt], free: list[str], site: WithSite) -> typ
     outer = ast.FunctionDef(name=BLOCK_NAME, args=parameters, body=[inner], decorator_list=[], type_params=[])
     top: ast.stmt = outer
     if site.class_name is not None:  # private names (``self.__x``) are mangled with the class around them
-        top = ast.ClassDef(
-            name=site.class_name, bases=[], keywords=[], body=[outer], decorator_list=[], type_params=[]
-        )
+        top = ast.ClassDef(name=site.class_name, bases=[], keywords=[], body=[outer], decorator_list=[], type_params=[])
     module = ast.Module(body=[top], type_ignores=[])
     for node in (inner, outer, top):
         ast.copy_location(node, site.node)
     ast.fix_missing_locations(module)
-    code = compile(module, site.filename, "exec", dont_inherit=True)
+    code = compile(module, site.filename, "exec", flags & _FUTURE_FLAGS, dont_inherit=True)
     for _ in range(2 if site.class_name is None else 3):
         code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return code
@@ -342,7 +328,7 @@ def _function_code(body: list[ast.stmt], free: list[str], site: WithSite) -> typ
 def _names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
     """Names that ``code`` binds, and names that it or a function in it looks up outside."""
     stored = {*code.co_varnames, *code.co_cellvars}
-    loaded: set[str] = set()
+    loaded = set(code.co_freevars)  # ``__class__``, which the compiler provides in a class
     pending = [code]
     while pending:
         current = pending.pop()
@@ -355,43 +341,10 @@ def _names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
     return stored, loaded
 
 
-def _refuse_jumps(node: ast.With, filename: str) -> None:
-    """Raise for statements that leave the block in a way a deferred body cannot."""
-
-    def visit(current: ast.AST, in_loop: bool) -> None:
-        for child in ast.iter_child_nodes(current):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-                continue
-            jump = (
-                "return"
-                if isinstance(child, ast.Return)
-                else "yield"
-                if isinstance(child, (ast.Yield, ast.YieldFrom))
-                else "await"
-                if isinstance(child, ast.Await)
-                else "break or continue of a loop around the block"
-                if isinstance(child, (ast.Break, ast.Continue)) and not in_loop
-                else None
-            )
-            if jump is not None:
-                line = getattr(child, "lineno", node.lineno)
-                raise SyntaxError(
-                    f"`{jump}` at {filename}:{line} would leave a block that runs later, together with the model. "
-                    "Save what you need and use it after the block."
-                )
-            if isinstance(child, (ast.For, ast.AsyncFor, ast.While)):
-                visit(ast.Module(body=child.body, type_ignores=[]), True)
-                visit(ast.Module(body=child.orelse, type_ignores=[]), in_loop)
-            else:
-                visit(child, in_loop)
-
-    visit(ast.Module(body=node.body, type_ignores=[]), False)
-
-
 def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     """Bind ``values`` as variables of ``frame``."""
     variables = frame.f_locals
     variables.update(values)
-    if values and sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if values and sys.version_info < (3, 13) and _is_function(frame):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
     _forget_snapshot(frame, variables)

@@ -4,13 +4,20 @@ A block runs later than where it is written, under several frames of this packag
 block itself carry the user's file and line (the block is compiled from the user's own syntax tree), so
 a readable traceback is the original one with this package's frames taken out. ``CONFIG.APP.DEBUG`` leaves
 them in.
+
+An exception gets an entry for each frame it leaves, so the frames between the block and the user's ``with`` add theirs
+after anything that this package can do about it, save one: a trace function of the user's frame is told of the exception
+when it has arrived there. :func:`show_only_users_frames` sets one for that moment. So what ``except`` clauses, loggers,
+notebooks and test runners see is the same.
 """
 
 from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..config import CONFIG
 
@@ -53,6 +60,21 @@ def clean_traceback(traceback: types.TracebackType | None) -> types.TracebackTyp
     return result
 
 
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and all exceptions it is shown with: causes, contexts, members of groups."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        pending += (current.__cause__, current.__context__)
+        if isinstance(current, BaseExceptionGroup):
+            pending += current.exceptions
+
+
 def wrap_exception(error: BaseException, info: object = None) -> BaseException:
     """Return ``error``, same object and type, with a traceback that shows the user's lines.
 
@@ -62,8 +84,37 @@ def wrap_exception(error: BaseException, info: object = None) -> BaseException:
     """
     if CONFIG.APP.DEBUG:
         return error
-    cleaned = clean_traceback(error.__traceback__)
-    return error if cleaned is None else error.with_traceback(cleaned)
+    for shown in chain(error):
+        cleaned = clean_traceback(shown.__traceback__)
+        if cleaned is not None:
+            shown.__traceback__ = cleaned
+    return error
+
+
+def show_only_users_frames(error: BaseException, frame: types.FrameType) -> None:
+    """Prepare ``error`` for being raised, out of frames of this package, into the user's ``frame``.
+
+    Its traceback will be the entry of ``frame``, followed by what :func:`clean_traceback` leaves of the present one.
+    """
+    if CONFIG.APP.DEBUG:
+        return
+    wrap_exception(error)
+    kept = clean_traceback(error.__traceback__)
+    debugger, local = sys.gettrace(), frame.f_trace
+
+    def arrived(frame: types.FrameType, event: str, argument: Any) -> Any:
+        sys.settrace(debugger)
+        frame.f_trace = local
+        if event == "exception" and argument[1] is error:
+            argument[2].tb_next = kept
+        return local if local is None else local(frame, event, argument)
+
+    frame.f_trace = arrived
+    sys.settrace(ignore_new_frames)
+
+
+def ignore_new_frames(frame: types.FrameType, event: str, argument: Any) -> None:
+    """Trace nothing: a trace function for the time in which only one frame is traced."""
 
 
 def user_position_now(skip: str = "\0") -> tuple[str, int]:

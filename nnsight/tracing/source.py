@@ -3,9 +3,11 @@
 The interpreter knows where it is better than any line-based guess: every instruction carries the extent of
 the syntax it was compiled from. While ``__enter__`` runs, the caller's current instruction is the one that
 enters the context manager, so its extent names one ``with`` statement, and counting such instructions names
-one item of it (``with a() as x, b() as y``). A statement whose extent no longer fits the text of the file means
-that the file was changed after it was loaded, which is reported instead of running other lines than those
-the user started.
+one item of it (``with a() as x, b() as y``).
+
+The text, on the other hand, is looked up by a mere name, and may have changed since it was compiled. So it is compared
+with the instructions: each has the extent of a name, a constant or an operator, and what it does must be what is written
+there. A statement that does not fit is reported instead of running other lines than those the user started.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ import ast
 import dis
 import linecache
 import types
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from io import StringIO
 
+from .assertions import are_rewritten
 from .errors import WithBlockNotFoundError
+from .fitting import fits
+from .unfiled import candidates
 
 _ENTER_INSTRUCTION = "BEFORE_WITH"
 _CACHE = dis.opmap["CACHE"]
@@ -31,31 +38,43 @@ class WithSite:
         node: The statement.
         item: Index of the item whose context manager is being entered.
         class_name: Name of the class whose body lexically encloses the statement, for private names.
+        first_argument: Name of the first parameter of the function around it, which ``super()`` reads.
+        in_test: Whether pytest has rewritten the assertions of the module.
     """
 
     filename: str
     node: ast.With
     item: int
     class_name: str | None
+    first_argument: str | None = None
+    in_test: bool = False
 
 
 _trees: dict[str, tuple[tuple[str, ...], ast.Module]] = {}
 
+#: Texts that are in no file, with the name that each was given.
+_recovered: dict[str, str] = {}
 
-def _parsed(filename: str, module_globals: dict[str, object]) -> ast.Module | None:
+
+def parsed_file(filename: str, module_globals: dict[str, object]) -> ast.Module | None:
     """Parse the file once; parse anew only when its cached lines were replaced."""
-    lines = tuple(linecache.getlines(filename, module_globals))
-    if not lines:
-        return None
     known = _trees.get(filename)
+    lines = tuple(linecache.getlines(filename, module_globals))
+    if not lines:  # `linecache.clearcache()` forgets texts that are in no file
+        return None if known is None else known[1]
     if known is not None and known[0] == lines:
         return known[1]
-    try:
-        tree = ast.parse("".join(lines), filename)
-    except SyntaxError:
-        return None
-    _trees[filename] = (lines, tree)
+    tree = _parsed("".join(lines))
+    if tree is not None:
+        _trees[filename] = (lines, tree)
     return tree
+
+
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _enter_position(frame: types.FrameType) -> tuple[tuple[int | None, ...], int]:
@@ -86,29 +105,72 @@ def find_with(frame: types.FrameType) -> WithSite:
             text changed since it was compiled.
     """
     filename, line = frame.f_code.co_filename, frame.f_lineno
-    tree = _parsed(filename, frame.f_globals)
+    tree = parsed_file(filename, frame.f_globals)
+    site = None if tree is None else _site_in(tree, filename, frame)
+    if site is None:
+        site = _recovered_site(frame)
+    if site is not None:
+        return site
     if tree is None:
         raise WithBlockNotFoundError(
             f"The source of the block at {filename}:{line} cannot be read, so its body cannot be deferred. "
-            "Code made by exec() or compile() from a string has no source that Python keeps: put the block "
-            "into a file, or register its text with `linecache` under this file name."
+            "Code made by exec() or compile() from a string, or piped into the interpreter, has no source that Python "
+            "keeps: put the block into a file, or register its text with `linecache` under this file name."
         )
+    raise WithBlockNotFoundError(_diagnostic(frame, filename, line))
+
+
+def _site_in(tree: ast.Module, filename: str, frame: types.FrameType) -> WithSite | None:
+    """Return the place in ``tree`` where ``frame`` is, if the code of the frame can come from there."""
     here, earlier = _enter_position(frame)
-    stack: list[tuple[ast.AST, str | None]] = [(tree, None)]
+    for node, class_name, first_argument in _with_statements(tree):
+        item = None  # the body of a `finally` is compiled several times: each copy enters all items again
+        if _extent(node) == here or (None in here and node.lineno == frame.f_lineno):
+            item = earlier % len(node.items)
+        else:
+            for index, candidate in enumerate(node.items):
+                if _extent(candidate.context_expr) == here:
+                    item = index + earlier % (len(node.items) - index)
+        if item is not None:
+            site = WithSite(filename, node, item, class_name, first_argument, are_rewritten(frame.f_globals))
+            return site if fits(node, frame.f_code, frame.f_lasti) else None
+    return None
+
+
+def _with_statements(tree: ast.Module) -> Iterator[tuple[ast.With, str | None, str | None]]:
+    """Yield every ``with`` statement, the class around it, and the first parameter of the function around it."""
+    stack: list[tuple[ast.AST, str | None, str | None]] = [(tree, None, None)]
     while stack:
-        node, class_name = stack.pop()
+        node, class_name, first_argument = stack.pop()
         if isinstance(node, ast.ClassDef):
             class_name = node.name
-        if isinstance(node, ast.With):
-            if _extent(node) == here:
-                return WithSite(filename, node, earlier, class_name)
-            for index, item in enumerate(node.items):
-                if _extent(item.context_expr) == here:
-                    return WithSite(filename, node, index + earlier, class_name)
-            if None in here and node.lineno == line:
-                return WithSite(filename, node, min(earlier, len(node.items) - 1), class_name)
-        stack.extend((child, class_name) for child in ast.iter_child_nodes(node))
-    raise WithBlockNotFoundError(_diagnostic(frame, filename, line))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parameters = node.args.posonlyargs + node.args.args
+            first_argument = parameters[0].arg if parameters else None
+        elif isinstance(node, ast.With):
+            yield node, class_name, first_argument
+        stack.extend((child, class_name, first_argument) for child in ast.iter_child_nodes(node))
+
+
+def _recovered_site(frame: types.FrameType) -> WithSite | None:
+    """Return the place of ``frame`` in a text that is in no file, having registered the text under a name of its own.
+
+    The block is compiled under that name, so tracebacks show its lines and blocks in it are found.
+    """
+    for text in candidates(frame):
+        tree = _parsed(text)
+        site = None if tree is None else _site_in(tree, frame.f_code.co_filename, frame)
+        if tree is None or site is None:
+            continue
+        name = _recovered.get(text)
+        if name is None:
+            name = f"<{frame.f_code.co_filename[1:-1]} {len(_recovered) + 1}>"
+            _recovered[text] = name
+            lines = StringIO(text).readlines()
+            linecache.cache[name] = (len(text), None, lines, name)
+            _trees[name] = (tuple(lines), tree)
+        return replace(site, filename=name)
+    return None
 
 
 def calls_for_with(frame: types.FrameType) -> bool:

@@ -12,6 +12,7 @@ the deferred body only, and the header's arguments are evaluated exactly once, a
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import types
 import warnings
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .block import Block, Scope, block_at, write_back
-from .errors import BLOCK_NAME, is_internal, wrap_exception
+from .errors import BLOCK_NAME, ignore_new_frames, is_internal, show_only_users_frames
 from .saving import mount, saves
 
 
@@ -31,8 +32,18 @@ def _raise_skip(frame: types.FrameType, event: str, argument: Any) -> None:
     raise _SkipBody
 
 
-def _ignore_new_frames(frame: types.FrameType, event: str, argument: Any) -> None:
-    return None
+def _handle(error: BaseException | None) -> None:
+    """Make ``error`` what is being handled, which becomes the context of what is raised; ``None`` for nothing."""
+    ctypes.pythonapi.PyErr_SetHandledException(ctypes.py_object(error))
+
+
+def _continue_context(failure: BaseException, handled: BaseException | None) -> None:
+    """Let the chain of contexts of ``failure`` end with what was being handled around the block, as it does in place."""
+    contexts = [failure]
+    while contexts[-1].__context__ is not None and contexts[-1].__context__ not in contexts:
+        contexts.append(contexts[-1].__context__)
+    if handled not in contexts and contexts[-1].__context__ is None:
+        contexts[-1].__context__ = handled
 
 
 class Backend:
@@ -74,33 +85,44 @@ class Tracer:
         self.info: Block | None = None
         self.scope: Scope | None = None
         self._frame: types.FrameType | None = None
-        self._previous: tuple[Any, Any, bool] | None = None
+        self._previous: tuple[Any, Any, bool] | None = None  # trace functions of the thread and the frame; opcodes
 
     def __enter__(self) -> Any:
         self._entered = True
         frame = sys._getframe(1)
         while frame.f_code.co_name == "__enter__" and is_internal(frame.f_code) and frame.f_back is not None:
             frame = frame.f_back
-        self.info = block_at(frame)
-        self.scope = self.info.open_scope(frame)
+        try:
+            self.info = block_at(frame)
+            self.scope = self.info.open_scope(frame)
+        except BaseException as error:
+            show_only_users_frames(error, frame)
+            raise
         self._frame = frame
         self._previous = (sys.gettrace(), frame.f_trace, frame.f_trace_opcodes)
         frame.f_trace = _raise_skip
         frame.f_trace_opcodes = True
-        sys.settrace(_ignore_new_frames)
+        sys.settrace(ignore_new_frames)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
         frame, previous = self._frame, self._previous
         assert frame is not None and previous is not None
-        sys.settrace(previous[0])
-        frame.f_trace_opcodes = previous[2]
-        frame.f_trace = previous[1]
-        if kind is not _SkipBody:
-            self._close()
-            return False
+        debugger, frame.f_trace, frame.f_trace_opcodes = previous
+        sys.settrace(debugger)
+        if debugger is not None:  # it sees this function return, so it has to see the call: coverage counts both
+            own_frame = sys._getframe()
+            own_frame.f_trace = debugger(own_frame, "call", None)
         try:
+            if kind is not _SkipBody or error is None:
+                return False
+            _handle(None)  # and not the private exception; the user's frame restores what it was handling itself
             self.run()
+        except BaseException as failure:
+            assert error is not None
+            _continue_context(failure, error.__context__)
+            show_only_users_frames(failure, frame)
+            raise
         finally:
             self._close()
         return True
@@ -125,13 +147,6 @@ class Tracer:
         token = saves.set({}) if outermost else None
         try:
             self.backend(self)
-        except BaseException as failure:
-            context = failure.__context__
-            try:
-                raise wrap_exception(failure, self.info)
-            finally:
-                # ``raise`` chained the failure to the private exception that skipped the body.
-                failure.__context__ = context if not isinstance(context, _SkipBody) else None
         finally:
             self._bring_home(frame, scope)
             if token is not None:

@@ -1,0 +1,27 @@
+"""Assertions in blocks of test modules.
+
+pytest rewrites the ``assert`` statements of the modules it collects, so that a failure shows the values compared. A block is
+compiled from its text, where they are plain, so they are rewritten again. A rewritten module can be told by the names that
+pytest puts into it, and the function used is pytest's own; where a version of pytest has none, assertions stay plain.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from typing import Any
+
+
+def are_rewritten(module_globals: dict[str, Any]) -> bool:
+    """Whether pytest has rewritten the assertions of the module with these globals."""
+    return "@pytest_ar" in module_globals
+
+
+def rewritten(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return ``body`` with the assertions in it as pytest writes them."""
+    rewrite = getattr(sys.modules.get("_pytest.assertion.rewrite"), "rewrite_asserts", None)
+    if rewrite is None or not any(isinstance(part, ast.Assert) for statement in body for part in ast.walk(statement)):
+        return body
+    module = ast.Module(body=body, type_ignores=[])
+    rewrite(module, b"")
+    return module.body

@@ -1,0 +1,110 @@
+"""What the statements of a body become when it is compiled as a function, and which cannot become anything.
+
+A body that is a function of its own may not contain what refers to the function around it: those statements are rewritten
+where another spelling means the same, and refused where there is none.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from typing import Any
+
+SAVE_NAME = "__nnsight_save__"
+RESULT_NAME = "__nnsight_result__"
+GRADIENT_NAME = "__nnsight_gradient__"
+
+
+class Rewriter(ast.NodeTransformer):
+    """Adapts a body to being the body of a closure.
+
+    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`. ``tracer.result()`` means
+    the same as ``tracer.result``. ``x.grad`` asks what ``x`` stands for in a backward pass. ``super()`` gets the arguments
+    that Python takes from the function around it. Annotated assignments lose their annotation: Python does not allow one
+    on a variable of an enclosing function; ``nonlocal`` is what all variables of a block are.
+    """
+
+    def __init__(self, first_argument: str | None) -> None:
+        self._nested = 0
+        self._first_argument = first_argument
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "super" and not (node.args or node.keywords):
+            if self._first_argument is not None and not self._nested:
+                names = ("__class__", self._first_argument)
+                node.args = [ast.copy_location(ast.Name(name, ast.Load()), node) for name in names]
+            return node
+        if not isinstance(node.func, ast.Attribute) or node.args or node.keywords:
+            return node
+        if node.func.attr == "save":
+            name, argument = SAVE_NAME, node.func.value
+        elif node.func.attr == "result":
+            name, argument = RESULT_NAME, node.func
+        else:
+            return node
+        function = ast.copy_location(ast.Name(name, ast.Load()), node.func)
+        return ast.copy_location(ast.Call(function, [argument], []), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr == "grad":
+            function = ast.copy_location(ast.Name(GRADIENT_NAME, ast.Load()), node.value)
+            node.value = ast.copy_location(ast.Call(function, [node.value], []), node.value)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        if self._nested:
+            return node
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
+        return node if self._nested else ast.copy_location(ast.Pass(), node)
+
+    def _visit_scope(self, node: ast.AST) -> ast.AST:
+        self._nested += 1
+        self.generic_visit(node)
+        self._nested -= 1
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_scope  # noqa: N815 - names ast looks up
+
+
+def refuse_jumps(node: ast.With, filename: str) -> None:
+    """Raise for statements that leave the block in a way a deferred body cannot."""
+
+    def visit(current: ast.AST, in_loop: bool) -> None:
+        for child in ast.iter_child_nodes(current):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+                continue
+            jump = (
+                "return"
+                if isinstance(child, ast.Return)
+                else "yield"
+                if isinstance(child, (ast.Yield, ast.YieldFrom))
+                else "await"
+                if isinstance(child, (ast.Await, ast.AsyncFor, ast.AsyncWith))
+                or (isinstance(child, ast.comprehension) and child.is_async)
+                else "break or continue of a loop around the block"
+                if isinstance(child, (ast.Break, ast.Continue)) and not in_loop
+                else None
+            )
+            if jump is not None:
+                place: Any = child.target if isinstance(child, ast.comprehension) else child
+                line, end_line = place.lineno, place.end_lineno
+                column, end = place.col_offset + 1, place.end_col_offset + 1
+                raise SyntaxError(
+                    f"`{jump}` at {filename}:{line} would leave a block that runs later, together with the model. "
+                    "Save what you need and use it after the block.",
+                    (filename, line, column, linecache.getline(filename, line), end_line, end),
+                )
+            if isinstance(child, (ast.For, ast.AsyncFor, ast.While)):
+                visit(ast.Module(body=child.body, type_ignores=[]), True)
+                visit(ast.Module(body=child.orelse, type_ignores=[]), in_loop)
+            else:
+                visit(child, in_loop)
+
+    visit(ast.Module(body=node.body, type_ignores=[]), False)

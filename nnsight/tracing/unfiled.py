@@ -1,0 +1,185 @@
+"""Source text that is in no file.
+
+Python compiles text and forgets it: a statement typed at the prompt, the argument of ``python -c``, a script piped
+into the interpreter, a string given to ``exec``. Tracebacks do without it, a deferred block cannot. (Notebooks, doctest and
+Python 3.13's own prompt keep their text in :mod:`linecache`, where it is found like that of any file.)
+
+The text is usually still somewhere, and :func:`candidates` yields the texts it might be, most likely first:
+
+* what was entered at prompts, which :func:`watch_prompts` has noted down;
+* the argument of ``-c``, in ``sys.orig_argv``;
+* standard input, when it is a file that can be read again;
+* strings in the variables of the functions that are running: whoever calls ``exec`` mostly has the text in one;
+* what notebook cells that start with ``%%time`` and the like hand to IPython.
+
+None of these is trusted. The caller takes a text only if the code that runs could have been compiled from it, see
+:mod:`nnsight.tracing.source`. What comes through a pipe, and strings that nobody holds any more, stay out of reach.
+"""
+
+from __future__ import annotations
+
+import ast
+import code
+import contextlib
+import ctypes
+import functools
+import linecache
+import os
+import stat
+import sys
+import tokenize
+import types
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import Any
+
+#: What was entered at prompts, a text for each statement, in order.
+_entered: list[str] = []
+
+#: How far out a function that executes a string may be: runners such as profilers add a few frames of their own.
+_CALLERS = 12
+
+
+def candidates(frame: types.FrameType) -> Iterator[str]:
+    """Yield texts that the code of ``frame`` may have been compiled from; only for code that no file contains."""
+    filename = frame.f_code.co_filename
+    if not (filename.startswith("<") and filename.endswith(">")):
+        return
+    yield from reversed(_entered)
+    if filename == "<string>":
+        command = command_text(sys.orig_argv)
+        if command is not None:
+            yield command
+    if filename == "<stdin>":
+        script = _standard_input()
+        if script is not None:
+            yield script
+    yield from _held_by_callers(frame.f_back, frame.f_lineno)
+    yield from _arguments_of_cell_magics()
+
+
+def command_text(arguments: list[str]) -> str | None:
+    """Return the argument of ``-c`` among the arguments of the interpreter, or ``None``."""
+    pending = iter(arguments[1:])
+    for argument in pending:
+        if argument == "--check-hash-based-pycs":
+            next(pending, None)
+            continue
+        if not argument.startswith("-") or argument in ("-", "--"):
+            return None  # the script, or standard input
+        if argument.startswith("--"):
+            continue
+        for position, option in enumerate(argument[1:], 2):
+            if option not in "cmWX":
+                continue
+            value = argument[position:] or next(pending, None)  # these take the rest, or the next argument
+            if option == "c":
+                return value
+            if option == "m":
+                return None
+            break
+    return None
+
+
+def _standard_input() -> str | None:
+    """Return all of standard input if it is a regular file, without moving the position in it."""
+    try:
+        status = os.fstat(0)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        content = os.pread(0, status.st_size, 0)
+        encoding, _ = tokenize.detect_encoding(BytesIO(content).readline)
+        return content.decode(encoding)
+    except (OSError, AttributeError, SyntaxError, UnicodeDecodeError):  # closed, no `pread` here, no text
+        return None
+
+
+def _held_by_callers(frame: types.FrameType | None, lines: int) -> Iterator[str]:
+    """Yield the strings of at least ``lines`` lines among the variables of ``frame`` and the frames around it."""
+    for _ in range(_CALLERS):
+        if frame is None:
+            return
+        for value in list(frame.f_locals.values()):
+            if type(value) is str and "with" in value and value.count("\n") + 1 >= lines:
+                yield value
+        frame = frame.f_back
+
+
+def _arguments_of_cell_magics() -> Iterator[str]:
+    """Yield the bodies of cells, latest first, that IPython compiled as the argument of a call to it."""
+    for entry in reversed(list(linecache.cache.values())):
+        text = "" if len(entry) == 1 else "".join(entry[2])
+        if "run_cell_magic(" not in text:
+            continue
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def watch_prompts() -> None:
+    """Note down what is entered at the prompts of this process from now on.
+
+    :class:`code.InteractiveInterpreter` gets each statement as a string. The interpreter's own prompt does not before
+    Python 3.13: it asks a C function for lines, which is replaced by one that asks it in turn and keeps the answer.
+    """
+    plain = code.InteractiveInterpreter.runsource
+    if not hasattr(plain, "__wrapped__"):
+        code.InteractiveInterpreter.runsource = _keeping(plain)  # type: ignore[method-assign]
+    if sys.version_info < (3, 13) and (hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect):
+        _watch_terminal()
+
+
+def _keeping(runsource: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(runsource)
+    def wrapper(self: Any, source: str, *args: Any, **kwargs: Any) -> bool:
+        _entered.append(source)
+        more = runsource(self, source, *args, **kwargs)
+        if more:  # nothing was run: the statement goes on, and comes again with its next line
+            _entered.pop()
+        return more
+
+    return wrapper
+
+
+#: ``char *reader(FILE *input, FILE *output, const char *prompt)``
+_READER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+_readers: list[Any] = []  # the interpreter holds a bare pointer
+
+
+def _watch_terminal() -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - sets the function that reads lines; the prompt would do so later
+    try:
+        slot = ctypes.c_void_p.in_dll(ctypes.pythonapi, "PyOS_ReadlineFunctionPointer")
+    except ValueError:
+        return
+    if _readers or not slot.value:
+        return
+    plain = _READER(slot.value)
+
+    def read(source: int | None, target: int | None, prompt: bytes | None) -> int | None:
+        try:
+            line: int | None = plain(source, target, prompt)
+            if line:
+                _note_line(prompt or b"", ctypes.string_at(line))
+        except BaseException:  # interrupted: no line, from which the prompt concludes just that
+            return None
+        return line
+
+    reader = _READER(read)
+    _readers.append(reader)
+    slot.value = ctypes.cast(reader, ctypes.c_void_p).value
+
+
+def _note_line(prompt: bytes, line: bytes) -> None:
+    """Add a line to the statement it belongs to; ``input()`` reads lines too, with other prompts."""
+    encoding = getattr(sys.stdin, "encoding", None) or "utf-8"
+    text = line.decode(encoding, "replace")
+    if prompt.decode(encoding, "replace") == str(getattr(sys, "ps1", ">>> ")):
+        _entered.append(text)
+    elif prompt.decode(encoding, "replace") == str(getattr(sys, "ps2", "... ")) and _entered:
+        _entered[-1] += text

@@ -1,16 +1,32 @@
-"""Process-wide options.
+"""Options of the library: where they come from, and how they are kept.
 
-``CONFIG.APP`` holds the switches of the local library. They are read where they act, so a change takes effect
-with the next trace.
+``CONFIG.APP.DEBUG`` is looked up anew each time it is read, in this order:
+
+1. what this program has assigned (``CONFIG.APP.DEBUG = True``; ``del CONFIG.APP.DEBUG`` takes it back),
+2. the environment variable of the option, such as ``NNSIGHT_APP_DEBUG=1``,
+3. the user's file,
+4. the default.
+
+Options are read where they act, so a change takes effect at once. ``print(CONFIG)`` shows every value and its origin.
+
+The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.json`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It is read once,
+when the first option is looked up, and holds an object for each section: ``{"APP": {"DEBUG": true}}``. It is JSON because the
+standard library both reads and writes that; TOML it only reads, and a settings library such as pydantic-settings writes neither
+and would take longer to import than this package. What the file or an environment variable gets wrong is reported as a
+warning and left out, so that a broken file does not stop a program; what a program gets wrong is an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from typing import Any
+
+from .options import ConfigWarning, Option, OptionFile, Section, near
+
+__all__ = ["CONFIG", "ApiConfig", "AppConfig", "Config", "ConfigWarning"]
 
 
-@dataclass
-class AppConfig:
+class AppConfig(Section):
     """Switches of the local library.
 
     Attributes:
@@ -18,19 +34,110 @@ class AppConfig:
         CROSS_INVOKER: Let invokes see each other's variables. When off, each works on its own copy of the variables
             around it.
         PYMOUNT: Offer ``.save()`` as a method of built-in containers and numbers in helper functions outside of blocks. When
-            off, use :func:`nnsight.save` there; inside a block, and on tensors, the method always works.
+            off, use :func:`nnsight.save` there; inside a block, and on tensors, the method always works. The methods are
+            attached once, before the first trace of a process; switch the option off before that.
+        REMOTE_LOGGING: Print the progress of remote jobs.
+        TRACE_CACHING: Obsolete; every block is compiled once, always.
     """
 
-    DEBUG: bool = False
-    CROSS_INVOKER: bool = True
-    PYMOUNT: bool = True
+    title = "APP"
+    __slots__ = ()
+
+    DEBUG = Option(False, bool)
+    CROSS_INVOKER = Option(True, bool)
+    PYMOUNT = Option(True, bool)
+    REMOTE_LOGGING = Option(True, bool)
+    TRACE_CACHING = Option(True, bool, obsolete="the code of a block is compiled once and kept, always")
 
 
-@dataclass
+class ApiConfig(Section):
+    """Where remote jobs go, and on whose behalf.
+
+    Attributes:
+        HOST: URL of the service; environment variable ``NDIF_HOST``.
+        KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``.
+    """
+
+    title = "API"
+    __slots__ = ()
+
+    HOST = Option("https://api.ndif.us", str, variable="NDIF_HOST")
+    KEY: Option[str | None] = Option(None, str, variable="NDIF_API_KEY", secret=True)
+
+
+_SECTIONS: dict[str, type[Section]] = {kind.title: kind for kind in (AppConfig, ApiConfig)}
+
+
 class Config:
-    """All options, by section."""
+    """All options, by section.
 
-    APP: AppConfig = field(default_factory=AppConfig)
+    Attributes:
+        APP: Switches of the local library.
+        API: Where remote jobs go, and on whose behalf.
+    """
+
+    __slots__ = ("API", "APP", "_file")
+
+    APP: AppConfig
+    API: ApiConfig
+    _file: OptionFile
+
+    def __init__(self) -> None:
+        file = OptionFile(_SECTIONS)
+        for name, value in (("_file", file), ("APP", AppConfig(file)), ("API", ApiConfig(file))):
+            object.__setattr__(self, name, value)
+
+    def save(self) -> None:
+        """Keep what this program has assigned in the user's file, for later programs.
+
+        The file gets what differs from the default, and never a value of an environment variable. What it holds besides
+        stays. It is replaced as a whole, and only the user can read it.
+
+        Raises:
+            ValueError: If the file that is there cannot be understood.
+            OSError: If the file cannot be written.
+        """
+        sections: tuple[Section, ...] = (self.APP, self.API)
+        self._file.write(
+            {f"{section.title}.{name}": value for section in sections for name, value in section._assigned.items()}
+        )
+
+    def set_default_api_key(self, key: str) -> None:
+        """Use ``key`` for remote jobs, now and, through the user's file, in later programs.
+
+        Other options that this program has assigned are not kept by this.
+
+        Raises:
+            TypeError: If the key is no string.
+            ValueError: If it is empty or has blanks in it; otherwise as :meth:`save`.
+        """
+        if not isinstance(key, str):
+            raise TypeError(f"An API key is a string, not {type(key).__name__}. `CONFIG.API.KEY = None` uses none.")
+        if key.split() != [key]:
+            raise ValueError("An API key is one word without blanks; this one is empty or has some.")
+        self.API.KEY = key
+        self._file.write({"API.KEY": key})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SECTIONS:
+            raise AttributeError(f"CONFIG.{name} is a section: assign to its options, as in `CONFIG.{name}.… = …`.")
+        raise AttributeError(self._unknown(name))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self._unknown(name))
+
+    def _unknown(self, name: str) -> str:
+        homes = [path for path in self._file.options if path.endswith(f".{name}")]
+        hint = f"The option is `CONFIG.{homes[0]}`." if homes else near(name, _SECTIONS)
+        return f"CONFIG has no section {name!r}. {hint}"
+
+    def __reduce__(self) -> str:
+        """Copy and pickle as what it is: the options of the process."""
+        return "CONFIG"
+
+    def __repr__(self) -> str:
+        there = "" if os.path.exists(self._file.path) else " (does not exist)"
+        return f"# file: {self._file.path}{there}\n{self.APP!r}\n{self.API!r}"
 
 
 CONFIG = Config()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 from importlib import import_module
@@ -23,7 +25,20 @@ PATHS = [
     ("nnsight.intervention.interleaver", "OutOfOrderError", "nnsight.runtime.errors"),
     ("nnsight.intervention.interleaver", "MissedProviderError", "nnsight.runtime.errors"),
     ("nnsight.intervention.interleaver", "EarlyStopException", "nnsight.runtime.mediator"),
+    ("nnsight.intervention.interleaver", "SkipException", "nnsight.runtime.surface"),
+    ("nnsight.intervention.interleaver", "Events", "nnsight.runtime.surface"),
+    ("nnsight.intervention.hooks", "requires_operation_output", "nnsight.eproperty"),
+    ("nnsight.intervention.hooks", "requires_operation_input", "nnsight.eproperty"),
+    ("nnsight.intervention.batching", "BatchGroup", "nnsight.runtime.batching"),
     ("nnsight.intervention.backends.base", "Backend", "nnsight.tracing"),
+    ("nnsight.intervention.backends.execution", "ExecutionBackend", "nnsight.tracing"),
+    ("nnsight.intervention.tracing.base", "Tracer", "nnsight.tracing"),
+    ("nnsight.intervention.tracing.tracer", "InterleavingTracer", "nnsight.runtime.tracer"),
+    ("nnsight.intervention.tracing.tracer", "ScanningTracer", "nnsight.runtime.scanning"),
+    ("nnsight.intervention.tracing.editing", "EditingTracer", "nnsight.runtime.editing"),
+    ("nnsight.intervention.tracing.iterator", "IteratorTracer", "nnsight.runtime.iteration"),
+    ("nnsight.intervention.tracing.backwards", "BackwardsTracer", "nnsight.runtime.gradients"),
+    ("nnsight.intervention.tracing.invoker", "Invoker", "nnsight.runtime.invoker"),
     ("nnsight.intervention.tracing.util", "wrap_exception", "nnsight.tracing"),
     ("nnsight.intervention.tracing.util", "WithBlockNotFoundError", "nnsight.tracing"),
 ]
@@ -42,6 +57,34 @@ def test_errors_are_one_family() -> None:
     assert issubclass(OutOfOrderError, MissedProviderError)
     assert issubclass(MissedProviderError, ValueError)
     assert Mediator.OutOfOrderError is OutOfOrderError
+
+
+def test_the_errors_and_events_of_the_documents() -> None:
+    from greenlet import GreenletExit
+
+    from nnsight.intervention.interleaver import NNSIGHT_PREFIX, Cancelation, SkipException
+    from nnsight.intervention.tracing.globals import Globals
+    from nnsight.tracing.errors import BLOCK_NAME
+
+    assert Cancelation is GreenletExit
+    assert SkipException(3).value == 3
+    assert BLOCK_NAME.startswith(NNSIGHT_PREFIX)
+    assert callable(Globals.enter) and callable(Globals.exit) and callable(Globals.cache.clear)
+    assert importlib.import_module("nnsight.modeling.base").NNsight is nnsight.NNsight
+
+
+def test_every_module_of_the_documented_paths_can_be_imported_first() -> None:
+    """In a fresh process each, for an import cycle shows in one order only."""
+    import nnsight.intervention
+
+    names = [module.name for module in pkgutil.walk_packages(nnsight.intervention.__path__, "nnsight.intervention.")]
+    assert len(names) >= 15
+    code = "import importlib, os, sys\n"
+    code += "for name in sys.argv[1:]:\n"
+    code += "    if os.fork() == 0: importlib.import_module(name); os._exit(0)\n"
+    code += "    if os.wait()[1]: sys.exit(name)\n"
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_top_level_names() -> None:

@@ -1,0 +1,5 @@
+"""Re-exports :class:`ExecutionBackend`."""
+
+from ...tracing import ExecutionBackend
+
+__all__ = ["ExecutionBackend"]

@@ -1,0 +1,450 @@
+"""CONFIG: values from the program, the environment, the user's file and the defaults; keeping them in the file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nnsight
+from nnsight import NNsight
+from nnsight.config import Config, ConfigWarning
+from nnsight.options import Option
+
+VARIABLES = ("NNSIGHT_CONFIG", "XDG_CONFIG_HOME", "NDIF_HOST", "NDIF_API_KEY")
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of the test's own, which does not exist, and no variables."""
+    for variable in list(os.environ):
+        if variable in VARIABLES or variable.startswith(("NNSIGHT_APP_", "NNSIGHT_API_")):
+            monkeypatch.delenv(variable)
+    file = tmp_path / "home" / "config.json"
+    monkeypatch.setenv("NNSIGHT_CONFIG", str(file))
+    return file
+
+
+def write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def run(code: str, **environment: str) -> str:
+    """Run a program with the file and the variables of the test, warnings being errors; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    config = Config()
+    assert config.APP.DEBUG is False
+    assert config.APP.CROSS_INVOKER is True
+    assert config.APP.PYMOUNT is True
+    assert config.APP.REMOTE_LOGGING is True
+    assert config.API.HOST.startswith("https://")
+    assert config.API.KEY is None
+    assert isinstance(nnsight.CONFIG, Config)
+
+
+def test_program_before_environment_before_file_before_default(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, {"API": {"HOST": "http://file"}})
+    config = Config()
+    assert config.API.HOST == "http://file"
+    monkeypatch.setenv("NDIF_HOST", "http://environment")
+    assert config.API.HOST == "http://environment"
+    config.API.HOST = "http://program"
+    assert config.API.HOST == "http://program"
+    del config.API.HOST
+    assert config.API.HOST == "http://environment"
+    monkeypatch.delenv("NDIF_HOST")
+    assert config.API.HOST == "http://file"
+    del config.API.HOST  # nothing to take back
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("TRUE", True), ("yes", True), ("on", True), ("0", False), ("off", False), ("", True)],
+)
+def test_switches_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, value: bool) -> None:
+    monkeypatch.setenv("NNSIGHT_APP_CROSS_INVOKER", text)
+    assert Config().APP.CROSS_INVOKER is value
+
+
+def test_every_option_has_a_variable_and_a_place_in_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "APP.DEBUG": "NNSIGHT_APP_DEBUG",
+        "APP.CROSS_INVOKER": "NNSIGHT_APP_CROSS_INVOKER",
+        "APP.PYMOUNT": "NNSIGHT_APP_PYMOUNT",
+        "APP.REMOTE_LOGGING": "NNSIGHT_APP_REMOTE_LOGGING",
+        "API.HOST": "NDIF_HOST",
+        "API.KEY": "NDIF_API_KEY",
+    }
+    for option, variable in variables.items():
+        section, name = option.split(".")
+        default = getattr(getattr(Config(), section), name)
+        value = (not default) if isinstance(default, bool) else "other"
+        monkeypatch.setenv(variable, str(value))
+        assert getattr(getattr(Config(), section), name) == value, option
+        monkeypatch.delenv(variable)
+        write(path, {section: {name: value}})
+        assert getattr(getattr(Config(), section), name) == value, option
+        path.unlink()
+
+
+def test_an_option_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NNsight(torch.nn.Linear(2, 2))
+
+    def frames() -> int:
+        with pytest.raises(KeyError) as raised:
+            with model.trace(torch.ones(1, 2)):
+                model.output  # noqa: B018
+                raise KeyError
+        return len(traceback.extract_tb(raised.value.__traceback__))
+
+    short = frames()
+    monkeypatch.setenv("NNSIGHT_APP_DEBUG", "1")
+    assert frames() > short
+    monkeypatch.setenv("NNSIGHT_APP_DEBUG", "0")
+    assert frames() == short
+
+
+def test_an_option_that_does_not_exist() -> None:
+    config = Config()
+    with pytest.raises(AttributeError, match=r"CONFIG\.APP has no option 'DEBUGG'. Did you mean DEBUG\?"):
+        config.APP.DEBUGG = True
+    with pytest.raises(AttributeError, match=r"Did you mean CROSS_INVOKER\?"):
+        config.APP.cross_invoker  # noqa: B018
+    with pytest.raises(AttributeError, match="There are CROSS_INVOKER, DEBUG"):
+        config.APP.verbosity = 3
+    with pytest.raises(AttributeError, match=r"The option is `CONFIG\.APP\.DEBUG`"):
+        config.DEBUG = True
+    with pytest.raises(AttributeError, match=r"CONFIG has no section 'API_'. Did you mean API\?"):
+        config.API_  # noqa: B018
+    with pytest.raises(AttributeError, match=r"CONFIG\.APP is a section"):
+        config.APP = None
+    assert not hasattr(config, "nothing")
+    assert not hasattr(config.APP, "nothing")
+
+
+@pytest.mark.parametrize("value", [1, "true", None, [True]])
+def test_an_assigned_value_of_another_type(value: Any) -> None:
+    config = Config()
+    with pytest.raises(TypeError, match=rf"CONFIG\.APP\.DEBUG is of type bool, not {type(value).__name__}"):
+        config.APP.DEBUG = value
+    assert config.APP.DEBUG is False
+    with pytest.raises(TypeError, match=r"CONFIG\.API\.HOST is of type str, not NoneType"):
+        config.API.HOST = None
+    config.API.KEY = None
+
+
+def test_a_wrong_type_does_not_show_a_secret() -> None:
+    with pytest.raises(TypeError, match=r"CONFIG\.API\.KEY is of type str or None, not bytes") as raised:
+        Config().API.KEY = b"hidden-key"
+    assert "hidden-key" not in str(raised.value)
+
+
+def test_trace_caching_is_accepted_and_has_no_effect(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    with pytest.warns(DeprecationWarning, match=r"CONFIG\.APP\.TRACE_CACHING has no effect.*always") as caught:
+        config.APP.TRACE_CACHING = False
+    assert caught[0].filename == __file__
+    assert config.APP.TRACE_CACHING is True
+    write(path, {"APP": {"TRACE_CACHING": False}})
+    with pytest.warns(ConfigWarning, match=r"APP\.TRACE_CACHING has no effect"):
+        assert Config().APP.TRACE_CACHING is True
+    path.unlink()
+    monkeypatch.setenv("NNSIGHT_APP_TRACE_CACHING", "0")
+    with pytest.warns(ConfigWarning, match="NNSIGHT_APP_TRACE_CACHING has no effect"):
+        assert Config().APP.TRACE_CACHING is True
+
+
+def test_repr_shows_values_and_origins_and_hides_the_key(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    assert f"# file: {path} (does not exist)" in repr(config)
+    assert "CONFIG.API.KEY = None  # default" in repr(config)
+    config.APP.DEBUG = True
+    monkeypatch.setenv("NDIF_API_KEY", "hidden-key")
+    assert "CONFIG.APP.DEBUG = True  # this program" in repr(config)
+    assert "CONFIG.API.KEY = <hidden>  # environment variable NDIF_API_KEY" in repr(config.API)
+    assert "hidden-key" not in repr(config) + repr(config.API) + str(config)
+    config.API.KEY = "hidden-key"
+    assert "hidden-key" not in repr(config)
+
+
+def test_options_are_those_of_the_process_when_copied() -> None:
+    assert copy.deepcopy(nnsight.CONFIG) is nnsight.CONFIG
+    assert pickle.loads(pickle.dumps(nnsight.CONFIG)) is nnsight.CONFIG
+
+
+# -- what cannot be used -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{broken", "is not valid JSON"),
+        ("[1]", "must hold an object for each section"),
+        ({"APP": True}, "must hold an object for each section"),
+        ({"APP": {"DEBUGG": True}}, r"no option APP\.DEBUGG\. Did you mean DEBUG\?"),
+        ({"APPS": {"DEBUG": True}}, r"no section 'APPS'\. Did you mean APP\?"),
+        ({"APP": {"DEBUG": "yes"}}, r"APP\.DEBUG is of type bool, not str 'yes'"),
+        ({"API": {"KEY": 7}}, r"API\.KEY is of type str or None, not int; it"),
+    ],
+)
+def test_a_file_that_is_wrong_is_reported_once_and_left_out(path: Path, content: Any, message: str) -> None:
+    write(path, content)
+    config = Config()
+    with pytest.warns(ConfigWarning, match=message) as caught:
+        assert config.APP.DEBUG is False
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert config.API.KEY is None  # without a second warning
+
+
+def test_the_good_part_of_a_file_counts(path: Path) -> None:
+    write(path, {"APP": {"PYMOUNT": 3, "DEBUG": True}})
+    with pytest.warns(ConfigWarning, match=r"APP\.PYMOUNT"):
+        assert Config().APP.DEBUG is True
+
+
+def test_an_empty_file_and_a_folder_in_place_of_the_file(path: Path) -> None:
+    write(path, "")
+    assert Config().APP.DEBUG is False
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(ConfigWarning, match="not a regular file"):
+        assert Config().APP.DEBUG is False
+    config = Config()
+    config.APP.DEBUG = True
+    with pytest.raises(ValueError, match="Nothing was saved.*not a regular file"):
+        config.save()
+
+
+def test_variables_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NNSIGHT_APP_DEBUG", "perhaps")
+    with pytest.warns(ConfigWarning, match="NNSIGHT_APP_DEBUG is 'perhaps'.*not used"):
+        assert Config().APP.DEBUG is False
+    monkeypatch.delenv("NNSIGHT_APP_DEBUG")
+    monkeypatch.setenv("NNSIGHT_API_KEY", "hidden-key")
+    with pytest.warns(ConfigWarning, match=r"NNSIGHT_API_KEY is no option\. Did you mean NDIF_API_KEY\?") as caught:
+        assert Config().API.KEY is None
+    assert "hidden-key" not in str(caught[0].message)
+
+
+def test_a_broken_file_does_not_stop_a_program(path: Path) -> None:
+    write(path, "{broken")
+    done = subprocess.run(
+        [sys.executable, "-c", "import nnsight; print(nnsight.CONFIG.APP.DEBUG)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+    assert str(path) in done.stderr
+
+
+# -- keeping ------------------------------------------------------------------------------------------------------------
+
+
+def test_saved_options_are_those_of_the_next_program(path: Path) -> None:
+    run("from nnsight import CONFIG; CONFIG.APP.DEBUG = True; CONFIG.APP.PYMOUNT = False; CONFIG.save()")
+    assert json.loads(path.read_text()) == {"APP": {"DEBUG": True, "PYMOUNT": False}}
+    show = "from nnsight import CONFIG; print(CONFIG.APP.DEBUG, CONFIG.APP.PYMOUNT, CONFIG.APP.CROSS_INVOKER)"
+    assert run(show) == "True False True"
+    assert run(show, NNSIGHT_APP_DEBUG="0", NNSIGHT_APP_CROSS_INVOKER="0") == "False False False"
+    assert run(show, NNSIGHT_CONFIG=str(path) + ".other") == "False True True"
+
+
+def test_defaults_are_not_written(path: Path) -> None:
+    config = Config()
+    config.save()
+    assert not path.exists()
+    config.APP.DEBUG = True
+    config.save()
+    config.APP.DEBUG = False
+    config.APP.CROSS_INVOKER = True
+    config.save()
+    assert json.loads(path.read_text()) == {}
+
+
+def test_values_of_the_environment_are_never_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NDIF_API_KEY", "hidden-key")
+    monkeypatch.setenv("NNSIGHT_APP_DEBUG", "1")
+    config = Config()
+    assert config.API.KEY == "hidden-key"
+    config.API.HOST = "http://here"
+    config.save()
+    assert json.loads(path.read_text()) == {"API": {"HOST": "http://here"}}
+
+
+def test_set_default_api_key_keeps_the_key_and_nothing_else(path: Path) -> None:
+    config = Config()
+    config.APP.DEBUG = True
+    config.set_default_api_key("my-key")
+    assert config.API.KEY == "my-key"
+    assert json.loads(path.read_text()) == {"API": {"KEY": "my-key"}}
+    assert run("from nnsight import CONFIG; print(CONFIG.API.KEY)") == "my-key"
+    assert run("from nnsight import CONFIG; print(CONFIG.API.KEY)", NDIF_API_KEY="other") == "other"
+    for wrong in ("", "two words", "key\n"):
+        with pytest.raises(ValueError, match="one word without blanks"):
+            config.set_default_api_key(wrong)
+    with pytest.raises(TypeError, match="not NoneType"):
+        config.set_default_api_key(None)  # type: ignore[arg-type]
+    assert config.API.KEY == "my-key"
+
+
+def test_the_file_is_private_and_replaced_as_a_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, {"APP": {"DEBUG": True}})
+    path.chmod(0o644)
+    config = Config()
+    config.set_default_api_key("my-key")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_text()
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    config.APP.PYMOUNT = False
+    with pytest.raises(OSError, match="disk is full"):
+        config.save()
+    assert path.read_text() == before
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_new_folder_is_private(path: Path) -> None:
+    config = Config()
+    config.APP.DEBUG = True
+    config.save()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_link_stays_a_link(path: Path) -> None:
+    target = path.parent.parent / "dotfiles.json"
+    write(target, {})
+    path.parent.mkdir()
+    path.symlink_to(target)
+    config = Config()
+    config.APP.DEBUG = True
+    config.save()
+    assert path.is_symlink()
+    assert json.loads(target.read_text()) == {"APP": {"DEBUG": True}}
+
+
+def test_saving_keeps_what_others_have_written(path: Path) -> None:
+    write(path, {"APP": {"PYMOUNT": False}, "FUTURE": {"OPTION": 1}})
+    config = Config()
+    with pytest.warns(ConfigWarning, match="FUTURE"):
+        assert config.APP.PYMOUNT is False
+    write(path, {"API": {"KEY": "of-another-program"}, "FUTURE": {"OPTION": 1}})
+    config.APP.DEBUG = True
+    config.save()
+    assert json.loads(path.read_text()) == {
+        "APP": {"DEBUG": True},
+        "API": {"KEY": "of-another-program"},
+        "FUTURE": {"OPTION": 1},
+    }
+    assert config.API.KEY == "of-another-program"
+
+
+def test_a_file_that_cannot_be_understood_is_not_overwritten(path: Path) -> None:
+    write(path, "{broken")
+    config = Config()
+    config.APP.DEBUG = True
+    with pytest.raises(ValueError, match="Nothing was saved.*not valid JSON"):
+        config.save()
+    assert path.read_text() == "{broken"
+
+
+def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    show = "from nnsight import CONFIG; print(CONFIG.APP.DEBUG)"
+    monkeypatch.delenv("NNSIGHT_CONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    write(tmp_path / "xdg" / "nnsight" / "config.json", {"APP": {"DEBUG": True}})
+    assert run(show) == "True"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    assert run(show) == "False"
+    write(tmp_path / ".config" / "nnsight" / "config.json", {"APP": {"DEBUG": True}})
+    assert run(show) == "True"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert run(show) == "True"
+    monkeypatch.setenv("NNSIGHT_CONFIG", "~/none.json")
+    assert run(show) == "False"
+    assert Config()._file.path == str(tmp_path / "none.json")
+
+
+def test_several_threads_look_up_and_save(path: Path) -> None:
+    write(path, {"APP": {"PYMOUNT": False, "DEBUGG": 1}})
+    config = Config()
+    start = threading.Barrier(8, timeout=30)
+    seen: list[bool] = []
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            start.wait()
+            for _ in range(20):
+                seen.append(config.APP.PYMOUNT)
+                config.API.HOST = f"http://{number}"
+                config.save()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+
+    def work_together() -> None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    with pytest.warns(ConfigWarning, match="DEBUGG") as caught:
+        work_together()
+    assert not errors, errors
+    assert seen == [False] * 160
+    assert len(caught) == 1
+    saved = json.loads(path.read_text())
+    assert saved["APP"] == {"PYMOUNT": False, "DEBUGG": 1}
+    assert saved["API"]["HOST"] in {f"http://{number}" for number in range(8)}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_without_a_file_nothing_heavy_is_imported() -> None:
+    code = """
+    import sys
+    from nnsight import CONFIG
+    CONFIG.APP.DEBUG, CONFIG.API.KEY
+    assert not {"json", "tempfile", "difflib", "torch"} & set(sys.modules)
+    print("light")
+    """
+    assert run(code) == "light"
+
+
+def test_options_describe_themselves() -> None:
+    option = type(Config().APP).DEBUG
+    assert isinstance(option, Option)
+    assert (option.path, option.variable, option.default) == ("APP.DEBUG", "NNSIGHT_APP_DEBUG", False)

@@ -112,9 +112,9 @@ def test_narrowing_gives_views_of_the_rows_and_leaves_the_rest() -> None:
 def test_widening_without_a_replacement_is_the_value_itself() -> None:
     whole = (torch.zeros(5, 2), None)
     group = BatchGroup(1, 2, 5)
-    mine = group.narrow(whole)
-    mine[0][:] = 1.0
-    assert group.widen("here", whole, mine, mine) is whole
+    view = group.view("here", 0, whole)
+    view.value[0][:] = 1.0
+    assert view.widen(view.value) is whole
     assert whole[0].sum(1).tolist() == [0, 2, 2, 0, 0]
 
 
@@ -122,7 +122,7 @@ def test_widening_without_a_replacement_is_the_value_itself() -> None:
 def test_widening_puts_replaced_rows_between_the_others(start: int) -> None:
     whole = torch.zeros(5, 2)
     group = BatchGroup(start, 2, 5)
-    found = group.widen("here", whole, group.narrow(whole), torch.ones(2, 2))
+    found = group.view("here", 0, whole).widen(torch.ones(2, 2))
     expected = torch.zeros(5, 2)
     expected[start : start + 2] = 1.0
     assert torch.equal(found, expected)
@@ -132,8 +132,8 @@ def test_widening_puts_replaced_rows_between_the_others(start: int) -> None:
 def test_widening_replaces_what_has_no_rows_as_a_whole() -> None:
     whole = (torch.zeros(5, 2), torch.zeros(3))
     group = BatchGroup(0, 2, 5)
-    mine = group.narrow(whole)
-    found = group.widen("here", whole, mine, (mine[0], torch.ones(3)))
+    view = group.view("here", 0, whole)
+    found = view.widen((view.value[0], torch.ones(3)))
     assert found[0] is whole[0] and torch.equal(found[1], torch.ones(3))
 
 
@@ -151,7 +151,7 @@ def test_widening_refuses_what_does_not_fit(replacement: Any, message: str) -> N
     whole = torch.zeros(5, 2)
     group = BatchGroup(1, 2, 5)
     with pytest.raises(ReplacementShapeError, match=message):
-        group.widen("here", whole, group.narrow(whole), replacement)
+        group.view("here", 0, whole).widen(replacement)
 
 
 # -- rows of a plain model ------------------------------------------------------------------------------------------

@@ -1,0 +1,167 @@
+"""Objects that carry rows in their attributes, such as the key-value cache of a transformers model.
+
+A tree of tuples, lists and dicts can be taken apart and put together again; an object like a ``DynamicCache`` cannot: the
+model holds on to this very object and goes on filling it. So an invoke is given a shallow *copy* of it, with views of its
+rows in the attributes, and what it assigns there is written back into the attributes of the original.
+
+Carriers are: caches of transformers and the layers they consist of, instances of dataclasses, and instances of classes made
+known with :func:`register_carrier`. Containers known to ``torch.utils._pytree`` need nothing of this; any other object passes
+through whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import ReplacementShapeError
+
+#: What is done to a tensor: ``(place, tensor) -> tensor``. A place names the carrier's class and the attribute.
+OnTensor = Callable[[str, torch.Tensor], torch.Tensor]
+
+#: Puts a replacement in place of some rows: ``(place, whole tensor, given view, replacement) -> whole tensor``.
+PutBack = Callable[[str, torch.Tensor, torch.Tensor, Any], Any]
+
+_Class = TypeVar("_Class", bound=type)
+
+_known: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+_registered: weakref.WeakSet[type] = weakref.WeakSet()
+_PLAIN = frozenset({type(None), int, float, bool, str, torch.device, torch.dtype})
+_NEVER = frozenset({torch.Tensor, torch.nn.Parameter, tuple, list, dict, *_PLAIN})
+
+
+def register_carrier(kind: _Class) -> _Class:
+    """Let several invokes see instances of ``kind``, and of its subclasses, with the tensors in them narrowed to their rows.
+
+    Can decorate the class. Tensors are found in attributes, also inside containers and other carriers there.
+    """
+    _registered.add(kind)
+    _known.clear()
+    return kind
+
+
+def is_carrier(value: Any) -> bool:
+    """Whether ``value`` is an object whose attributes may hold rows."""
+    kind = type(value)
+    if kind in _NEVER:
+        return False
+    known = _known.get(kind)
+    if known is None:
+        known = _known[kind] = _carries(kind)
+    return known
+
+
+def _carries(kind: type) -> bool:
+    if issubclass(kind, (torch.Tensor, torch.nn.Module, type)):
+        return False
+    if any(base in _registered or _is_cache(base) for base in kind.__mro__):
+        return True
+    return dataclasses.is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES
+
+
+def _is_cache(kind: type) -> bool:
+    """Whether ``kind`` is a cache of transformers, or part of one; by name, because nothing here imports transformers."""
+    package = kind.__module__.partition(".")[0]
+    return package == "transformers" and (kind.__module__.endswith(".cache_utils") or kind.__name__.endswith("Cache"))
+
+
+def _is_container(value: Any) -> bool:
+    """Whether ``value`` can be flattened."""
+    kind = type(value)
+    return kind in pytree.SUPPORTED_NODES or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def attributes(carrier: Any) -> Mapping[str, Any]:
+    """Return the attributes of ``carrier`` by name."""
+    if hasattr(carrier, "__dict__"):
+        return vars(carrier)
+    names = [name for base in type(carrier).__mro__ for name in getattr(base, "__slots__", ())]
+    return {name: getattr(carrier, name) for name in names if hasattr(carrier, name)}
+
+
+def on_tensors(value: Any, function: OnTensor, place: str = "") -> Any:
+    """Return ``value`` with ``function`` applied to the tensors in it; carriers with other tensors are copied.
+
+    What ``function`` leaves as it is, is not copied: without any change the result is ``value`` itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(place, value)
+    if is_carrier(value):
+        changed = {}
+        for name, item in attributes(value).items():
+            if type(item) in _PLAIN:
+                continue
+            new = on_tensors(item, function, f"{type(value).__qualname__}.{name}")
+            if new is not item:
+                changed[name] = new
+        if not changed:
+            return value
+        made = copy.copy(value)
+        for name, new in changed.items():
+            object.__setattr__(made, name, new)
+        return made
+    if type(value) in _PLAIN or not _is_container(value):
+        return value
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+    mapped = [on_tensors(leaf, function, f"{place}[{index}]") for index, leaf in enumerate(leaves)]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(mapped, structure)
+
+
+def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, place: str = "") -> Any:
+    """Bring what an invoke left of its copy into the whole.
+
+    Args:
+        location: For messages.
+        whole: The carrier of the whole batch (or what an attribute of it holds).
+        given: The invoke's copy as it was when it got it.
+        left: The invoke's copy now, or what it put in its place.
+        put: Joins a replacement with the rows of the others.
+        place: Of ``whole`` inside the carrier.
+
+    Returns:
+        What belongs in the place of ``whole``: ``whole`` itself, changed in place, if it is a carrier.
+
+    Raises:
+        ReplacementShapeError: If ``left`` is built differently.
+    """
+    if isinstance(given, torch.Tensor):
+        return whole if left is given else put(place, whole, given, left)
+    if given is whole:  # without rows in it
+        return left
+    if type(left) is not type(given):
+        raise ReplacementShapeError(
+            f"The replacement of `{location}` has a {type(left).__name__} in place of this invoke's {type(given).__name__}"
+            f"{f' at {place}' if place else ''}. With several invokes each may replace its own rows only."
+        )
+    if is_carrier(given):
+        before, after = attributes(given), attributes(left)
+        for name, item in after.items():
+            inner = f"{type(given).__qualname__}.{name}"
+            old = attributes(whole).get(name)
+            new = write_back(location, old, before[name], item, put, inner) if name in before else item
+            if new is not old:
+                object.__setattr__(whole, name, new)
+        return whole
+    whole_leaves, structure = pytree.tree_flatten(whole, is_leaf=is_carrier)
+    left_leaves, left_structure = pytree.tree_flatten(left, is_leaf=is_carrier)
+    if left_structure != structure:
+        raise ReplacementShapeError(
+            f"This invoke left {place} of `{location}` with another number of entries. With several invokes each may replace "
+            "its own rows only."
+        )
+    given_leaves = pytree.tree_leaves(given, is_leaf=is_carrier)
+    merged = [
+        write_back(location, *leaves, put, f"{place}[{index}]")
+        for index, leaves in enumerate(zip(whole_leaves, given_leaves, left_leaves, strict=True))
+    ]
+    if all(new is old for new, old in zip(merged, whole_leaves, strict=True)):
+        return whole
+    return pytree.tree_unflatten(merged, structure)

@@ -1,0 +1,329 @@
+"""Running a model on fakes to see which sizes follow from the number of rows.
+
+Two runs on :mod:`.fakes`, with two numbers of rows, are compared. The numbers are primes that divide no size of the model and its
+input, so that a multiple of them is no coincidence. A generation is run up to the end of the first forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from .batch_dims import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
+from .carriers import is_carrier, on_tensors
+from .fakes import Guesses, fake_argument, fake_modules, isolated
+from .instrumentation import Instrumentation
+from .interleaver import Interleaver, _active
+from .row_order import MIXED, RowOrder, outer_of
+
+logger = logging.getLogger("nnsight.runtime")
+
+#: What was done in this process; ``counts["probes"]`` is how often models were probed.
+counts: Counter[str] = Counter()
+
+#: Kinds of input that are remembered for one model.
+_KINDS = 64
+
+
+class Modules(Protocol):
+    """What probing asks of the tree of modules."""
+
+    root: torch.nn.Module
+    version: int
+    paths: dict[torch.nn.Module, str]
+
+    @property
+    def opened(self) -> int: ...
+
+    def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation: ...
+
+
+@dataclass(frozen=True)
+class Input:
+    """A leaf of the arguments.
+
+    Attributes:
+        dim: The dimension with the rows, if any.
+        kind: What of it can decide how the model runs, to be compared.
+    """
+
+    dim: int | None
+    kind: Any
+
+
+@dataclass
+class Seen:
+    """What was seen in a run with ``rows`` rows.
+
+    Attributes:
+        rows: Their number.
+        values: For each location its occurrences: shape, and how often the batch is repeated in a dimension, by leaf.
+        carried: The same for tensors in carriers, by class and attribute.
+    """
+
+    rows: int
+    values: dict[str, list[dict[str, tuple[tuple[int, ...], int]]]] = field(default_factory=dict)
+    carried: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+
+
+class _Finished(BaseException):
+    """Ends a probe once the root module has returned; no ``except Exception`` of a model stops it."""
+
+
+class _Everywhere(dict[str, int]):
+    """Says of every location that somebody waits there."""
+
+    def __contains__(self, location: object) -> bool:
+        return True
+
+
+class _Probe(Interleaver):
+    """A run that looks at all locations."""
+
+    __slots__ = ("_root", "seen")
+
+    def __init__(self, root_path: str, seen: Seen) -> None:
+        super().__init__([])
+        self._root = f"{root_path}.output"
+        self.seen = seen
+        self.offer = lambda run, location, value: run.handle(location, value)
+        self.waited = _Everywhere()
+
+    def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
+        shapes = {}
+        leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
+        for path, leaf in zip(leaf_paths(value), leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                shapes[path] = (tuple(leaf.shape), outer_of(leaf))
+            elif is_carrier(leaf):
+                on_tensors(leaf, self._see_carried)
+        self.seen.values.setdefault(location, []).append(shapes)
+        if location == self._root:
+            raise _Finished
+        return value
+
+    def _see_carried(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel():
+            self.seen.carried[place] = (tuple(tensor.shape), outer_of(tensor))
+        return tensor
+
+    def is_waited(self, location: str) -> bool:
+        return True
+
+
+#: For each model the state of its modules, and what is known for the structures and kinds of input it was run with.
+_Known = list[tuple[pytree.TreeSpec, tuple[Any, ...], BatchDims]]
+_cache: weakref.WeakKeyDictionary[torch.nn.Module, tuple[tuple[int, int], _Known]] = weakref.WeakKeyDictionary()
+
+
+def find_batch_dims(
+    modules: Modules, call: Callable[..., Any] | None, joined: Any, parts: Sequence[Any], sizes: Sequence[int]
+) -> BatchDims:
+    """Return what is known of the dimensions of ``modules``; probe them if they are run this way for the first time.
+
+    Args:
+        modules: The modules and the locations they have.
+        call: How the run calls the root module, ``call(root, args, kwargs)``, if not simply with the arguments.
+        joined: The arguments of the run, ``(args, kwargs)``.
+        parts: The arguments of each invoke.
+        sizes: The number of rows of each invoke.
+    """
+    leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
+    inputs = describe_inputs(joined, leaves, structure, parts, sizes)
+    now = (modules.version, modules.opened)
+    version, known = _cache.get(modules.root, (None, []))
+    if version != now:
+        known = []
+        _cache[modules.root] = (now, known)
+    kind = (call is None, modules.root.training, torch.is_grad_enabled(), *(leaf.kind for leaf in inputs))
+    for other_structure, other_kind, dims in known:
+        if other_kind == kind and other_structure == structure:
+            return dims
+    dims = _find(modules, call, joined, inputs, sum(sizes))
+    del known[_KINDS:]
+    known.insert(0, (structure, kind, dims))
+    return dims
+
+
+def describe_inputs(
+    joined: Any, leaves: Sequence[Any], structure: pytree.TreeSpec, parts: Sequence[Any], sizes: Sequence[int]
+) -> list[Input]:
+    """Return, for each of the ``leaves`` of ``joined``, along which dimension the leaves of ``parts`` were joined in it."""
+    flat = [pytree.tree_flatten(part, is_leaf=is_carrier) for part in parts]
+    total, positional = sum(sizes), len(pytree.tree_leaves(joined[0], is_leaf=is_carrier))
+    own: Sequence[Sequence[Any]]
+    if all(other == structure for _, other in flat):
+        own = [part_leaves for part_leaves, _ in flat]
+    else:
+        by_path = [
+            dict(zip(leaf_paths(part), found, strict=True)) for part, (found, _) in zip(parts, flat, strict=True)
+        ]
+        own = [[part.get(path) for path in leaf_paths(joined)] for part in by_path]
+    inputs = []
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            is_option = leaf is None or isinstance(leaf, bool) or (isinstance(leaf, str) and number >= positional)
+            inputs.append(Input(None, leaf if is_option else type(leaf)))
+            continue
+        pieces = [part[number] for part in own]
+        dim: int | None
+        if all(isinstance(piece, torch.Tensor) and piece.dim() == leaf.dim() for piece in pieces):
+            dim = next((dim for dim in range(leaf.dim()) if _is_joined(leaf, pieces, sizes, dim)), None)
+        else:  # shared by the invokes, or built anew
+            dim = 0 if FIRST.fit(leaf, total) else None
+        inputs.append(Input(dim, (leaf.dim(), dim, leaf.dtype)))
+    return inputs
+
+
+def _is_joined(leaf: torch.Tensor, parts: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
+    entries, rest = divmod(leaf.shape[dim], max(sum(sizes), 1))
+    return (
+        not rest
+        and entries > 0
+        and all(part.shape[dim] == entries * size for part, size in zip(parts, sizes, strict=True))
+    )
+
+
+def _find(
+    modules: Modules, call: Callable[..., Any] | None, joined: Any, inputs: Sequence[Input], total: int
+) -> BatchDims:
+    seen, error = probe(modules, call, joined, inputs, total)
+    if error is not None:
+        logger.warning(
+            "The batch dimensions of %s could not all be found out, because it does not run on fake tensors (%s: %s). With "
+            "several invokes, tensors whose first dimension has the size of the batch count as its rows where it was not reached.",
+            type(modules.root).__name__,
+            type(error).__name__,
+            error,
+        )
+    dims = BatchDims()
+    if seen is not None:
+        first, second = seen
+        dims.carried.update(_compare(first.carried, second.carried, first, second))
+        for location in first.values.keys() & second.values.keys():
+            found = [
+                Place(_compare(one, other, first, second))
+                for one, other in zip(first.values[location], second.values[location], strict=False)
+            ]
+            alike = all(place.rows == found[0].rows for place in found)
+            dims.places[location] = (found[0],) if alike else tuple(found)
+    if call is not None:  # a generation returns what no forward pass does
+        root = modules.paths[modules.root]
+        for location in ("result", f"{root}.generator.output", f"{root}.generator.streamer.output"):
+            dims.places[location] = (Place({}, SEQUENCES),)
+    return dims
+
+
+def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: Seen, second: Seen) -> dict[str, Rows | None]:
+    """Return the rows of each tensor that both probes saw."""
+    found: dict[str, Rows | None] = {}
+    for path, (shape, outer) in one.items():
+        if path not in other or len(other[path][0]) != len(shape):
+            continue
+        grown = other[path][0]
+        dim = next((d for d in range(len(shape)) if _grows(shape[d], grown[d], first.rows, second.rows)), None)
+        if dim is None or outer == MIXED or outer != other[path][1]:
+            found[path] = None
+        else:
+            found[path] = Rows(dim, len(shape), outer, shape[dim] // first.rows // outer)
+    return found
+
+
+def _grows(size: int, grown: int, rows: int, more_rows: int) -> bool:
+    """Whether a dimension has the same number of entries for each row in both probes."""
+    return size > 0 and size % rows == 0 and grown % more_rows == 0 and size // rows == grown // more_rows
+
+
+def probe(
+    modules: Modules,
+    call: Callable[..., Any] | None,
+    joined: Any,
+    inputs: Sequence[Input],
+    total: int,
+) -> tuple[tuple[Seen, Seen] | None, Exception | None]:
+    """Return what two runs with two numbers of rows have seen, and the error that ended them early, if one did.
+
+    Args:
+        modules: The modules of the model.
+        call: How the run calls the model, ``call(root, args, kwargs)``, if not simply with the arguments.
+        joined: The arguments, ``(args, kwargs)``.
+        inputs: Which dimensions of them have the rows.
+        total: How many rows they have.
+    """
+    leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
+    attempts = [call, None] if call is not None else [None]
+    best: tuple[Seen, Seen] | None = None
+    error: Exception | None = None
+    with isolated():
+        counts["probes"] += 1
+        try:
+            sizes = _primes(modules.root, leaves, total)
+            for attempt in attempts:
+                results = [_run(modules, attempt, leaves, structure, inputs, total, rows) for rows in sizes]
+                (first, error), (second, other) = results
+                error = error or other
+                if best is None or len(first.values) > len(best[0].values):
+                    best = (first, second)
+                if error is None:
+                    break
+        except Exception as unexpected:  # a model that cannot be copied, say
+            error = unexpected
+    return best, error
+
+
+def _run(
+    modules: Modules,
+    call: Callable[..., Any] | None,
+    leaves: list[Any],
+    structure: pytree.TreeSpec,
+    inputs: Sequence[Input],
+    total: int,
+    rows: int,
+) -> tuple[Seen, Exception | None]:
+    """Run a copy of the model with ``rows`` rows."""
+    root, seen = modules.root, Seen(rows)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    copies = fake_modules(root, mode, tensors[0].device if tensors else "cpu")
+    by_path = {path: copies[module] for module, path in modules.paths.items() if module in copies}
+    probing = _Probe(modules.paths[root], seen)
+    token = _active.set(probing)
+    try:
+        with mode, Guesses(), RowOrder(rows), modules.intercept(by_path):
+            fakes = [
+                fake_argument(leaf, entry.dim, total, rows, mode) for leaf, entry in zip(leaves, inputs, strict=True)
+            ]
+            args, kwargs = pytree.tree_unflatten(fakes, structure)
+            model = copies[root]
+            if call is None:
+                model(*args, **kwargs)
+            else:
+                call(model, args, kwargs)
+    except _Finished:
+        seen.values["result"] = seen.values[f"{modules.paths[root]}.output"]
+    except Exception as error:
+        return seen, error
+    finally:
+        _active.reset(token)
+    return seen, None
+
+
+def _primes(root: torch.nn.Module, leaves: Sequence[Any], total: int) -> list[int]:
+    """Return two numbers of rows that no size of the model can be mistaken for."""
+    tensors = [*root.parameters(), *root.buffers(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+    sizes = {size for tensor in tensors for size in tensor.shape if size}
+    found: list[int] = []
+    number = max(total, 4)
+    while len(found) < 2:
+        number += 1
+        if all(number % other for other in range(2, int(number**0.5) + 1)) and all(size % number for size in sizes):
+            found.append(number)
+    return found

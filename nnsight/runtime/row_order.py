@@ -1,0 +1,122 @@
+"""In which order a dimension holds the entries of the rows, followed through the operations of a run on fakes.
+
+A size of six tokens times two rows does not tell whether the tokens of a row lie side by side (``[batch, sequence]``, flattened) or the
+rows of a token do (``[sequence, batch]``, flattened), and neither does a batch that was doubled. Both come from operations that rearrange:
+views, ``cat``, ``repeat``, ``repeat_interleave``. All others keep the order of what they are given, except that sorting mixes the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: The rows were sorted by something else: no rule says which entry is whose.
+MIXED = 0
+
+_TAG = "_nnsight_outer"
+
+_aten = torch.ops.aten
+_VIEWS = {_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias}
+_SORTS = {_aten.sort, _aten.argsort, _aten.topk}
+_PICKS = {_aten.index, _aten.index_select, _aten.gather, _aten.take_along_dim}
+_PUTS = {
+    *(_aten.index_put, _aten.index_put_, _aten.index_add, _aten.index_add_, _aten.index_copy, _aten.index_copy_),
+    *(_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce),
+    _aten._index_put_impl_,
+}
+
+
+def batch_dim(shape: Iterable[int], rows: int) -> int | None:
+    """Return the first dimension with a multiple of ``rows`` entries."""
+    return next((dim for dim, size in enumerate(shape) if size and size % rows == 0), None)
+
+
+def outer_of(tensor: torch.Tensor) -> int:
+    """Return how often the batch is repeated in its dimension of ``tensor``, or :data:`MIXED`."""
+    return int(getattr(tensor, _TAG, 1))
+
+
+class RowOrder(TorchDispatchMode):
+    """Follows the order of the rows, of which there are ``rows``, a number that divides no other size."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for number, tensor in enumerate(pytree.tree_leaves(result)):
+            if isinstance(tensor, torch.Tensor):
+                dim = batch_dim(tensor.shape, self._rows)
+                if dim is not None:
+                    outer = self._outer(func.overloadpacket, args, kwargs, tensor, dim, number)
+                    if outer != 1 or hasattr(tensor, _TAG):
+                        setattr(tensor, _TAG, outer)
+        return result
+
+    def _outer(self, packet: Any, args: Any, kwargs: Any, result: torch.Tensor, dim: int, number: int) -> int:
+        entries = result.shape[dim] // self._rows
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        first = given[0] if given else None
+        if packet in _SORTS and first is not None:
+            sorted_dim = self._argument(args, kwargs, 2 if packet is _aten.topk else 1, "dim", -1)
+            if sorted_dim % max(first.dim(), 1) == batch_dim(first.shape, self._rows):
+                return MIXED
+        if packet in _VIEWS and first is not None:
+            return self._after_view(first, result, dim, entries)
+        if packet is _aten.repeat and first is not None:
+            times = args[1][dim]
+            return outer_of(first) * times if self._entries(first) * times == entries else 1
+        if packet is _aten.repeat_interleave and first is not None:
+            return outer_of(first)
+        if packet is _aten.cat and self._argument(args, kwargs, 1, "dim", 0) % result.dim() == dim:
+            return self._after_cat(args[0])
+        if packet in _PUTS:
+            given = given[:1]
+        elif packet in _PICKS:
+            given = [tensor for tensor in given[1:] if self._entries(tensor) == entries] or given[:1]
+        orders = {outer_of(tensor) for tensor in given if hasattr(tensor, _TAG) and self._entries(tensor) == entries}
+        if len(orders) == 1:
+            return orders.pop()
+        if orders:
+            return MIXED
+        # A part of a dimension that has the batch several times, as `chunk` takes it.
+        if first is not None and outer_of(first) > 1 and self._entries(first) * 1 > entries:
+            outer, rest = divmod(outer_of(first) * entries, self._entries(first))
+            return MIXED if rest else outer
+        return 1
+
+    def _entries(self, tensor: torch.Tensor) -> int:
+        """Return how many entries of each row the batch dimension has; 0 without one."""
+        dim = batch_dim(tensor.shape, self._rows)
+        return 0 if dim is None else tensor.shape[dim] // self._rows
+
+    def _after_view(self, given: torch.Tensor, result: torch.Tensor, dim: int, entries: int) -> int:
+        """Return the order after a view, which keeps all elements in their sequence."""
+        before = batch_dim(given.shape, self._rows)
+        outer = outer_of(given)
+        if before is None or outer == MIXED:
+            return MIXED if outer == MIXED else 1
+        stride = self._entries(given) // outer * math.prod(given.shape[before + 1 :])  # of a step from row to row
+        inner, rest = divmod(stride, math.prod(result.shape[dim + 1 :]))
+        if rest or inner == 0 or entries % inner:
+            return MIXED
+        return entries // inner
+
+    def _after_cat(self, parts: list[torch.Tensor]) -> int:
+        """Return the order after putting batches behind each other."""
+        parts = [part for part in parts if part.numel()]
+        inner = {self._entries(part) // max(outer_of(part), 1) for part in parts}
+        if len(inner) > 1 or 0 in inner or any(outer_of(part) == MIXED for part in parts):
+            return MIXED
+        return sum(outer_of(part) for part in parts)
+
+    @staticmethod
+    def _argument(args: Any, kwargs: Any, position: int, name: str, default: int) -> int:
+        return args[position] if len(args) > position else kwargs.get(name, default)

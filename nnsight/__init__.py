@@ -15,23 +15,29 @@ from .tracing import WithBlockNotFoundError, save
 if TYPE_CHECKING:
     from .envoy import Envoy
     from .modeling.base import NNsight
+    from .modeling.diffusion import DiffusionModel
     from .modeling.language import LanguageModel, demo_model
+    from .modeling.vision import VisionLanguageModel
 
 __version__ = "0.9.0.dev0"
 
 #: Names that are imported when first used, with the module they come from.
 _LAZY = {
+    "DiffusionModel": ".modeling.diffusion",
     "Envoy": ".envoy",
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
+    "VisionLanguageModel": ".modeling.vision",
     "demo_model": ".modeling.language",
 }
 
 __all__ = [
     "CONFIG",
+    "DiffusionModel",
     "Envoy",
     "LanguageModel",
     "NNsight",
+    "VisionLanguageModel",
     "WithBlockNotFoundError",
     "demo_model",
     "save",

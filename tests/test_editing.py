@@ -328,6 +328,31 @@ def test_edits_go_with_their_copy(model: NNsight, no_gc: None) -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+@both
+def test_a_copy_of_an_edited_copy_outlives_it(model: NNsight, compile: bool) -> None:
+    """What ``as`` bound is then the copy that has the edit."""
+
+    def twice() -> NNsight:
+        with model.edit() as once:
+            once.first.output = once.first.output * 2
+        with once.edit() as both_edits:
+            both_edits.first.output = both_edits.first.output + 1
+        return both_edits
+
+    assert torch.equal(output(twice(), compile), by_hand(model, lambda v: v * 2 + 1))
+
+
+def test_edits_in_place_do_not_keep_their_model_alive(no_gc: None) -> None:
+    """Also where the block reaches the model by its variable, and runs."""
+    edited = NNsight(Net())
+    with edited.edit(inplace=True) as same:
+        edited.first.output = same.first.output * 2
+    assert torch.equal(output(edited, False), by_hand(edited, lambda v: v * 2))
+    reference = weakref.ref(edited)
+    del edited, same
+    assert reference() is None
+
+
 def test_cleared_edits_let_their_variables_go(model: NNsight, no_gc: None) -> None:
     vector = torch.ones(6)
     with model.edit(inplace=True):

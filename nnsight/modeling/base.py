@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +14,13 @@ from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
 from ..runtime.interleaver import active_interleaver
-from ..runtime.scanning import ScanningDriver
+from ..runtime.operations import Chains
+from ..runtime.scanning import ScanningTracer
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
+from .methods import TracedFunction, TracedMethod
+from .tracing import ModelTracer
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
@@ -78,6 +84,7 @@ class NNsight(Envoy):
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
         Envoy.__init__(self, module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
+        self._tree.roots.add(self)
         self._alias(self._rename)
         if compile_options is not None:
             self._make_driver(compile_options)
@@ -89,6 +96,9 @@ class NNsight(Envoy):
         state = {
             name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)
         }
+        from .edit_files import PortableEdits
+
+        state["_edits"] = PortableEdits(self)
         options = None if self._compiled is None else self._compiled.options
         return _rebuild, (kind, self._module, self._envoys, options, state)
 
@@ -102,7 +112,14 @@ class NNsight(Envoy):
         self.__dict__["_compile_by_default"] = True
 
     def trace(
-        self, *args: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        compile: bool | None = None,
+        backend: Backend | None = None,
+        scan: bool = False,
+        validate: bool = False,
+        fn: Callable[..., Any] | None = None,
+        **kwargs: Any,
     ) -> InterleavingTracer:
         """Run the model once, with the block of the ``with`` statement reading and editing its internals.
 
@@ -110,29 +127,74 @@ class NNsight(Envoy):
             *args: The model's input.
             compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs; in this process by default.
+            scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
+            validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
+                even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
+                other objects of yours, and what it prints, happens twice.
+            fn: What to call instead of the model; a function that calls it, or modules of it, as often as it likes.
             **kwargs: The model's input, by name.
 
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
-        return InterleavingTracer(self._driver(compile), self, args, kwargs, backend, _Names(self))
+        traced = self if fn is None else TracedFunction(self, fn)
+        return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
+
+    def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
+        """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
+        root = envoy if isinstance(envoy, NNsight) else self
+        compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
+        return root._tracer(TracedMethod(root, envoy, name), args, kwargs, compile, backend)
+
+    def _tracer(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compile: bool | None,
+        backend: Backend | None,
+        **options: bool,
+    ) -> ModelTracer:
+        """Return the tracer of a run of this model.
+
+        Args:
+            function: This object, or what the run calls instead: it prepares and batches inputs.
+            args: The input.
+            kwargs: Likewise, by name.
+            compile: Whether the run is compiled; by default as chosen with :meth:`compile`.
+            backend: Where the block runs.
+            **options: Further ones of :class:`ModelTracer`.
+        """
+        choose = functools.partial(self._driver, compile, None if function is self else function)
+        return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
 
     def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
         """Run the block on fake tensors: sizes and types without values, and without computing anything.
+
+        Nothing changes: weights, buffers, caches given as input and random number generators stay as they are. Weights are
+        not needed, so a model that is not loaded stays so. As in a trace, what is used after the block has to be saved.
+        Mistakes in shapes and indices are raised at the line of the block.
+
+        Afterwards ``_fake_output`` and ``_fake_inputs`` of every envoy are what its module returned and was given,
+        as fake tensors, until the next scan; outside of traces ``.output``, ``.input`` and ``.inputs`` show the same.
 
         Args:
             *args: The model's input.
             backend: Where the block runs; in this process by default.
             **kwargs: The model's input, by name.
 
+        Raises:
+            RuntimeError: If the block, or the model, needs the value of a tensor (``DataDependentOutputException`` of torch).
+
         Example:
             >>> model = NNsight(torch.nn.Linear(2, 3))
             >>> with model.scan(torch.ones(5, 2)):
             ...     shape = model.output.shape.save()
+            >>> model._fake_output.shape
+            torch.Size([5, 3])
         """
         self._sync()
-        driver = ScanningDriver(self._module, self._tree.instrumentation)
-        return InterleavingTracer(driver, self, args, kwargs, backend, _Names(self))
+        return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
 
     def session(self, backend: Backend | None = None) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
@@ -157,12 +219,77 @@ class NNsight(Envoy):
         edited = self
         if not inplace:
             edited = object.__new__(type(self))
-            edited.__dict__.update(self.__dict__, _edits=list(self._edits), _children=dict(self._children), _aliases=set(self._aliases))
+            edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
+            edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
+            edited._tree.roots.add(edited)
         return EditingTracer(edited._edits, edited)
 
     def clear_edits(self) -> None:
         """Forget the blocks of :meth:`edit`."""
         self._edits.clear()
+
+    def export_edits(
+        self,
+        name: str | os.PathLike[str] | None = None,
+        export_dir: str | os.PathLike[str] | None = None,
+        variant: str = "__default__",
+    ) -> Path:
+        """Write the edits of this model to a file, to be imported by another process or somebody else.
+
+        An edit is written as the text of its block, with the values that its variables and the globals it uses have now:
+        tensors, plain data, parts of this model (as their paths), and functions, classes and Python modules (as the names
+        they are imported by). The file is a safetensors file; nothing is pickled.
+
+        Args:
+            name: What the edits belong to; by default the repository the model was loaded from, else the name of its
+                class. A path, or a name that ends in ``.safetensors``, is the file itself.
+            export_dir: Folder of exports; by default ``nnsight/edits`` in the user's cache folder.
+            variant: Name of this set of edits among those of ``name``.
+
+        Returns:
+            The file: ``export_dir/name/variant.safetensors``.
+
+        Raises:
+            ValueError: If the model has no edits.
+            TypeError: If an edit uses a value that cannot be written; the message names the variable.
+
+        Example:
+            >>> with model.edit() as edited:
+            ...     model.transformer.h[5].output[:] += 4.0 * direction
+            >>> edited.export_edits("steering.safetensors")
+            >>> model.import_edits("steering.safetensors")
+        """
+        from .edit_files import edit_file, write_edits
+
+        path = edit_file(self, name, export_dir, variant)
+        write_edits(self, path)
+        return path
+
+    def import_edits(
+        self,
+        name: str | os.PathLike[str] | None = None,
+        export_dir: str | os.PathLike[str] | None = None,
+        variant: str = "__default__",
+    ) -> None:
+        """Add exported edits to this model, in place, after those it has.
+
+        An edit is Python code, which runs in every later trace; modules that it names are imported right away. Import
+        edits only from people you would take a Python script from.
+
+        Args:
+            name: As in :meth:`export_edits`.
+            export_dir: Likewise.
+            variant: Likewise.
+
+        Raises:
+            FileNotFoundError: If there is no such export.
+            ValueError: If the file is damaged, or an edit names a part that this model does not have. Nothing is imported
+                then.
+            ImportError: If an edit uses a function, class or module that cannot be imported here. Likewise.
+        """
+        from .edit_files import edit_file, read_edits
+
+        self._edits.extend(read_edits(self, edit_file(self, name, export_dir, variant)))
 
     def _driver(self, compile: bool | None, function: Callable[..., Any] | None = None) -> Driver:
         """Return what runs the model, compiled or not.
@@ -236,6 +363,7 @@ def _rebuild(
     made = kind.__new__(kind)
     made.__dict__.update(state, _compiled=None)
     made._mount(module, envoys, compile_options)
+    made.__dict__["_edits"] = state["_edits"].of(made)
     return made
 
 
@@ -246,8 +374,15 @@ class _Names:
         self.edits = model._edits
         self._model = model
 
+    @property
+    def modules(self) -> ModuleTree:
+        return self._model._tree
+
     def location_paths(self) -> Iterable[str]:
         return self._model._tree.names()
+
+    def open_mentioned(self, chains: Chains) -> None:
+        self._model._tree.open_mentioned(chains)
 
     def alias_paths(self) -> dict[str, str]:
         """Return the path behind each further name that ``rename`` gave."""

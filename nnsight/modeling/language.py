@@ -1,46 +1,37 @@
 """Language models from transformers, traced with text, token ids or chats as input.
 
-A transformers model wants ``input_ids`` and ``attention_mask``, both ``[batch, sequence]``; people have
-prompts. A :class:`LanguageModel` keeps the tokenizer next to the model and makes these of what it is given:
-
-- Prompts of different lengths are padded to one rectangle, and the mask says which places are real. Decoders
-  are padded on the left, so that ``logits[:, -1]`` is the prediction after every prompt; encoders and
-  encoder-decoder models are padded on the right, as they were trained.
-- A decoder numbers the places of a row from its start, where a left-padded prompt does not begin. It is given
-  ``position_ids`` counted from the mask instead, so every row is what it would be alone.
-- Which arguments there are never depends on the prompts, only their sizes do. So a compiled model is captured
-  again when dynamo first sees a size vary, and from then on serves any number of prompts of any length.
+A :class:`LanguageModel` keeps the tokenizer next to the model: :mod:`.inputs` makes arguments of prompts, :mod:`.generation` runs
+``generate``. By default a model that is named is lazy: its architecture is made from its configuration, without weights, and the
+first run loads them; see :mod:`.mixins.meta`.
 
 Attributes of the transformers model, such as ``model.config`` and ``model.device``, are found on the wrapper.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
-import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..demo import NAME as DEMO_NAME
 from ..demo import path as demo_path
 from ..envoy import Envoy
-from ..runtime.interleaver import active_interleaver
-from ..runtime.tracer import InterleavingTracer
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
 from ..tree import ModuleTree
-from .base import NNsight, _Names
-
-logger = logging.getLogger("nnsight.modeling")
+from .forms import describe
+from .generation import Generation
+from .inputs import TextInput
+from .mixins import LoadingError, MetaMixin
 
 #: Options of ``from_pretrained`` that say where files come from, so they hold for the tokenizer too.
 _REPOSITORY_OPTIONS = {
@@ -52,39 +43,11 @@ _REPOSITORY_OPTIONS = {
     "trust_remote_code",
 }
 
-#: What tokenizers return beside ids and mask; some models take some of them.
-_TOKENIZER_EXTRAS = {
-    "length",
-    "num_truncated_tokens",
-    "offset_mapping",
-    "overflow_to_sample_mapping",
-    "overflowing_tokens",
-    "special_tokens_mask",
-    "token_type_ids",
-}
-
-_DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
-
-#: Arguments with one row per prompt, which may be given as lists.
-_ROWS = {"attention_mask", "token_type_ids", "position_ids", *_DECODER_ROWS}
-
-#: Arguments with one row per prompt that join the prompts of several invokes.
-_BATCH_NAMES = {"input_ids", "inputs_embeds", *_ROWS}
-
-#: Arguments that a call can do with instead of ``input_ids``.
-_INSTEAD_OF_IDS = {"inputs_embeds", "encoder_outputs", "decoder_input_ids", "decoder_inputs_embeds"}
-
-#: Target that the losses of PyTorch skip.
-_IGNORED_LABEL = -100
-
-_FORMS = (
-    "a string, a list of strings, token ids (a list, a list of lists, or an integer tensor or array with one "
-    "or two dimensions), a dict or BatchEncoding with `input_ids`, a chat (a list of {'role': ..., "
-    "'content': ...}) or a list of chats"
-)
+#: Lets models compute numbers while they are made without weights; not in all versions of transformers.
+_safe_creation = getattr(import_module("transformers.initialization"), "meta_device_safe_creation_ops", contextlib.nullcontext)
 
 
-class LanguageModel(NNsight):
+class LanguageModel(TextInput, MetaMixin):
     """A transformers model with its tokenizer, whose internals can be read and edited while it runs.
 
     Args:
@@ -94,8 +57,9 @@ class LanguageModel(NNsight):
             ``model`` is a name; a model that is loaded already has none and then takes token ids only.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
         automodel: The class whose ``from_pretrained`` loads the model: ``AutoModelForSeq2SeqLM`` for T5,
-            ``AutoModelForMaskedLM`` for BERT.
-        dispatch: Accepted for scripts that pass it; the weights are loaded at once.
+            ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
+        dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
+            run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
         **from_pretrained_kwargs: Passed to ``automodel.from_pretrained``, for instance ``device_map``,
             ``dtype`` (or ``torch_dtype``), ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
             ``rename`` and ``envoys``, which are those of :class:`NNsight`.
@@ -104,9 +68,11 @@ class LanguageModel(NNsight):
         tokenizer: The tokenizer, or None. Padding has to fit the model, so its ``padding_side`` is set to
             "left" for decoders and to "right" for others, and a missing pad token becomes the end-of-sequence
             token. A tokenizer that was passed in is changed, too; what is set on it later is respected.
+        dispatched: Whether the weights are loaded.
 
     Raises:
         TypeError: If ``model`` is neither a name nor a module, or is a module with options for loading it.
+        LoadingError: If the configuration, or later the weights, cannot be read. It is an ``OSError``.
 
     Example:
         >>> model = LanguageModel("nnsight/demo")
@@ -117,8 +83,6 @@ class LanguageModel(NNsight):
         ' Paris'
     """
 
-    tokenizer: Any
-
     def __init__(
         self,
         model: str | os.PathLike[str] | torch.nn.Module,
@@ -126,66 +90,54 @@ class LanguageModel(NNsight):
         *,
         compile: bool | dict[str, Any] = False,
         automodel: Any = AutoModelForCausalLM,
-        dispatch: bool = True,
+        dispatch: bool = False,
         **from_pretrained_kwargs: Any,
     ) -> None:
         options = from_pretrained_kwargs
-        tree_options = {name: options.pop(name) for name in ("rename", "envoys") if name in options}
+        if "torch_dtype" in options:  # the former name, about which transformers warns
+            options["dtype"] = options.pop("torch_dtype")
         tokenizer_options = {name: options[name] for name in _REPOSITORY_OPTIONS & options.keys()}
-        if isinstance(model, torch.nn.Module):
-            if options:
-                raise TypeError(
-                    f"{', '.join(sorted(options))}: options for loading a model, but this "
-                    f"{type(model).__name__} is loaded already. Pass them to its `from_pretrained`."
-                )
-            module = model
-        elif isinstance(model, (str, os.PathLike)):
-            if "torch_dtype" in options:  # the former name, about which transformers warns
-                options["dtype"] = options.pop("torch_dtype")
-            module = automodel.from_pretrained(_folder_or_name(model), **options)
+        if isinstance(model, (str, os.PathLike)):
             if tokenizer is None:
                 tokenizer = model
             else:  # another repository has revisions of its own
                 tokenizer_options.pop("revision", None)
-        else:
-            raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {_describe(model)}.")
+            makes_from_config = hasattr(automodel, "from_config") or hasattr(automodel, "_from_config")
+            options |= {"automodel": automodel, "dispatch": dispatch or not makes_from_config}
+        elif not isinstance(model, torch.nn.Module):
+            raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {describe(model)}.")
+        super().__init__(model, compile=compile, **options)
         if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
-        super().__init__(module, compile=compile, **tree_options)
+            with _naming(tokenizer):
+                tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
         self.tokenizer = tokenizer
         self._adapt_tokenizer()
 
-    def _adapt_tokenizer(self) -> None:
-        """Let the tokenizer pad the way the model needs it."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return
-        side = self._default_padding_side
-        if tokenizer.padding_side != side:
-            logger.info("tokenizer set to pad on the %s for %s", side, type(self._module).__name__)
-            tokenizer.padding_side = side
-        if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-            tokenizer.pad_token = tokenizer.eos_token
+    # -- loading ---------------------------------------------------------------------------------------------
 
-    @property
-    def _is_encoder_decoder(self) -> bool:
-        return bool(getattr(getattr(self._module, "config", None), "is_encoder_decoder", False))
+    def _load(self, name: str | os.PathLike[str], *, automodel: Any, **options: Any) -> torch.nn.Module:
+        """Return the model with its weights, and with what was set on the configurations of the lazy model."""
+        with _naming(name):
+            loaded: torch.nn.Module = automodel.from_pretrained(_folder_or_name(name), **options)
+        for attribute, as_made in self.__dict__.pop("_settings", {}).items():
+            for key, value in vars(getattr(self._module, attribute)).items():
+                if key not in as_made or as_made[key] != value:
+                    setattr(getattr(loaded, attribute), key, value)
+        return loaded
 
-    @property
-    def _is_decoder(self) -> bool:
-        """Whether the model reads left to right. Families of masked language models never count."""
-        family = getattr(getattr(self._module, "config", None), "model_type", None)
-        return not self._is_encoder_decoder and family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    @property
-    def _default_padding_side(self) -> str:
-        return "left" if self._is_decoder else "right"
+    def _load_meta(self, name: str | os.PathLike[str], *, automodel: Any, **options: Any) -> torch.nn.Module:
+        """Return the model that its configuration describes, without weights."""
+        with _naming(name):
+            module = _from_configuration(automodel, _folder_or_name(name), options).eval()
+        configurations = {key: getattr(module, key, None) for key in ("config", "generation_config")}
+        self.__dict__["_settings"] = {
+            key: copy.deepcopy(vars(found)) for key, found in configurations.items() if found is not None
+        }
+        return module
 
     # -- generation ------------------------------------------------------------------------------------------
 
-    def generate(
-        self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any
-    ) -> Any:
+    def generate(self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
 
         In the block every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the
@@ -201,10 +153,10 @@ class LanguageModel(NNsight):
             In a ``with`` header the tracer. Else what ``generate`` of transformers returns: token ids with the prompt,
             int64 ``[batch, sequence]``, unless it was asked for more.
         """
-        generation = _Generation(self)
+        generation = Generation(self)
         if calls_for_with(sys._getframe(1)):
-            driver = self._driver(compile, generation)
-            return InterleavingTracer(driver, generation, inputs, kwargs, backend, _Names(self))
+            return self._tracer(generation, inputs, kwargs, compile, backend)
+        self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
         return generation(*args, **kwargs)
 
@@ -215,292 +167,14 @@ class LanguageModel(NNsight):
         module.streamer = torch.nn.Module()
         return Envoy(module, path="model.generator", tree=ModuleTree(module, "model.generator"))
 
-    # -- input -----------------------------------------------------------------------------------------------
-
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn prompts into the arguments of the model.
-
-        Args:
-            *inputs: At most one: a string, a list of strings, token ids as a list, a list of lists, or an
-                integer tensor or array ``[sequence]`` or ``[batch, sequence]``, a dict or ``BatchEncoding``,
-                a chat or a list of chats. A chat goes through the tokenizer's chat template; the model is to
-                answer it, or to go on with the last message if that is the assistant's.
-            **kwargs: Arguments of the model by name. ``input_ids`` may have all the forms above; masks,
-                labels and the like may be lists, of different lengths too. Labels are padded with -100.
-
-        Returns:
-            No positional arguments, and as keyword arguments, on the model's device:
-
-            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor
-              without a mask are taken to have no padding. A decoder's call that continues a cache
-              (``past_key_values``) gets no mask but a given one, which has to cover the cache as well.
-            - ``position_ids``, of the same shape, for decoders that take them.
-            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given
-              neither those nor labels.
-            - All others as they were given, except what tokenizers return and this model does not take.
-
-        Raises:
-            ValueError: If there is no prompt, or one without tokens.
-            TypeError: If the input has none of the forms above.
-            AttributeError: If the input is text and there is no tokenizer.
-        """
-        given = _by_name(inputs, kwargs)
-        ids = given.pop("input_ids", None)
-        prepared = {} if ids is None else self._encode(ids)
-        if given.get("past_key_values") is not None and not self._is_encoder_decoder:
-            prepared.pop("attention_mask", None)
-        width = 0 if ids is None else prepared["input_ids"].shape[1]
-        for name, value in given.items():
-            is_rows = name in _ROWS and value is not None
-            prepared[name] = self._tensor(name, value, width) if is_rows else value
-
-        accepted, any_name = _parameters(self._module)
-        if self._is_encoder_decoder and "decoder_input_ids" in accepted:
-            self._start_decoder(prepared)
-        elif self._is_decoder and "position_ids" in accepted:
-            _count_positions(prepared)
-        optional = _TOKENIZER_EXTRAS if any_name else _TOKENIZER_EXTRAS | {"attention_mask"}
-        device = self._input_device()
-        return (), {
-            name: value.to(device) if device is not None and isinstance(value, torch.Tensor) else value
-            for name, value in prepared.items()
-            if name in accepted or name not in optional
-        }
-
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
-        """Join the prompts of one more invoke to those before it, padded to one rectangle.
-
-        Args:
-            batched: What this returned for the invokes before, ``None`` for the first.
-            *args: Nothing; everything has a name after :meth:`_prepare_input`.
-            **kwargs: The arguments :meth:`_prepare_input` made for this invoke.
-
-        Returns:
-            The arguments for all prompts so far, and the number of prompts of this invoke.
-
-        Raises:
-            ValueError: If only some invokes have an argument with rows, or others differ between invokes.
-        """
-        rows = next(value for name, value in kwargs.items() if name in _BATCH_NAMES).shape[0]
-        if batched is None:
-            return ((), kwargs), rows
-        joined: dict[str, Any] = {}
-        for name in {**batched[1], **kwargs}:
-            before, added = batched[1].get(name), kwargs.get(name)
-            if name not in _BATCH_NAMES:
-                if before is not added and before != added:
-                    raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
-                joined[name] = added
-            elif before is None or added is None:
-                raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
-            else:
-                joined[name] = self._stack(name, before, added)
-        return ((), joined), rows
-
-    def _stack(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-        """Return the rows of both tensors, the shorter ones padded as ``name`` requires."""
-        if above.ndim == 1:
-            return torch.cat([above, below])
-        width = max(above.shape[1], below.shape[1])
-        filler = self._filler(name)
-        side = self._padding_side
-        padded = []
-        for part in (above, below):
-            missing = width - part.shape[1]
-            padding = (missing, 0) if side == "left" else (0, missing)
-            # ``pad`` counts dimensions from the last: embeddings have one more behind the sequence.
-            lengths = padding if part.ndim == 2 else (0, 0, *padding)
-            padded.append(torch.nn.functional.pad(part, lengths, value=filler))
-        return torch.cat(padded)
-
-    def _encode(self, prompts: Any) -> dict[str, torch.Tensor]:
-        """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``."""
-        if isinstance(prompts, np.ndarray) and prompts.dtype.kind == "U":
-            prompts = prompts.tolist()
-        if isinstance(prompts, (torch.Tensor, np.ndarray)):
-            ids = _id_tensor(prompts)
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise TypeError(f"A prompt cannot be {_describe(prompts)}. Pass {_FORMS}.")
-        if len(prompts) == 0:
-            raise ValueError("The list of prompts is empty. Pass at least one prompt or one token id.")
-
-        if _all(prompts, str):
-            columns = dict(self._require_tokenizer()(list(prompts)))
-        elif _all(prompts, Mapping):
-            columns = self._render([prompts])
-        elif _all(prompts, (list, tuple)) and all(chat and _all(chat, Mapping) for chat in prompts):
-            columns = self._render(prompts)
-        else:
-            columns = {"input_ids": _id_rows(prompts)}
-        for index, row in enumerate(columns["input_ids"]):
-            if len(row) == 0:
-                raise ValueError(self._without_tokens(prompts, index))
-        columns.setdefault("attention_mask", [[1] * len(row) for row in columns["input_ids"]])
-        wanted = ("input_ids", "attention_mask", "token_type_ids")
-        return {name: self._pad(name, columns[name]) for name in wanted if name in columns}
-
-    def _render(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[list[int]]]:
-        """Return what the tokenizer makes of ``chats``: by name, a row for each."""
-        tokenizer = self._require_tokenizer()
-        columns: dict[str, list[list[int]]] = {}
-        for chat in chats:
-            unfinished = chat[-1].get("role") == "assistant"
-            encoding = tokenizer.apply_chat_template(
-                list(chat),
-                add_generation_prompt=not unfinished,
-                continue_final_message=unfinished,
-                return_dict=True,
-            )
-            for name, row in encoding.items():
-                columns.setdefault(name, []).append(row)
-        return columns
-
-    def _tensor(self, name: str, value: Any, width: int) -> torch.Tensor:
-        """Return the argument ``name`` as a tensor with a row for each prompt.
-
-        Args:
-            name: One of ``_ROWS``.
-            value: A tensor, an array, a list of rows, or a single row.
-            width: Length of the padded prompts, to which shorter rows are padded.
-        """
-        if isinstance(value, Sequence) and value and _all(value, (list, tuple, torch.Tensor, np.ndarray)):
-            own_length = self._is_encoder_decoder and name in _DECODER_ROWS
-            value = self._pad(name, [list(row) for row in value], 0 if own_length else width)
-        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-        if tensor.ndim != 1:
-            return tensor
-        # Labels that are not as long as the prompt are classes, one for each prompt.
-        classes = name == "labels" and not self._is_encoder_decoder and len(tensor) != width
-        return tensor if classes else tensor.unsqueeze(0)
-
-    def _pad(self, name: str, rows: Sequence[Sequence[int]], width: int = 0) -> torch.Tensor:
-        """Return ``rows`` as a tensor as wide as the longest, or ``width``, padded as ``name`` requires."""
-        filler, side = self._filler(name), self._padding_side
-        width = max(width, *(len(row) for row in rows))
-        padded = []
-        for row in rows:
-            padding = [filler] * (width - len(row))
-            padded.append([*padding, *row] if side == "left" else [*row, *padding])
-        return torch.tensor(padded)
-
-    @property
-    def _padding_side(self) -> str:
-        return self._default_padding_side if self.tokenizer is None else self.tokenizer.padding_side
-
-    def _filler(self, name: str) -> int:
-        """Return what pads the rows of the argument ``name``."""
-        if name in {"input_ids", "decoder_input_ids"}:
-            return self._pad_id()
-        if name == "token_type_ids":
-            return getattr(self.tokenizer, "pad_token_type_id", 0)
-        return _IGNORED_LABEL if name == "labels" else 0
-
-    def _pad_id(self) -> int:
-        """Return the id to pad with. Any that has an embedding will do, since the mask hides it."""
-        for owner in (self.tokenizer, getattr(self._module, "config", None)):
-            for name in ("pad_token_id", "eos_token_id"):
-                found = getattr(owner, name, None)
-                if isinstance(found, int) and found >= 0:
-                    return found
-        return 0
-
-    def _start_decoder(self, prepared: dict[str, Any]) -> None:
-        """Let the decoder of an encoder-decoder model begin with its start token, if with nothing else."""
-        begun = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
-        if any(prepared.get(name) is not None for name in begun):
-            return
-        source = prepared.get("input_ids", prepared.get("inputs_embeds"))
-        owners = (self._module.config, getattr(self._module, "generation_config", None))
-        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")  # T5 starts with its pad token
-        found = (getattr(owner, name, None) for name in names for owner in owners)
-        start = next((token for token in found if token is not None), None)
-        if source is not None and start is not None:
-            prepared["decoder_input_ids"] = torch.full((source.shape[0], 1), start, device=source.device)
-
-    def _input_device(self) -> torch.device | None:
-        """Return the device of the first weights; None where hooks that load the weights see to it."""
-        weight = next(self._module.parameters(), None)
-        return None if weight is None or weight.is_meta else weight.device
-
-    def _require_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise AttributeError(
-                "Tokenizer not found: the input is text, and this model was wrapped without a tokenizer. "
-                "Pass one, as in `LanguageModel(module, tokenizer=AutoTokenizer.from_pretrained(...))`, "
-                "or trace with token ids."
-            )
-        return self.tokenizer
-
-    def _without_tokens(self, prompts: Sequence[Any], index: int) -> str:
-        """Say why prompt ``index`` cannot be run."""
-        if isinstance(prompts[index], str) and prompts[index]:
-            return (
-                f"The tokenizer found no tokens in {prompts[index]!r}. It has {len(self.tokenizer)} in all. "
-                "If that is too few, its files are missing from the model's folder: save it there too, with "
-                "`tokenizer.save_pretrained`."
-            )
-        which = f"Prompt {index} of {len(prompts)}" if len(prompts) > 1 else "The prompt"
-        return f"{which} is empty: it has no tokens, and the model needs at least one."
-
-
-class _Generation:
-    """Calls ``generate`` of a model: what a trace of a generation drives, and how it prepares input.
-
-    Args:
-        model: The wrapped model.
-    """
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = active_interleaver()
-        if run is not None and "streamer" not in kwargs and kwargs.get("num_beams", 1) == 1:
-            kwargs["streamer"] = _Streamer()
-        output = self._model._module.generate(*args, **kwargs)  # type: ignore[operator]
-        return output if run is None else run.handle("model.generator.output", output)
-
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
-        given = {"position_ids", "decoder_input_ids"} & kwargs.keys()
-        args, prepared = self._model._prepare_input(*inputs, **kwargs)
-        for name in {"position_ids", "decoder_input_ids"} - given:
-            prepared.pop(name, None)
-        config = getattr(self._model._module, "generation_config", None)
-        if getattr(config, "pad_token_id", None) is None:
-            prepared.setdefault("pad_token_id", self._model._pad_id())
-        return args, prepared
-
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
-        return self._model._batch(batched, *args, **kwargs)
-
-
-class _Streamer:
-    """Offers the ids that ``generate`` streams to the active run."""
-
-    def put(self, value: torch.Tensor) -> None:
-        run = active_interleaver()
-        if run is not None:
-            run.handle("model.generator.streamer.output", value)
-
-    def end(self) -> None:
-        """Nothing is left to offer."""
-
 
 def demo_model(**kwargs: Any) -> LanguageModel:
-    """Return the small language model that comes with this package; nothing is downloaded.
+    """Return the small language model that comes with this package, with its weights; nothing is downloaded.
 
     Args:
         **kwargs: Those of :class:`LanguageModel`, for instance ``compile=True``.
     """
-    return LanguageModel(DEMO_NAME, **kwargs)
+    return LanguageModel(DEMO_NAME, **{"dispatch": True, **kwargs})
 
 
 def _folder_or_name(name: str | os.PathLike[str]) -> str:
@@ -509,87 +183,38 @@ def _folder_or_name(name: str | os.PathLike[str]) -> str:
     return demo_path() if name == DEMO_NAME else name
 
 
-def _by_name(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trace by name, having checked that there is something to run on."""
-    if len(inputs) > 1:
-        raise TypeError(f"A trace takes one input, not {len(inputs)}. Pass several prompts as a list.")
-    named: dict[str, Any] = {}
-    if inputs:
-        named = dict(inputs[0]) if isinstance(inputs[0], Mapping) else {"input_ids": inputs[0]}
-        if named.get("input_ids") is not None and kwargs.get("input_ids") is not None:
-            raise TypeError("`input_ids` is given twice: in the input and by name.")
-    given = {**named, **kwargs}
-    if all(given.get(name) is None for name in ("input_ids", *_INSTEAD_OF_IDS)):
-        if inputs:
-            raise TypeError(f"The input is {_describe(inputs[0])} without `input_ids`. Pass {_FORMS}.")
-        raise ValueError(f"The model did not execute: it was given no input. Pass {_FORMS}.")
-    return given
+@contextlib.contextmanager
+def _naming(name: str | os.PathLike[str]) -> Iterator[None]:
+    """Let errors say which model was to be loaded."""
+    try:
+        yield
+    except (TypeError, ImportError) as error:  # an option that the model does not have, a package that is missing
+        error.add_note(f"This happened while {os.fspath(name)!r} was loaded.")
+        raise
+    except Exception as error:
+        raise LoadingError(f"{os.fspath(name)!r} could not be loaded: {type(error).__name__}: {error}") from error
 
 
-def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:
-    """Return the names of the parameters of ``module.forward``, and whether it takes any other name."""
-    if "forward" in module.__dict__:  # set on the instance by a hook; not remembered, it would keep the module alive
-        return _signature_of(module.forward)
-    return _class_signature(type(module).forward)
-
-
-def _signature_of(function: Any) -> tuple[set[str], bool]:
-    parameters = inspect.signature(function).parameters
-    names = {name for name in parameters if name != "self"}
-    return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-
-
-@functools.lru_cache(maxsize=256)
-def _class_signature(forward: Callable[..., Any]) -> tuple[set[str], bool]:
-    return _signature_of(forward)
-
-
-def _count_positions(prepared: dict[str, Any]) -> None:
-    """Add positions counted from the mask, if there is a mask and there are no positions."""
-    source = prepared.get("input_ids", prepared.get("inputs_embeds"))
-    mask = prepared.get("attention_mask")
-    if prepared.get("position_ids") is not None or source is None or mask is None or mask.ndim != 2:
-        return
-    # A call that continues a cache has a mask longer than its ids.
-    prepared["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -source.shape[1] :]
-
-
-def _id_tensor(ids: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return ``ids`` as an int64 tensor ``[batch, sequence]``."""
-    if isinstance(ids, np.ndarray):
-        ids = torch.tensor(ids.astype(np.int64) if ids.dtype.kind in "iu" else ids)
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"Token ids are integers, not {ids.dtype}. Pass embeddings as `inputs_embeds=`.")
-    if ids.ndim not in {1, 2}:
-        raise ValueError(f"Token ids are [sequence] or [batch, sequence]; the shape is {tuple(ids.shape)}.")
-    if ids.numel() == 0:
-        raise ValueError(f"There are no token ids in the input; its shape is {tuple(ids.shape)}.")
-    return ids.long().reshape(-1, ids.shape[-1])
-
-
-def _id_rows(prompts: Sequence[Any]) -> list[list[int]]:
-    """Return token ids, given as one row or as a list of rows, as a list of rows."""
-    if _all_integers(prompts):
-        return [[int(item) for item in prompts]]
-    rows = []
-    for row in prompts:
-        if isinstance(row, (torch.Tensor, np.ndarray)) and row.ndim == 1:
-            rows.append(_id_tensor(row)[0].tolist() if len(row) else [])
-        elif isinstance(row, (list, tuple)) and _all_integers(row):
-            rows.append([int(item) for item in row])
-        else:
-            raise TypeError(f"Among the prompts or ids is {_describe(row)}. Pass {_FORMS}.")
-    return rows
-
-
-def _all(values: Sequence[Any], kind: type | tuple[type, ...]) -> bool:
-    return all(isinstance(value, kind) for value in values)
-
-
-def _all_integers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
-
-
-def _describe(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+def _from_configuration(automodel: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
+    """Return the model that ``automodel.from_pretrained(name, **options)`` would return, its weights as they come."""
+    options.pop("quantization_config", None)
+    chosen: dict[str, Any] = {
+        key: options.pop(key) for key in ("attn_implementation", "experts_implementation") if key in options
+    }
+    dtype, config = options.pop("dtype", "auto"), options.pop("config", None)
+    if dtype not in ("auto", None):
+        chosen["dtype"] = dtype
+    if isinstance(config, PreTrainedConfig):
+        config = copy.deepcopy(config)
+    else:
+        config, options = AutoConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
+    if hasattr(automodel, "from_config"):
+        make = automodel.from_config
+        if "trust_remote_code" in options:
+            chosen["trust_remote_code"] = options["trust_remote_code"]
+    else:
+        make = automodel._from_config
+    with _safe_creation():
+        made: torch.nn.Module = make(config, **chosen)
+        further = options.keys() & inspect.signature(type(made).__init__).parameters.keys() - {"self", "config"}
+        return make(config, **chosen, **{key: options[key] for key in further}) if further else made

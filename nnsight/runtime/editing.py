@@ -2,17 +2,23 @@
 
 ``with model.edit() as edited:`` does not run the model. Its block is kept, with the values its variables have now, and each
 trace of ``edited`` runs it before the blocks of the trace, as if it stood at the top of every one of them.
+
+An edit belongs to the model that has it, and must not keep it alive: a model whose edits lead back to it would wait for the
+cycle collector, with all its weights. So what stands for that model in the block is not a value but a name to be filled
+in when the block runs. For the same reason an edit can be handed to another model, :meth:`Edit.of`.
 """
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..tracing import Block, Scope, Tracer
+from ..tracing.excerpt import Excerpt
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,21 +29,30 @@ class Edit:
         block: Its code.
         scope: The values its variables had when it was defined.
         module_globals: The globals of the user's module.
-        target: What the block's ``as`` name stands for. A weak reference: the edit belongs to it.
+        source: Its text.
+        target: The model that has it, and what the block's ``as`` name stands for. A weak reference: the edit belongs to it.
+        roots: Variables that stand for that model too.
     """
 
     block: Block
     scope: Scope
     module_globals: dict[str, Any]
+    source: Excerpt
     target: weakref.ref[Any]
+    roots: frozenset[str] = frozenset()
 
     def function(self) -> Callable[[], None]:
         """Return the block as a function for one run, on variables of its own."""
-        return self.block.bind(self.scope.copy(), self.target(), self.module_globals)
+        if self.block.filename == self.source.registered_name:
+            self.source.register()  # somebody may have emptied linecache
+        scope, target = self.scope.copy(), self.target()
+        for name in self.roots:
+            scope.cells[name].cell_contents = target
+        return self.block.bind(scope, target, self.module_globals)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Edit:
-        """An edit names locations, which a copy of the model has too."""
-        return self
+    def of(self, model: Any) -> Edit:
+        """Return this edit as one that ``model`` has."""
+        return replace(self, target=weakref.ref(model))
 
 
 class EditingTracer(Tracer):
@@ -52,6 +67,11 @@ class EditingTracer(Tracer):
         super().__init__()
         self._edits = edits
         self._edited = edited
+        self._source: Excerpt | None = None
+
+    def __enter__(self) -> Any:
+        self._source = Excerpt.of(sys._getframe(1))
+        return super().__enter__()
 
     @property
     def target_value(self) -> Any:
@@ -60,11 +80,17 @@ class EditingTracer(Tracer):
 
     def _close(self) -> None:
         super()._close()
-        self._edited = None
+        self._edited = self._source = None
         self._edits = []
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Keep the block."""
         assert isinstance(function, types.FunctionType)
-        assert self.info is not None and self.scope is not None and self._frame is not None
-        self._edits.append(Edit(self.info, self.scope.copy(), self._frame.f_globals, weakref.ref(self._edited)))
+        assert self.info is not None and self.scope is not None and self._frame is not None and self._source is not None
+        kept = self.scope.copy()
+        roots = {name for name, value in kept.items() if value is self._edited}
+        for name in roots:
+            del kept.cells[name].cell_contents
+        module_globals = self._frame.f_globals
+        target = weakref.ref(self._edited)
+        self._edits.append(Edit(self.info, kept, module_globals, self._source, target, frozenset(roots)))

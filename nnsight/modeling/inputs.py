@@ -1,0 +1,348 @@
+"""Prompts as the arguments of a transformers model.
+
+A transformers model wants ``input_ids`` and ``attention_mask``, both ``[batch, sequence]``; people have
+prompts. :class:`TextInput` makes the one of the other:
+
+- Prompts of different lengths are padded to one rectangle, and the mask says which places are real. Decoders
+  are padded on the left, so that ``logits[:, -1]`` is the prediction after every prompt; encoders and
+  encoder-decoder models are padded on the right, as they were trained.
+- A decoder numbers the places of a row from its start, where a left-padded prompt does not begin. It is given
+  ``position_ids`` counted from the mask instead, so every row is what it would be alone.
+- Which arguments there are never depends on the prompts, only their sizes do. So a compiled model is captured
+  again when dynamo first sees a size vary, and from then on serves any number of prompts of any length.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from .forms import FORMS, all_are, by_name, describe, id_rows, id_tensor
+
+logger = logging.getLogger("nnsight.modeling")
+
+#: What tokenizers return beside ids and mask; some models take some of them.
+_TOKENIZER_EXTRAS = {
+    "length",
+    "num_truncated_tokens",
+    "offset_mapping",
+    "overflow_to_sample_mapping",
+    "overflowing_tokens",
+    "special_tokens_mask",
+    "token_type_ids",
+}
+
+_DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
+
+#: Arguments with one row per prompt, which may be given as lists.
+_ROWS = {"attention_mask", "token_type_ids", "position_ids", *_DECODER_ROWS}
+
+#: Arguments with one row per prompt that join the prompts of several invokes.
+_BATCH_NAMES = {"input_ids", "inputs_embeds", *_ROWS}
+
+#: Target that the losses of PyTorch skip.
+_IGNORED_LABEL = -100
+
+
+class TextInput:
+    """Turns prompts into the arguments of a model; a base of root envoys that have a tokenizer.
+
+    Attributes:
+        tokenizer: The tokenizer, or None.
+    """
+
+    tokenizer: Any
+    _module: torch.nn.Module
+
+    def _adapt_tokenizer(self) -> None:
+        """Let the tokenizer pad the way the model needs it."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return
+        side = self._default_padding_side
+        if tokenizer.padding_side != side:
+            logger.info("tokenizer set to pad on the %s for %s", side, type(self._module).__name__)
+            tokenizer.padding_side = side
+        if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+            tokenizer.pad_token = tokenizer.eos_token
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(getattr(getattr(self._module, "config", None), "is_encoder_decoder", False))
+
+    @property
+    def _is_decoder(self) -> bool:
+        """Whether the model reads left to right. Families of masked language models never count."""
+        family = getattr(getattr(self._module, "config", None), "model_type", None)
+        return not self._is_encoder_decoder and family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    @property
+    def _default_padding_side(self) -> str:
+        return "left" if self._is_decoder else "right"
+
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn prompts into the arguments of the model.
+
+        Args:
+            *inputs: At most one: a string, a list of strings, token ids as a list, a list of lists, or an
+                integer tensor or array ``[sequence]`` or ``[batch, sequence]``, a dict or ``BatchEncoding``,
+                a chat or a list of chats. A chat goes through the tokenizer's chat template; the model is to
+                answer it, or to go on with the last message if that is the assistant's.
+            **kwargs: Arguments of the model by name. ``input_ids`` may have all the forms above; masks,
+                labels and the like may be lists, of different lengths too. Labels are padded with -100.
+
+        Returns:
+            No positional arguments, and as keyword arguments, on the model's device:
+
+            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor
+              without a mask are taken to have no padding. A decoder's call that continues a cache
+              (``past_key_values``) gets no mask but a given one, which has to cover the cache as well.
+            - ``position_ids``, of the same shape, for decoders that take them.
+            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given
+              neither those nor labels.
+            - All others as they were given, except what tokenizers return and this model does not take.
+
+        Raises:
+            ValueError: If there is no prompt, or one without tokens.
+            TypeError: If the input has none of the forms above.
+            AttributeError: If the input is text and there is no tokenizer.
+        """
+        given = by_name(inputs, kwargs)
+        ids = given.pop("input_ids", None)
+        prepared = {} if ids is None else self._encode(ids)
+        if given.get("past_key_values") is not None and not self._is_encoder_decoder:
+            prepared.pop("attention_mask", None)
+        width = 0 if ids is None else prepared["input_ids"].shape[1]
+        for name, value in given.items():
+            is_rows = name in _ROWS and value is not None
+            prepared[name] = self._tensor(name, value, width) if is_rows else value
+
+        accepted, any_name = _parameters(self._module)
+        if self._is_encoder_decoder and "decoder_input_ids" in accepted:
+            self._start_decoder(prepared)
+        elif self._is_decoder and "position_ids" in accepted:
+            _count_positions(prepared)
+        optional = _TOKENIZER_EXTRAS if any_name else _TOKENIZER_EXTRAS | {"attention_mask"}
+        device = self._input_device()
+        return (), {
+            name: value.to(device) if device is not None and isinstance(value, torch.Tensor) else value
+            for name, value in prepared.items()
+            if name in accepted or name not in optional
+        }
+
+    def _batch(
+        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+        """Join the prompts of one more invoke to those before it, padded to one rectangle.
+
+        Args:
+            batched: What this returned for the invokes before, ``None`` for the first.
+            *args: Nothing; everything has a name after :meth:`_prepare_input`.
+            **kwargs: The arguments :meth:`_prepare_input` made for this invoke.
+
+        Returns:
+            The arguments for all prompts so far, and the number of prompts of this invoke.
+
+        Raises:
+            ValueError: If only some invokes have an argument with rows, or others differ between invokes.
+        """
+        rows = next(value for name, value in kwargs.items() if name in _BATCH_NAMES).shape[0]
+        if batched is None:
+            return ((), kwargs), rows
+        joined: dict[str, Any] = {}
+        for name in {**batched[1], **kwargs}:
+            before, added = batched[1].get(name), kwargs.get(name)
+            if name not in _BATCH_NAMES:
+                if before is not added and before != added:
+                    raise ValueError(
+                        f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch."
+                    )
+                joined[name] = added
+            elif before is None or added is None:
+                raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
+            else:
+                joined[name] = self._stack(name, before, added)
+        return ((), joined), rows
+
+    def _stack(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+        """Return the rows of both tensors, the shorter ones padded as ``name`` requires."""
+        if above.ndim == 1:
+            return torch.cat([above, below])
+        width = max(above.shape[1], below.shape[1])
+        filler = self._filler(name)
+        side = self._padding_side
+        padded = []
+        for part in (above, below):
+            missing = width - part.shape[1]
+            padding = (missing, 0) if side == "left" else (0, missing)
+            # ``pad`` counts dimensions from the last: embeddings have one more behind the sequence.
+            lengths = padding if part.ndim == 2 else (0, 0, *padding)
+            padded.append(torch.nn.functional.pad(part, lengths, value=filler))
+        return torch.cat(padded)
+
+    def _encode(self, prompts: Any) -> dict[str, torch.Tensor]:
+        """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``."""
+        if isinstance(prompts, np.ndarray) and prompts.dtype.kind == "U":
+            prompts = prompts.tolist()
+        if isinstance(prompts, (torch.Tensor, np.ndarray)):
+            ids = id_tensor(prompts)
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise TypeError(f"A prompt cannot be {describe(prompts)}. Pass {FORMS}.")
+        if len(prompts) == 0:
+            raise ValueError("The list of prompts is empty. Pass at least one prompt or one token id.")
+
+        if all_are(prompts, str):
+            columns = dict(self._require_tokenizer()(list(prompts)))
+        elif all_are(prompts, Mapping):
+            columns = self._render([prompts])
+        elif all_are(prompts, (list, tuple)) and all(chat and all_are(chat, Mapping) for chat in prompts):
+            columns = self._render(prompts)
+        else:
+            columns = {"input_ids": id_rows(prompts)}
+        for index, row in enumerate(columns["input_ids"]):
+            if len(row) == 0:
+                raise ValueError(self._without_tokens(prompts, index))
+        columns.setdefault("attention_mask", [[1] * len(row) for row in columns["input_ids"]])
+        wanted = ("input_ids", "attention_mask", "token_type_ids")
+        return {name: self._pad(name, columns[name]) for name in wanted if name in columns}
+
+    def _render(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[list[int]]]:
+        """Return what the tokenizer makes of ``chats``: by name, a row for each."""
+        tokenizer = self._require_tokenizer()
+        columns: dict[str, list[list[int]]] = {}
+        for chat in chats:
+            unfinished = chat[-1].get("role") == "assistant"
+            encoding = tokenizer.apply_chat_template(
+                list(chat),
+                add_generation_prompt=not unfinished,
+                continue_final_message=unfinished,
+                return_dict=True,
+            )
+            for name, row in encoding.items():
+                columns.setdefault(name, []).append(row)
+        return columns
+
+    def _tensor(self, name: str, value: Any, width: int) -> torch.Tensor:
+        """Return the argument ``name`` as a tensor with a row for each prompt.
+
+        Args:
+            name: One of ``_ROWS``.
+            value: A tensor, an array, a list of rows, or a single row.
+            width: Length of the padded prompts, to which shorter rows are padded.
+        """
+        if isinstance(value, Sequence) and value and all_are(value, (list, tuple, torch.Tensor, np.ndarray)):
+            own_length = self._is_encoder_decoder and name in _DECODER_ROWS
+            value = self._pad(name, [list(row) for row in value], 0 if own_length else width)
+        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        if tensor.ndim != 1:
+            return tensor
+        # Labels that are not as long as the prompt are classes, one for each prompt.
+        classes = name == "labels" and not self._is_encoder_decoder and len(tensor) != width
+        return tensor if classes else tensor.unsqueeze(0)
+
+    def _pad(self, name: str, rows: Sequence[Sequence[int]], width: int = 0) -> torch.Tensor:
+        """Return ``rows`` as a tensor as wide as the longest, or ``width``, padded as ``name`` requires."""
+        filler, side = self._filler(name), self._padding_side
+        width = max(width, *(len(row) for row in rows))
+        padded = []
+        for row in rows:
+            padding = [filler] * (width - len(row))
+            padded.append([*padding, *row] if side == "left" else [*row, *padding])
+        return torch.tensor(padded)
+
+    @property
+    def _padding_side(self) -> str:
+        return self._default_padding_side if self.tokenizer is None else self.tokenizer.padding_side
+
+    def _filler(self, name: str) -> int:
+        """Return what pads the rows of the argument ``name``."""
+        if name in {"input_ids", "decoder_input_ids"}:
+            return self._pad_id()
+        if name == "token_type_ids":
+            return getattr(self.tokenizer, "pad_token_type_id", 0)
+        return _IGNORED_LABEL if name == "labels" else 0
+
+    def _pad_id(self) -> int:
+        """Return the id to pad with. Any that has an embedding will do, since the mask hides it."""
+        for owner in (self.tokenizer, getattr(self._module, "config", None)):
+            for name in ("pad_token_id", "eos_token_id"):
+                found = getattr(owner, name, None)
+                if isinstance(found, int) and found >= 0:
+                    return found
+        return 0
+
+    def _start_decoder(self, prepared: dict[str, Any]) -> None:
+        """Let the decoder of an encoder-decoder model begin with its start token, if with nothing else."""
+        begun = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
+        if any(prepared.get(name) is not None for name in begun):
+            return
+        source = prepared.get("input_ids", prepared.get("inputs_embeds"))
+        owners = (self._module.config, getattr(self._module, "generation_config", None))
+        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")  # T5 starts with its pad token
+        found = (getattr(owner, name, None) for name in names for owner in owners)
+        start = next((token for token in found if token is not None), None)
+        if source is not None and start is not None:
+            prepared["decoder_input_ids"] = torch.full((source.shape[0], 1), start, device=source.device)
+
+    def _input_device(self) -> torch.device | None:
+        """Return the device of the first weights; None where hooks that load the weights see to it."""
+        weight = next(self._module.parameters(), None)
+        return None if weight is None or weight.is_meta else weight.device
+
+    def _require_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise AttributeError(
+                "Tokenizer not found: the input is text, and this model was wrapped without a tokenizer. "
+                "Pass one, as in `LanguageModel(module, tokenizer=AutoTokenizer.from_pretrained(...))`, "
+                "or trace with token ids."
+            )
+        return self.tokenizer
+
+    def _without_tokens(self, prompts: Sequence[Any], index: int) -> str:
+        """Say why prompt ``index`` cannot be run."""
+        if isinstance(prompts[index], str) and prompts[index]:
+            return (
+                f"The tokenizer found no tokens in {prompts[index]!r}. It has {len(self.tokenizer)} in all. "
+                "If that is too few, its files are missing from the model's folder: save it there too, with "
+                "`tokenizer.save_pretrained`."
+            )
+        which = f"Prompt {index} of {len(prompts)}" if len(prompts) > 1 else "The prompt"
+        return f"{which} is empty: it has no tokens, and the model needs at least one."
+
+
+def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:
+    """Return the names of the parameters of ``module.forward``, and whether it takes any other name."""
+    if "forward" in module.__dict__:  # set on the instance by a hook; not remembered, it would keep the module alive
+        return _signature_of(module.forward)
+    return _class_signature(type(module).forward)
+
+
+def _signature_of(function: Any) -> tuple[set[str], bool]:
+    parameters = inspect.signature(function).parameters
+    names = {name for name in parameters if name != "self"}
+    return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+
+
+@functools.lru_cache(maxsize=256)
+def _class_signature(forward: Callable[..., Any]) -> tuple[set[str], bool]:
+    return _signature_of(forward)
+
+
+def _count_positions(prepared: dict[str, Any]) -> None:
+    """Add positions counted from the mask, if there is a mask and there are no positions."""
+    source = prepared.get("input_ids", prepared.get("inputs_embeds"))
+    mask = prepared.get("attention_mask")
+    if prepared.get("position_ids") is not None or source is None or mask is None or mask.ndim != 2:
+        return
+    # A call that continues a cache has a mask longer than its ids.
+    prepared["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -source.shape[1] :]

@@ -1,0 +1,251 @@
+"""Models whose weights are loaded when they are needed.
+
+A model by name begins on the *meta device*: all modules are there, so it can be printed, addressed, edited and scanned, and its
+tensors have sizes and no memory. :meth:`MetaMixin.dispatch` loads the weights; the first run does so by itself.
+
+Loading makes new modules (it may choose other classes, spread them over devices, quantise them), so dispatch puts new modules below
+the same envoys. What was done to the lazy model before is done to the loaded one: modules that were added, replaced or
+removed, hooks, training mode, and weights that were frozen. Wrappers that share the lazy model, such as the copies that ``edit()``
+makes, are all dispatched with the first of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...runtime.interleaver import active_interleaver
+from ...runtime.tracer import Driver
+from .loadable import LoadableMixin
+
+#: Methods of modules that read or change weights, so that they are for the loaded model only.
+_ABOUT_WEIGHTS = frozenset(
+    {
+        "_apply",
+        "apply",
+        "bfloat16",
+        "cpu",
+        "cuda",
+        "double",
+        "float",
+        "half",
+        "load_state_dict",
+        "push_to_hub",
+        "resize_token_embeddings",
+        "save_pretrained",
+        "share_memory",
+        "state_dict",
+        "to",
+        "type",
+        "xpu",
+    }
+)
+
+#: Where a module keeps its hooks, by number.
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class LoadingError(OSError):
+    """A model could not be loaded. The error of the library that was to load it is the cause."""
+
+
+@dataclass(eq=False)
+class _ModuleAsMade:
+    """A module of the lazy model as it was made, to see later what was done to it.
+
+    Attributes:
+        path: Its path in the model.
+        module: The module.
+        children: Its children.
+        training: Its mode.
+        frozen: Names of its own parameters that do not require gradients.
+        hooks: The hooks in each of its tables.
+    """
+
+    path: str
+    module: torch.nn.Module
+    children: dict[str, torch.nn.Module | None]
+    training: bool
+    frozen: set[str]
+    hooks: dict[str, set[int]]
+
+    @classmethod
+    def of(cls, path: str, module: torch.nn.Module) -> _ModuleAsMade:
+        hooks = {table: set(module.__dict__[table]) for table in _HOOK_TABLES}
+        return cls(path, module, dict(module._modules), module.training, _frozen(module), hooks)
+
+
+@dataclass(eq=False)
+class _Weights:
+    """What all wrappers of one model know about its weights.
+
+    Attributes:
+        dispatched: Whether they are loaded.
+        args: Arguments of ``_load``, until then.
+        kwargs: Likewise, by name.
+        made: The lazy model as it was made, until then.
+        lock: Held while they are loaded.
+    """
+
+    dispatched: bool
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    made: list[_ModuleAsMade] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, lock=threading.Lock())
+
+
+class MetaMixin(LoadableMixin):
+    """A root class whose model is lazy: subclasses define :meth:`_load` and :meth:`_load_meta`.
+
+    Args:
+        *args: A module, which is taken as it is, or the arguments of :meth:`_load` and :meth:`_load_meta`.
+        dispatch: Load the weights at once.
+        **kwargs: ``compile``, ``rename`` and ``envoys`` of :class:`~nnsight.modeling.base.NNsight`; all others are those of
+            :meth:`_load` and :meth:`_load_meta`.
+
+    Example:
+        >>> class Net(MetaMixin):
+        ...     def _load_meta(self, width):
+        ...         return torch.nn.Linear(width, 2)
+        ...     def _load(self, width):
+        ...         return torch.nn.Linear(width, 2)
+        >>> model = Net(3)
+        >>> model.dispatched, model.weight.device.type
+        (False, 'meta')
+        >>> model.dispatch()
+        >>> model.weight.device.type
+        'cpu'
+    """
+
+    _weights: _Weights
+
+    def __init__(self, *args: Any, dispatch: bool = False, **kwargs: Any) -> None:
+        loaded = bool(args) and isinstance(args[0], torch.nn.Module)
+        self.__dict__["_weights"] = _Weights(dispatched=dispatch or loaded)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the weights are loaded."""
+        return self._weights.dispatched
+
+    def dispatch(self) -> None:
+        """Load the weights, unless they are loaded. Envoys stay the same objects and get the modules with weights.
+
+        Threads that come here at once load once. If loading fails, the model stays lazy and can be used as before.
+
+        Raises:
+            LoadingError: If the weights cannot be read.
+        """
+        weights = self._weights
+        if weights.dispatched:
+            return
+        with weights.lock:
+            if weights.dispatched:
+                return
+            loaded = self._load(*weights.args, **weights.kwargs)
+            if not isinstance(loaded, torch.nn.Module):
+                raise TypeError(f"{type(self).__name__}._load returned {type(loaded).__name__}, not a torch.nn.Module.")
+            _carry_over(self._module, weights.made, loaded)
+            for root in self._tree.replace_root(loaded):
+                root._update(loaded)
+            weights.args, weights.kwargs, weights.made = (), {}, []
+            weights.dispatched = True
+
+    def _first_module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        weights = self._weights
+        if weights.dispatched:
+            return self._load(*args, **kwargs)
+        with torch.device("meta"):
+            module = self._load_meta(*args, **kwargs)
+        if isinstance(module, torch.nn.Module):
+            weights.args, weights.kwargs = args, kwargs
+            weights.made = [_ModuleAsMade.of(path, part) for path, part in module.named_modules()]
+        return module
+
+    def _load_meta(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Return the model that :meth:`_load` returns, without weights; subclasses define it.
+
+        It is called with the meta device as torch's default, so making the modules is enough.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not know how to make its model without weights. Define `_load_meta(self, *args, "
+            "**kwargs)` in it, or pass `dispatch=True` to load the weights at once."
+        )
+
+    def _driver(self, *args: Any, **kwargs: Any) -> Driver:
+        self.dispatch()
+        return super()._driver(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, with its weights; see :meth:`NNsight.__call__ <nnsight.modeling.base.NNsight.__call__>`."""
+        if active_interleaver() is None:
+            self.dispatch()
+        return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name in _ABOUT_WEIGHTS and not self.dispatched and active_interleaver() is None:
+            return functools.partial(self._call_loaded, name)
+        return found
+
+    def _call_loaded(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module that has weights."""
+        self.dispatch()
+        return getattr(self._module, name)(*args, **kwargs)
+
+
+def _frozen(module: torch.nn.Module) -> set[str]:
+    return {name for name, weight in module._parameters.items() if weight is not None and not weight.requires_grad}
+
+
+def _carry_over(lazy: torch.nn.Module, made: list[_ModuleAsMade], loaded: torch.nn.Module) -> None:
+    """Do to ``loaded`` what was done to ``lazy`` since it was ``made``."""
+    there = dict(loaded.named_modules())
+    counterparts = {entry.module: there[entry.path] for entry in made if entry.path in there}
+    for entry in made:
+        target = counterparts.get(entry.module)
+        if target is None:
+            continue
+        now = entry.module._modules
+        for name in entry.children.keys() - now.keys():
+            target._modules.pop(name, None)
+        for name, child in now.items():
+            if name not in entry.children or child is not entry.children[name]:
+                target._modules[name] = None if child is None else counterparts.get(child, child)
+        if entry.module.training != entry.training:
+            target.training = entry.module.training
+        for name in _frozen(entry.module) - entry.frozen:
+            weight = target._parameters.get(name)
+            if weight is not None:
+                weight.requires_grad_(False)
+        for table, before in entry.hooks.items():
+            hooks, others = entry.module.__dict__[table], target.__dict__[table]
+            if hooks.keys() - before:
+                for key in before:
+                    hooks.pop(key, None)
+                hooks.update(others)
+                target.__dict__[table] = hooks  # the same object, so that handles of the hooks still remove them
+    for module in list(lazy.modules()):  # those the user added may hold modules of the lazy model
+        if module not in counterparts:
+            for name, child in module._modules.items():
+                if child in counterparts:
+                    module._modules[name] = counterparts[child]

@@ -1,0 +1,145 @@
+"""The trace of a model: it decides when it runs, and may be rehearsed on fakes.
+
+A trace does not know where it will run: its backend may send the block elsewhere. So the driver, and with it the weights of a
+model that is not loaded yet, is asked for when the block runs here, before its first line.
+
+``scan=True`` runs the model on fakes first, for the sizes. ``validate=True`` runs the block along, so that its mistakes
+show before anything is computed, or even loaded. Python has no way to run code without its effects, so a rehearsal keeps
+them away from the user's variables as far as it can: the block works on copies of its variables, and lists, dicts and sets
+they hold are copies, too. What it does to other objects, and what it prints, happens in the rehearsal and again in the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..runtime.interleaver import Interleaver
+from ..runtime.report import Report
+from ..runtime.scanning import ScannedModules, ScanningTracer, scan_alone
+from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
+from ..tracing import Backend, Scope
+from ..tracing.saving import saves
+
+_CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
+
+
+class ModelTracer(InterleavingTracer):
+    """Runs a model once, with blocks reading and editing its internals.
+
+    Args:
+        choose_driver: Returns what runs the model; called when the block is about to run.
+        modules: The modules of the model.
+        model: Prepares and batches inputs.
+        args: What the user passed as input.
+        kwargs: Likewise, by name.
+        backend: Where the block runs; in this process by default.
+        named: Knows the names and the edits of the model.
+        scan: Run the model on fakes first.
+        validate: Run the block on fakes first.
+    """
+
+    def __init__(
+        self,
+        choose_driver: Callable[[], Driver],
+        modules: ScannedModules,
+        model: Batchable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        backend: Backend | None = None,
+        named: Named | None = None,
+        scan: bool = False,
+        validate: bool = False,
+    ) -> None:
+        super().__init__(_not_chosen, model, args, kwargs, backend, named)
+        self._choose_driver: Callable[[], Driver] | None = choose_driver
+        self._modules: ScannedModules | None = modules
+        self._scan, self._validate = scan, validate
+
+    def execute(self, function: Callable[[], None]) -> Any:
+        """Run the model with ``function`` as its block, or as what opens its blocks."""
+        assert self._call is not None and self._choose_driver is not None and self._modules is not None
+        _, model, args, kwargs = self._call
+        if self._validate:
+            self._rehearse(self._modules, model, args, kwargs)
+        driver = self._choose_driver()
+        if self._scan and not self._validate:
+            driver = _scan_first(self._modules, driver)
+        self._call = (driver, model, args, kwargs)
+        return super().execute(function)
+
+    def _rehearse(
+        self, modules: ScannedModules, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Run the block on fakes, with copies of its variables."""
+        assert self.info is not None and self.scope is not None and self._frame is not None
+        rehearsal = ScanningTracer(modules, model, args, kwargs, named=self._model)
+        copies: dict[int, Any] = {id(self): rehearsal}
+        scope = self.scope.copy()
+        for cell in scope.cells.values():
+            if _is_bound(cell):
+                cell.cell_contents = _container_copy(cell.cell_contents, copies)
+        used = {name: self._frame.f_globals[name] for name in _names(self.info.code) if name in self._frame.f_globals}
+        module_globals = self._frame.f_globals | {name: _container_copy(value, copies) for name, value in used.items()}
+        rehearsal._entered, rehearsal.info, rehearsal._frame = True, self.info, self._frame
+        rehearsal.scope = Scope(scope.cells, self.scope.inner)
+        token = saves.set({})
+        try:
+            rehearsal.execute(self.info.bind(rehearsal.scope, rehearsal, module_globals))
+        finally:
+            saves.reset(token)
+            rehearsal._close()
+
+    def _close(self) -> None:
+        super()._close()
+        self._choose_driver = self._modules = None
+
+
+def _scan_first(modules: ScannedModules, driver: Driver) -> Driver:
+    """Return a driver that scans the model before it runs it."""
+
+    def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+        scan_alone(modules, args, kwargs)
+        return driver(interleaver, args, kwargs, report)
+
+    return run
+
+
+def _not_chosen(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    raise AssertionError("the driver is chosen when the block runs")
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that ``code``, or a function in it, may look up outside."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_bound(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises for an unbound variable
+    except ValueError:
+        return False
+    return True
+
+
+def _container_copy(value: Any, copies: dict[int, Any]) -> Any:
+    """Return ``value`` with built-in containers copied, at every depth and each once; other objects are shared."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if type(value) is tuple:
+        return tuple(_container_copy(item, copies) for item in value)
+    if type(value) not in _CONTAINERS:
+        return value
+    made = copies[id(value)] = copy.copy(value)
+    if isinstance(made, dict):
+        made.update({key: _container_copy(item, copies) for key, item in made.items()})
+    elif not isinstance(made, (set, bytearray)):
+        for index, item in enumerate(made):
+            made[index] = _container_copy(item, copies)
+    return made

@@ -1,0 +1,294 @@
+"""Models that read images and text, from transformers.
+
+Where an image stands in a prompt, its text has a token of its own; the model's processor repeats it, once for each vector the
+image becomes, and turns the pixels into tensors. So a prompt with images cannot be tokenized like any other: text and images go to
+the processor together, and from there on the ids are ids (see :mod:`.inputs`).
+
+What the processor makes of images has no fixed shape. Most families list all images of a batch, or all their patches, in the
+first dimension, so those of several invokes are put one behind the other; some have a row for each prompt and pad the number of
+images. Images of different sizes are padded with zeros, which is how processors mark what is no image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+
+from .generation import Generation
+from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name, _naming
+from .tracing import ModelTracer
+
+#: Inputs of the processor beside the text.
+_MEDIA = ("images", "videos", "audio")
+
+#: Rows of tokens that only these models have, and how they are padded.
+_TOKEN_ROWS = {"mm_token_type_ids": 0, "token_type_ids": 0, "image_attention_mask": 0, "cross_attention_mask": 0}
+
+#: Pixels of a batch with one row for each prompt have at least these dimensions: prompt, image, channel, height, width.
+_ROW_OF_IMAGES = 5
+
+
+class VisionLanguageModel(LanguageModel):
+    """A transformers model of images and text with its processor, whose internals can be read and edited while it runs.
+
+    Everything :class:`LanguageModel` takes works here too. With images the prompt is text, a list of texts or a chat, and the
+    images come as ``images=`` or inside the chat; ``trace``, ``generate`` and ``tracer.invoke`` take them. ``scan`` takes them where the
+    model does not count image tokens, for which it needs their values.
+
+    Args:
+        model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that is loaded already.
+        processor: The processor, or the name or folder to load it from. By default that of ``model`` if ``model`` is a name.
+            A model that is loaded already has none and then takes prepared inputs only.
+        tokenizer: As for :class:`LanguageModel`; by default the processor's.
+        automodel: The class whose ``from_pretrained`` loads the model.
+        **options: All others of :class:`LanguageModel`.
+
+    Attributes:
+        processor: The processor, or None.
+        tokenizer: Its tokenizer.
+
+    Example:
+        >>> model = VisionLanguageModel("llava-hf/llava-1.5-7b-hf")
+        >>> with model.trace("<image> What is this?", images=image):
+        ...     patches = model.model.multi_modal_projector.output.save()
+        ...     logits = model.lm_head.output[:, -1].save()
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | torch.nn.Module,
+        processor: ProcessorMixin | str | os.PathLike[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
+        *,
+        automodel: Any = AutoModelForImageTextToText,
+        **options: Any,
+    ) -> None:
+        repository = {name: options[name] for name in _REPOSITORY_OPTIONS & options.keys()}
+        if processor is None and isinstance(model, (str, os.PathLike)):
+            processor = model
+        elif isinstance(processor, (str, os.PathLike)):
+            repository.pop("revision", None)  # another repository has revisions of its own
+        if isinstance(processor, (str, os.PathLike)):
+            with _naming(processor):
+                processor = AutoProcessor.from_pretrained(_folder_or_name(processor), **repository)
+        if tokenizer is None:
+            tokenizer = getattr(processor, "tokenizer", None)
+        super().__init__(model, tokenizer, automodel=automodel, **options)
+        self.processor: Any = processor
+
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn prompts, with images or without, into the arguments of the model.
+
+        Args:
+            *inputs: At most one: what :class:`LanguageModel` takes, or what the processor has made. With images, a text, a list
+                of texts, a chat or a list of chats.
+            **kwargs: ``images`` (and ``videos``, ``audio``), in any form that the processor takes, a single image too; all
+                others are arguments of the model by name.
+
+        Returns:
+            No positional arguments, and as keyword arguments, on the model's device, those of :class:`LanguageModel` and what
+            the processor makes of images, such as ``pixel_values``, in the model's dtype.
+
+        Raises:
+            ValueError: If there are images and the prompt says nowhere where, or is no text.
+            AttributeError: If there are images and there is no processor.
+        """
+        media = {name: kwargs.pop(name) for name in _MEDIA if kwargs.get(name) is not None}
+        for name in _MEDIA:
+            kwargs.pop(name, None)
+        if media or (len(inputs) == 1 and _has_media(inputs[0])):
+            if len(inputs) != 1 or _without_text(inputs[0]):
+                raise ValueError(
+                    f"There are {', '.join(media) or 'images'} and no text. Pass the prompt as text or as a chat, with the image "
+                    "token where an image stands; what the processor has made already goes without `images=`."
+                )
+            inputs = (self._process(inputs[0], media),)
+        given = {**(inputs[0] if inputs and isinstance(inputs[0], Mapping) else {}), **kwargs}
+        args, prepared = super()._prepare_input(*inputs, **kwargs)
+        if "position_ids" not in given and self._counts_positions:
+            prepared.pop("position_ids", None)
+        dtype = getattr(self._module, "dtype", None)
+        for name, value in prepared.items():
+            if name.startswith("pixel_values") and isinstance(value, torch.Tensor) and dtype is not None:
+                prepared[name] = value.to(dtype)
+        return args, prepared
+
+    def _batch(
+        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+        """Join the prompts of one more invoke, and their images, to those before it."""
+        before = {} if batched is None else batched[1]
+        extra = sorted(name for name in {**before, **kwargs} if name in _TOKEN_ROWS or _is_of_media(name))
+        parts = [{name: value for name, value in part.items() if name not in extra} for part in (before, kwargs)]
+        joined, rows = super()._batch(None if batched is None else ((), parts[0]), **parts[1])
+        if batched is None:
+            return ((), kwargs), rows
+        for name in extra:
+            above, below = before.get(name), kwargs.get(name)
+            if name in _TOKEN_ROWS:
+                joined[1][name] = self._stack_tokens(
+                    name, _or_blank(above, below, parts[0]), _or_blank(below, above, parts[1])
+                )
+            else:
+                by_prompt = _has_row_for_each_prompt({**before, **kwargs})
+                rows_each = [_size(part)[0] if by_prompt else 0 for part in parts]
+                joined[1][name] = _one_behind_the_other(above, below, *rows_each)
+        return joined, rows
+
+    def _tracer(self, function: Any, *args: Any, **kwargs: Any) -> ModelTracer:
+        if isinstance(function, Generation):
+            function = _Generation(self)
+        return super()._tracer(function, *args, **kwargs)
+
+    def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run another module in place of the model, to see which sizes follow from the number of prompts.
+
+        Models compare the number of image tokens with that of the images, which fakes do not have. So both parts run apart.
+        """
+        _read_images(module, kwargs)
+        return module(**_without_images(kwargs))
+
+    def _stack_tokens(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+        """Return rows that have one entry, or one vector, for each token."""
+        width = max(above.shape[1], below.shape[1])
+        tensors = []
+        for part in (above, below):
+            missing = width - part.shape[1]
+            filling = part.new_full((part.shape[0], missing, *part.shape[2:]), _TOKEN_ROWS[name])
+            tensors.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
+        return _one_behind_the_other(tensors[0], tensors[1])
+
+    def _process(self, prompt: Any, media: dict[str, Any]) -> dict[str, Any]:
+        """Return what the processor makes of text or chats, and images."""
+        if self.processor is None:
+            raise AttributeError(
+                "Processor not found: the input has images, and this model was wrapped without a processor. Pass one, as in "
+                "`VisionLanguageModel(module, processor=AutoProcessor.from_pretrained(...))`, or trace with prepared inputs."
+            )
+        options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        if not _is_text(prompt):
+            chats = prompt if isinstance(prompt[0], (list, tuple)) else [prompt]
+            unfinished = chats[0][-1].get("role") == "assistant"
+            rendering = {"add_generation_prompt": not unfinished, "continue_final_message": unfinished}
+            if not media:
+                rendering |= {"tokenize": True, "return_dict": True, "processor_kwargs": options}
+                return dict(self.processor.apply_chat_template(list(chats), **rendering))
+            prompt = self.processor.apply_chat_template(list(chats), tokenize=False, **rendering)
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        token = getattr(self.processor, "image_token", None)
+        if "images" in media and isinstance(token, str) and not any(token in text for text in texts):
+            raise ValueError(
+                f"There are images, and the prompt does not say where: put {token!r} there, once for each image, or pass a chat."
+            )
+        if "images" in media and not isinstance(media["images"], (list, tuple)):
+            media = {**media, "images": [media["images"]]}
+        return dict(self.processor(text=texts, **media, **options))
+
+    @property
+    def _counts_positions(self) -> bool:
+        """Whether the model gives positions to tokens by where they are in an image, which a mask does not tell."""
+        return any(hasattr(module, "get_rope_index") for module in self._module.modules())
+
+
+class _Generation(Generation):
+    """A generation whose batch is looked at as in :meth:`VisionLanguageModel._call_on`."""
+
+    def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _read_images(module, kwargs)
+        return super()._call_on(module, args, _without_images(kwargs))
+
+
+def _without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in _TOKEN_ROWS and not _is_of_media(name)}
+
+
+def _read_images(module: Any, arguments: Mapping[str, Any]) -> None:
+    """Run the part of ``module`` that reads images, as far as it goes."""
+    read, pixels = getattr(module, "get_image_features", None), arguments.get("pixel_values")
+    if (
+        read is not None and pixels is not None and pixels.ndim == 4
+    ):  # others count images, for which fakes have no values
+        known = inspect.signature(read).parameters
+        with contextlib.suppress(Exception):
+            read(**{name: value for name, value in arguments.items() if name in known and _is_of_media(name)})
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (
+        isinstance(prompt, (list, tuple)) and all(isinstance(item, str) for item in prompt)
+    )
+
+
+def _messages(prompt: Any) -> list[Mapping[str, Any]]:
+    """Return the messages of a chat or of chats; nothing if the prompt has another form."""
+    chats = prompt if isinstance(prompt, (list, tuple)) else []
+    messages = [message for item in chats for message in (item if isinstance(item, (list, tuple)) else [item])]
+    return messages if messages and all(isinstance(message, Mapping) for message in messages) else []
+
+
+def _has_media(prompt: Any) -> bool:
+    """Whether a prompt is a chat with images in it."""
+    contents = [message.get("content") for message in _messages(prompt)]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+
+
+def _without_text(prompt: Any) -> bool:
+    """Whether a prompt is neither text nor a chat."""
+    return not (_messages(prompt) or (_is_text(prompt) and len(prompt) > 0))
+
+
+def _is_of_media(name: str) -> bool:
+    """Whether an argument is what a processor makes of images, videos or sound."""
+    return name.startswith(
+        ("pixel_", "image_", "video_", "input_features", "audio_", "feature_", "aspect_ratio_", "num_")
+    )
+
+
+def _has_row_for_each_prompt(arguments: Mapping[str, Any]) -> bool:
+    """Whether pixels have a row for each prompt, not for each image or patch."""
+    pixels = arguments.get("pixel_values")
+    return isinstance(pixels, torch.Tensor) and pixels.ndim >= _ROW_OF_IMAGES and "image_sizes" not in arguments
+
+
+def _size(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many prompts there are, and how long they are."""
+    tokens = next(text[name] for name in ("input_ids", "inputs_embeds") if text.get(name) is not None)
+    return tokens.shape[0], tokens.shape[1]
+
+
+def _or_blank(rows: torch.Tensor | None, like: torch.Tensor | None, text: Mapping[str, Any]) -> torch.Tensor:
+    """Return ``rows``, or for prompts without images zeros for each of their tokens."""
+    if rows is not None:
+        return rows
+    assert like is not None
+    return like.new_zeros(*_size(text), *like.shape[2:])
+
+
+def _one_behind_the_other(above: Any, below: Any, rows_above: int = 0, rows_below: int = 0) -> Any:
+    """Return both along the first dimension, all others padded with zeros to the larger size.
+
+    Args:
+        above: A tensor or a list; None where an invoke has no images.
+        below: Likewise.
+        rows_above: How many rows of zeros stand for None.
+        rows_below: Likewise.
+    """
+    if not isinstance(above, torch.Tensor) and not isinstance(below, torch.Tensor):
+        return [*(above or []), *(below or [])] if isinstance(above or below, Sequence) else (above or below)
+    like = below if above is None else above
+    above = like.new_zeros(rows_above, *like.shape[1:]) if above is None else above
+    below = like.new_zeros(rows_below, *like.shape[1:]) if below is None else below
+    sizes = [max(first, second) for first, second in zip(above.shape[1:], below.shape[1:], strict=True)]
+    parts = []
+    for part in (above, below):
+        missing = [size - there for size, there in zip(sizes, part.shape[1:], strict=True)]
+        lengths = [length for size in reversed(missing) for length in (0, size)]
+        parts.append(torch.nn.functional.pad(part, lengths))
+    return torch.cat(parts)

@@ -11,15 +11,22 @@ keeps its name, and the envoy's attribute moves to ``nns_<name>``.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import logging
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from .eproperty import eproperty
-from .runtime.interleaver import active_interleaver
+from .eproperty import described, eproperty
+from .runtime.interleaver import Interleaver, active_interleaver
 from .runtime.iteration import running_mediator
+from .runtime.operations import forward_of
+from .source import Source
+from .tracing.source import calls_for_with
 from .tree import ModuleTree
 
 logger = logging.getLogger("nnsight.envoy")
@@ -110,6 +117,21 @@ class Envoy:
         return args, kwargs
 
     @property
+    def _fake_output(self) -> Any:
+        """What the module returned in the latest scan, as fake tensors; None if it did not run in it."""
+        return self._fakes.get(f"{self._path}.output")
+
+    @property
+    def _fake_inputs(self) -> Any:
+        """All arguments of the module's call in the latest scan, ``(args, kwargs)`` with fake tensors, or None likewise."""
+        return self._fakes.get(f"{self._path}.input")
+
+    @property
+    def _fakes(self) -> Mapping[str, Any]:
+        """What passed each location of the model in the latest scan."""
+        return self._tree.fakes
+
+    @property
     def path(self) -> str:
         """Path of the module in the tree, the prefix of its locations."""
         return self._path
@@ -118,6 +140,11 @@ class Envoy:
     def interleaving(self) -> bool:
         """Whether a run is active in this context."""
         return active_interleaver() is not None
+
+    @property
+    def interleaver(self) -> Interleaver:
+        """The run that is active in this context; outside of one, a run without blocks that never started."""
+        return active_interleaver() or Interleaver()
 
     # -- the module ----------------------------------------------------------------------------------------------
 
@@ -177,7 +204,20 @@ class Envoy:
             OutOfOrderError: If the module has already run.
             ValueError: Outside a trace, or if other invokes of the batch do not skip it.
         """
-        running_mediator("skip()").skip(self._path, value)
+        running_mediator("skip()").skip(f"{self._path}.input", value)
+
+    @property
+    def source(self) -> Source:
+        """The operations inside the module's ``forward``, by name; ``print`` it to see them.
+
+        Raises:
+            SourceError: If the ``forward`` has no Python source.
+
+        Example:
+            >>> with model.trace(prompt):
+            ...     attention = model.transformer.h[0].attn.source.attention_interface_0.output[0].save()
+        """
+        return Source(self._tree, self._path, forward_of(self._module)[1])
 
     def modules(self, include: Callable[[Envoy], bool] | None = None) -> list[Envoy]:
         """Return this envoy and all below it, each once, those for which ``include`` holds."""
@@ -214,7 +254,23 @@ class Envoy:
             self._sync()
             if name in self._children:
                 return self._children[name]
+        if isinstance(value, types.MethodType) and value.__self__ is module and not name.startswith("_"):
+            return self._method(name, value)
         return value
+
+    def _method(self, name: str, method: types.MethodType) -> Callable[..., Any]:
+        """Return ``method``, which in the header of a ``with`` statement is traced."""
+        if inspect.isgeneratorfunction(inspect.unwrap(method.__func__)):  # a context manager of its own
+            return method
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_dynamo_compiling() and calls_for_with(sys._getframe(1)):
+                for root in sorted(self._tree.roots, key=lambda root: len(root._edits)):  # type: ignore[attr-defined]
+                    return root._trace_method(self, name, args, kwargs)  # type: ignore[attr-defined]
+            return method(*args, **kwargs)
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, torch.nn.Module):
@@ -227,7 +283,22 @@ class Envoy:
         return sorted({*super().__dir__(), *dir(self._module)})
 
     def __repr__(self) -> str:
-        return repr(self._module)
+        """Return what torch shows of the module, and in it the described properties that classes of envoys add."""
+        if not any(described(type(envoy), Envoy) for envoy in Envoy.modules(self)):
+            return repr(self._module)
+        return repr(self._shown())
+
+    def _shown(self) -> torch.nn.Module:
+        """Return a stand-in for the module that torch shows with the properties of the envoys."""
+        module = self._module
+        shown: torch.nn.Module = object.__new__(type(module))
+        children = {name: child._shown() for name, child in self._children.items()}
+        shown.__dict__.update(module.__dict__, _modules={**module._modules, **children})
+        added = [f".{name}: {description}" for name, description in described(type(self), Envoy).items()]
+        if added:
+            own = module.extra_repr()
+            shown.__dict__["extra_repr"] = lambda: "\n".join([own, *added] if own else added)
+        return shown
 
     def _unknown(self, name: str) -> str:
         candidates = [*self._children, *(key for key in dir(type(self)) if not key.startswith("_"))]
@@ -246,7 +317,7 @@ class Envoy:
             path = self._tree.paths.get(child, f"{self._path}.{name}")
             envoy = self._class_for(child)(child, path=path, tree=self._tree, known=known, envoys=self._envoys)
         self._children[name] = envoy
-        if hasattr(type(self), name):
+        if hasattr(type(self), name) and not hasattr(type(self), f"nns_{name}"):
             self.__class__ = _with_child_named(type(self), name)
         self.__dict__[name] = envoy
 
@@ -301,6 +372,29 @@ class Envoy:
         version = self._tree.refresh()
         if version != self._version:
             self._mirror({envoy._module: envoy for envoy in Envoy.modules(self)}, version)
+
+    def _update(self, module: torch.nn.Module) -> None:
+        """Mirror ``module`` from now on; this envoy and those below keep their identity, and find their modules by name.
+
+        Other attributes of envoys that are modules of the former tree become those of the new one, too.
+        """
+        replaced: dict[torch.nn.Module, torch.nn.Module] = {}
+        moved: dict[Envoy, torch.nn.Module] = {}
+        known: dict[torch.nn.Module, Envoy] = {}
+        pending: list[tuple[Envoy, torch.nn.Module]] = [(self, module)]
+        while pending:
+            envoy, new = pending.pop()
+            if new in known or envoy in moved:
+                continue
+            known[new], moved[envoy], replaced[envoy._module] = envoy, new, new
+            children = [(envoy._children.get(name), child) for name, child in new._modules.items()]
+            pending.extend((mirror, child) for mirror, child in reversed(children) if mirror and child is not None)
+        for envoy, new in moved.items():
+            envoy.__dict__["_path"] = self._tree.paths.get(new, envoy._path)
+            for name, value in envoy.__dict__.items():
+                if isinstance(value, torch.nn.Module):
+                    envoy.__dict__[name] = replaced.get(value, value)
+        self._mirror(known, self._tree.refresh())
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         self.__dict__["_version"] = version

@@ -1,6 +1,6 @@
 """The modules of one wrapped model, by path, and what a run needs of them.
 
-All envoys of a model share one :class:`ModuleTree`. It holds modules and never envoys, so an envoy tree is free of
+All envoys of a model share one :class:`ModuleTree`. It holds modules, and envoys weakly if at all, so an envoy tree is free of
 reference cycles and goes away with its last user. The tree notices when somebody replaces, adds or removes a
 submodule after wrapping, so that a run never intercepts modules that are no longer part of the model.
 """
@@ -8,11 +8,26 @@ submodule after wrapping, so that a run never intercepts modules that are no lon
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .runtime.instrumentation import Instrumentation, TracedCall
+from .runtime.interleaver import Interleaver
+from .runtime.operations import (
+    Chains,
+    Operation,
+    Operations,
+    SourceError,
+    forward_of,
+    layers_of,
+    listing_of,
+    resolved_callee,
+)
+
+if TYPE_CHECKING:
+    from .envoy import Envoy
 
 _trees: weakref.WeakValueDictionary[int, ModuleTree] = weakref.WeakValueDictionary()
 
@@ -30,6 +45,8 @@ class ModuleTree:
     Attributes:
         paths: Path of each module.
         version: Grows whenever the modules are found to have changed.
+        roots: The root envoys of the tree.
+        fakes: What passed each location in the latest scan: fake tensors, which have no memory.
     """
 
     @classmethod
@@ -47,11 +64,15 @@ class ModuleTree:
         self.root = root
         self.path = path
         self._traced_call = traced_call
+        self._operations = Operations(traced_call)
+        self._mentioned: set[tuple[int, Chains]] = set()
         self.paths: dict[torch.nn.Module, str] = {}
         self.version = 0
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
         self._instrumentation: Instrumentation | None = None
+        self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()
+        self.fakes: Mapping[str, Any] = {}
         self._scan()
 
     def _scan(self) -> None:
@@ -62,6 +83,14 @@ class ModuleTree:
         self._leaves = [known for known in children if not known]
         self.version += 1
         self._instrumentation = None
+
+    def replace_root(self, root: torch.nn.Module) -> list[Envoy]:
+        """Take ``root`` for the model from now on; return the root envoys, which are to mirror it."""
+        if _trees.get(id(self.root)) is self:
+            _trees[id(root)] = _trees.pop(id(self.root))
+        self.root = root
+        self._scan()
+        return list(self.roots)
 
     def refresh(self) -> int:
         """Look for submodules that were added, removed or replaced; return the version of what is there now."""
@@ -76,10 +105,99 @@ class ModuleTree:
     def instrumentation(self) -> Instrumentation:
         """Interception of all calls in the tree; install it for the time of a run."""
         if self._instrumentation is None:
-            modules = {path: module for module, path in self.paths.items()}
-            self._instrumentation = Instrumentation(modules, self._traced_call)
+            self._instrumentation = self.intercept({path: module for module, path in self.paths.items()})
         return self._instrumentation
+
+    def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation:
+        """Return the interception of all calls of ``modules``: those of the tree, or copies of them, by path."""
+        made = Instrumentation(modules, self._traced_call)
+        for path in self._operations.opened & modules.keys():
+            self._replace_forward(made, path, modules[path])
+        return made
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def open_source(self, path: str, run: Interleaver | None = None) -> None:
+        """Let runs stop at the operations of the function at ``path``, a module's or an operation's.
+
+        Args:
+            path: Path of the module or operation.
+            run: The run in which a block asks for it, if one does.
+        """
+        if not self._operations.open(path):
+            return
+        outermost = path.partition(".source.")[0]
+        module = self.module_at(outermost)
+        if module is None:
+            return
+        if outermost != path:
+            self._operations.open(outermost)
+        self._replace_forward(self.instrumentation, outermost, module)
+        passed = 0 if run is None else run.counts.get(f"{path}.input", 0)
+        if run is not None and passed:
+            run.uncounted.add(path)
+            if path == outermost:
+                for operation in listing_of(layers_of(forward_of(module)[1], path)[-1]).operations.values():
+                    if operation.certain:
+                        run.counts[f"{path}.source.{operation.name}.input"] = passed
+                        run.counts[f"{path}.source.{operation.name}.output"] = passed
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Why functions that operations called could not be looked into, by the path of the operation."""
+        return self._operations.refused
+
+    @property
+    def opened(self) -> int:
+        """How many functions were looked into; it only grows."""
+        return len(self._operations.opened)
+
+    def open_mentioned(self, chains: Chains) -> None:
+        """Let runs stop at the operations that ``chains`` may mean: those with such a name, in any module."""
+        if (self.version, chains) in self._mentioned:
+            return
+        self._mentioned.add((self.version, chains))
+        for module, path in list(self.paths.items()):
+            try:
+                operations = listing_of(layers_of(forward_of(module)[1], path)[-1]).operations
+            except SourceError:
+                continue
+            for chain in chains:
+                if chain[0] not in operations:
+                    continue
+                self.open_source(path)
+                inside = f"{path}.source.{chain[0]}"
+                if len(chain) > 1 and _may_be_opened(self.callee(path, operations[chain[0]]), inside):
+                    for name in chain[1:]:
+                        self.open_source(inside)
+                        inside = f"{inside}.source.{name}"
+
+    def callee(self, path: str, operation: Operation) -> Any:
+        """Return what ``operation`` of the ``forward`` of the module at ``path`` calls; ``None`` if only a run can tell."""
+        module = self.module_at(path)
+        return None if module is None else resolved_callee(operation, module, layers_of(forward_of(module)[1], path)[-1])
+
+    def module_at(self, path: str) -> torch.nn.Module | None:
+        """Return the module at ``path``, or ``None``."""
+        return next((module for module, known in self.paths.items() if known == path), None)
+
+    def _replace_forward(self, instrumentation: Instrumentation, path: str, module: torch.nn.Module) -> None:
+        def replacement() -> tuple[dict[str, Any], str, Any]:
+            name, function = forward_of(module)
+            return module.__dict__, name, self._operations.intercept(path, function)
+
+        instrumentation.replace(path, replacement)
 
     def names(self) -> Iterable[str]:
         """Yield the paths of all modules."""
         return self.paths.values()
+
+
+def _may_be_opened(callee: Any, path: str) -> bool:
+    if callee is None:
+        return True
+    try:
+        listing_of(layers_of(callee, path)[-1])
+    except SourceError:
+        return False
+    return True

@@ -71,6 +71,7 @@ class CapturedGraph:
         taps: Its taps in order.
         placeholders: Its inputs in order.
         outputs: The nodes (or constants) it returns.
+        locations: Their locations.
         tap_number: Number of the tap, for each tap's node.
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
         identities: For each node that returns its argument itself, the argument. Backends lower such a call to a copy, and then
@@ -99,6 +100,7 @@ class CapturedGraph:
         for node in self.nodes:
             if node.op == "call_function" and node.target is tap:
                 self._add_tap(node)
+        self.locations = {made.location for made in self.taps}
         self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
         self.symbols: list[tuple[int, Any]] = []
         for index, node in enumerate(self.placeholders):

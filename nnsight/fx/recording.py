@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..runtime.errors import ReplacementShapeError, replacement_message
+from ..runtime.errors import MissedProviderError, ReplacementShapeError, replacement_message, uncaptured_message
 from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException
 from ..runtime.report import Break, Report
@@ -83,7 +83,7 @@ class Recording(CallRecorder):
         """Run the blocks over the graph and then the graph; return the graph's outputs."""
         run = self.run
         self.report.graphs += 1
-        run.check_replacement = self._check_replacement
+        run.check_replacement, run.check_location = self._check_replacement, self._check_location
         try:
             with self:
                 waited, counts = run.waited, run.counts
@@ -101,7 +101,7 @@ class Recording(CallRecorder):
                     if not waited:  # no block has code left to run
                         break
             self.tap = None
-            run.check_replacement = None
+            run.check_replacement = run.check_location = None
             run.release()
             outputs = self.finish()
         except EarlyStopException:
@@ -167,8 +167,7 @@ class Recording(CallRecorder):
                 self.value_of[reference] = len(self.fakes) - 1
                 reference = Value(len(self.fakes) - 1)
             references.append(reference)
-        if fresh:
-            self.step(Visit(tap.index, tuple(fresh)))
+        self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
         return [
             self._object(reference)
             if isinstance(reference, (Value, Input, External))
@@ -206,6 +205,12 @@ class Recording(CallRecorder):
         tensor = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
         self.used_storages.add(storage_of(tensor))
         return tensor
+
+    def _check_location(self, location: str) -> None:
+        """Refuse, at the user's line, a request for an operation that the graph was captured without."""
+        function = location.rpartition(".source.")[0]
+        if function and location not in self.graph.locations and f"{function}.input" in self.graph.locations:
+            raise MissedProviderError(uncaptured_message(location))
 
     def _check_replacement(self, location: str, old: Any, new: Any) -> None:
         """Refuse, at the user's line, a replacement that the captured graph cannot continue with."""

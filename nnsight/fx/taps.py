@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 #: Prefix of the constant that stands for a leaf no graph can hold.
 OPAQUE_MARK = "\0opaque:"
 
+_TUPLE, _DICT = "builtins:tuple", "builtins:dict"
+
 _CONSTANTS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -74,31 +76,61 @@ def tapped_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module between two taps; runs while dynamo traces."""
-    args, kwargs = tapped(input_location, (args, kwargs))
+    """Make a call between two taps; runs while dynamo traces, which is why common values take a short way."""
+    parts = [_flattened(value) for value in args]
+    named = [_flattened(value) for value in kwargs.values()]
+    described = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
+    structure = f"({_TUPLE!r},None,(({_TUPLE!r},None,({described[0]})),({_DICT!r},{list(kwargs)!r},({described[1]})),))"
+    values = _through(input_location, [*parts, *named], structure)
+    args = tuple(values[: len(parts)])
+    kwargs = dict(zip(kwargs, values[len(parts) :]))  # noqa: B905 - dynamo is slower with `strict`
     return tapped(output_location, call(*args, **kwargs))
 
 
 def tapped(location: str, value: Any) -> Any:
     """Return ``value`` with its tensors passed through a tap."""
+    if isinstance(value, torch.Tensor):
+        return tap(location, [value], "None")[0]
+    if type(value) is tuple:
+        parts = [_flattened(item) for item in value]
+        structure = f"({_TUPLE!r},None,({''.join([part[2] for part in parts])}))"
+        return tuple(_through(location, parts, structure))
+    part = _flattened(value)
+    return _through(location, [part], part[2][:-1])[0]
+
+
+def _flattened(value: Any) -> tuple[list[Any], pytree.TreeSpec | None, str]:
+    """Return the leaves of ``value``, how they nest (``None`` for a leaf), and that as text with a comma."""
+    if value is None or isinstance(value, (torch.Tensor, *_CONSTANTS)):
+        return [value], None, "None,"
     leaves, spec = pytree.tree_flatten(value)
-    marked = []
-    for leaf in leaves:
-        if leaf is None or isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
-            marked.append(leaf)
-        else:
-            kind = type(leaf)
-            marked.append(OPAQUE_MARK + kind.__module__ + "." + kind.__qualname__)
-    tensors = tap(location, marked, describe(spec))
-    result = []
+    return leaves, spec, describe(spec) + ","
+
+
+def _through(location: str, parts: list[tuple[list[Any], pytree.TreeSpec | None, str]], structure: str) -> list[Any]:
+    """Pass all leaves of ``parts`` through one tap; return the values that the parts are then."""
+    leaves = [leaf for part in parts for leaf in part[0]]
+    tensors = tap(location, [_marked(leaf) for leaf in leaves], structure)
     position = 0
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            result.append(tensors[position])
-            position += 1
-        else:
-            result.append(leaf)
-    return pytree.tree_unflatten(result, spec)
+    values = []
+    for found, spec, _ in parts:
+        behind = []
+        for leaf in found:
+            if isinstance(leaf, torch.Tensor):
+                behind.append(tensors[position])
+                position += 1
+            else:
+                behind.append(leaf)
+        values.append(behind[0] if spec is None else pytree.tree_unflatten(behind, spec))
+    return values
+
+
+def _marked(leaf: Any) -> Any:
+    """Return ``leaf`` as a graph can hold it."""
+    if leaf is None or isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+        return leaf
+    kind = type(leaf)
+    return OPAQUE_MARK + kind.__module__ + "." + kind.__qualname__
 
 
 def describe(spec: pytree.TreeSpec) -> str:

@@ -28,20 +28,27 @@ from .interleaver import active_interleaver
 #: Runs a call while dynamo traces it: ``(input location, output location, call, args, kwargs) -> output``.
 TracedCall = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-is_compiling = torch.compiler.is_compiling
+#: Whether dynamo is tracing this very call. It costs next to nothing where not, unlike `torch.compiler.is_compiling`.
+is_compiling = torch.compiler.is_dynamo_compiling
 
 _METHOD = "_call_impl"
+
+_ABSENT = object()
 
 #: Set on a module by ``Module.compile``; its calls would go past the interception.
 _COMPILED = "_compiled_call_impl"
 
 
-def _intercepted(path: str, call: Callable[..., Any], traced_call: TracedCall | None) -> Callable[..., Any]:
-    """Return the replacement of one module's ``_call_impl``."""
-    input_location, output_location = f"{path}.input", f"{path}.output"
-    call = getattr(call, "original", call)  # of another tree that is installed right now
+def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]:
+    """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> what the call returns``.
 
-    def intercepted_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    Args:
+        path: Prefix of the locations of the call's input and output.
+        traced_call: What it does while dynamo traces it.
+    """
+    input_location, output_location = f"{path}.input", f"{path}.output"
+
+    def intercepted_call(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             if traced_call is None:
                 return call(*args, **kwargs)
@@ -62,14 +69,11 @@ def _intercepted(path: str, call: Callable[..., Any], traced_call: TracedCall | 
         counts[output_location] = counts.get(output_location, 0) + 1
         return output
 
-    intercepted_call.original = call  # type: ignore[attr-defined]
     return intercepted_call
 
 
 #: Code of every intercepted call, for compilers that must treat it specially.
-INTERCEPTED_CODE = next(
-    constant for constant in _intercepted.__code__.co_consts if isinstance(constant, types.CodeType)
-)
+INTERCEPTED_CODE = next(constant for constant in intercepted.__code__.co_consts if isinstance(constant, types.CodeType))
 
 
 class Instrumentation:
@@ -85,16 +89,33 @@ class Instrumentation:
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
         self._calls: list[tuple[dict[str, Any], Any]] = []
         for path, module in modules.items():
-            call = types.MethodType(_intercepted(path, getattr(module, _METHOD), traced_call), module)
-            self._calls.append((module.__dict__, call))
+            call = getattr(module, _METHOD)
+            while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
+                call = call.__self__  # of another tree that is installed right now
+            # A method bound to the call it intercepts.
+            self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
+        self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
+        self._installed: set[tuple[int, str]] = set()
         self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
         self._users = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    def replace(self, path: str, replacement: Callable[[], tuple[dict[str, Any], str, Any]]) -> None:
+        """Replace an attribute of an instance, too, during runs; those that are active included.
+
+        Args:
+            path: Whose attribute it is; a later replacement for the same path takes the place of this one.
+            replacement: Called when a run begins: the namespace of the instance, the attribute, and its value for the run.
+        """
+        with self._lock:
+            self._functions[path] = replacement
+            if self._users:
+                self._install(*replacement())
 
     def __enter__(self) -> Instrumentation:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            if self._users == 0:
+                replacements = [replacement() for replacement in self._functions.values()]
                 for namespace, call in self._calls:
                     if _METHOD in namespace:
                         self._shadowed.append((namespace, _METHOD, namespace[_METHOD]))
@@ -102,7 +123,16 @@ class Instrumentation:
                         self._shadowed.append((namespace, _COMPILED, namespace[_COMPILED]))
                         namespace[_COMPILED] = None
                     namespace[_METHOD] = call
+                for replacement in replacements:
+                    self._install(*replacement)
+            self._users += 1
         return self
+
+    def _install(self, namespace: dict[str, Any], name: str, value: Any) -> None:
+        if (id(namespace), name) not in self._installed:
+            self._installed.add((id(namespace), name))
+            self._shadowed.append((namespace, name, namespace.get(name, _ABSENT)))
+        namespace[name] = value
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -111,5 +141,9 @@ class Instrumentation:
                 for namespace, _ in self._calls:
                     namespace.pop(_METHOD, None)
                 for namespace, name, value in self._shadowed:
-                    namespace[name] = value
+                    if value is _ABSENT:
+                        namespace.pop(name, None)
+                    else:
+                        namespace[name] = value
                 self._shadowed.clear()
+                self._installed.clear()

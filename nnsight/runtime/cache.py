@@ -6,7 +6,8 @@ model went on with. It reads as ``cache["model.transformer.h.0"].output`` or ``c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,35 @@ def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
     return path
 
 
+def paths_to_cache(modules: Any, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+    """Return the paths of what the user chose: envoys or paths; all of ``known`` for ``None``.
+
+    Raises:
+        TypeError: If ``modules`` is no list of envoys and paths.
+        ValueError: If one is not known.
+    """
+    if modules is None:
+        return list(known)
+    one = isinstance(modules, str) or hasattr(modules, "_path")
+    if one and not isinstance(getattr(modules, "_module", None), torch.nn.ModuleList):
+        raise TypeError("tracer.cache() takes a list of modules: write `modules=[...]` around this one.")
+    paths: list[str] = []
+    for module in modules:
+        path = resolve_alias(module, aliases) if isinstance(module, str) else getattr(module, "_path", None)
+        if path is None:
+            raise TypeError(
+                f"tracer.cache() takes modules of the wrapped model, such as `model.layer`, or their paths; not "
+                f"{type(module).__name__}."
+            )
+        if path not in known:
+            near = difflib.get_close_matches(path, known, n=3)
+            hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
+            named = module if isinstance(module, str) else path
+            raise ValueError(f"tracer.cache(): no module of this model has the path {named!r}.{hint}")
+        paths.append(path)
+    return paths
+
+
 class Cache(Mapping[str, CacheEntry]):
     """Activations by module path, and by attribute along the path.
 
@@ -82,6 +112,10 @@ class Cache(Mapping[str, CacheEntry]):
         device: Where tensors are kept; ``None`` leaves them where they are.
         dtype: What floating point tensors are kept as; ``None`` keeps theirs.
         detach: Whether tensors are detached from autograd.
+
+    Raises:
+        TypeError: If ``dtype`` is no dtype.
+        RuntimeError: If ``device`` is no device.
     """
 
     def __init__(
@@ -92,6 +126,10 @@ class Cache(Mapping[str, CacheEntry]):
         dtype: torch.dtype | None,
         detach: bool,
     ) -> None:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"The dtype of a cache is one of torch, such as torch.float16; not {dtype!r}.")
+        if device is not None:
+            torch.device(device)  # raises for a name that torch does not know, here rather than in the model
         self._entries = {path: CacheEntry(path) for path in paths}
         self._aliases = aliases
         self._device, self._dtype, self._detach = device, dtype, detach

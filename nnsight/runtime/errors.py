@@ -21,6 +21,26 @@ def passed_message(location: str, occurrence: int, visited: str | None) -> str:
     )
 
 
+def uncounted_message(location: str) -> str:
+    """Explain a request for an operation that nobody watched when the run passed it."""
+    function, _, operation = location.rpartition(".source.")
+    return (
+        f"`{location}` cannot be served in this run: `{function}` had already run when the block first mentioned its "
+        f"operations, and how often it passed this one is not known. Mention it before: write `….source.{operation.split('.')[0]}` "
+        "at the top of the block or before the trace."
+    )
+
+
+def uncaptured_message(location: str) -> str:
+    """Explain a request for an operation that a compiled model was captured without."""
+    function, _, operation = location.rpartition(".source.")
+    return (
+        f"`{location}` is not in the captured graph: this compiled trace was under way when the block first mentioned the "
+        f"operations of `{function}`. They are known from now on, so run the trace again; or write "
+        f"`….source.{operation.split('.')[0]}` in the block itself or before the trace."
+    )
+
+
 def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
     """Explain a request that was still waiting when the model had finished."""
     if location.startswith("barrier("):
@@ -35,8 +55,8 @@ def never_reached_message(location: str, occurrence: int, calls: int, visited: s
     else:
         cause = (
             "it never occurred in this run. Either the forward pass does not call this module (a container such as "
-            "ModuleList, a branch that was not taken, or a module whose parameters are used directly), or it ran "
-            "before the block asked"
+            "ModuleList, a branch that was not taken, a module inside one that was skipped, or a module whose "
+            "parameters are used directly), or it ran before the block asked"
         )
     here = f" The block last stopped at `{visited}`." if visited else ""
     return f"Execution complete but `{location}.i{occurrence}` was not provided: {cause}.{here}"

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..tracing import Tracer
 from ..tracing.block import gradient_of as _gradient_of
 from ..tracing.source import calls_for_with
+from .errors import ReplacementShapeError
 from .interleaver import Interleaver, active_interleaver
 from .mediator import Mediator
 
@@ -40,6 +42,7 @@ class Gradient:
     @grad.setter
     def grad(self, value: Any) -> None:
         mediator = self._mediator()
+        _check_gradient(self._tensor, value)
         location = self._offer()
         mediator.request_once(location)
         mediator.swap_here(value)
@@ -57,15 +60,18 @@ class Gradient:
         """Let the backward pass offer the gradient; return its location."""
         run, tensor = active_interleaver(), self._tensor
         assert isinstance(run, _BackwardInterleaver)
-        location = f"{id(tensor)}.grad"
-        if location not in run.hooks and run.counts.get(location, 0) == 0:
+        known = run.locations.get(id(tensor))
+        # The tensor is kept for as long as its identity stands for it.
+        location = known[1] if known else f"<tensor {len(run.locations)} of shape {tuple(tensor.shape)}>.grad"
+        if known is None:
             if not tensor.requires_grad:
                 raise ValueError(
                     "The gradient of a tensor that does not require one was read. Call `.requires_grad_()` on the tensor in "
                     "the trace, before the model uses it, and do not trace under `torch.no_grad()`."
                 )
             run.check_flows_through(tensor)
-            run.hooks[location] = tensor.register_hook(lambda gradient: run.handle(location, _own(gradient)))
+            run.locations[id(tensor)] = tensor, location
+            run.hooks.append(tensor.register_hook(lambda gradient: run.handle(location, _own(gradient))))
         return location
 
 
@@ -80,11 +86,12 @@ def gradient_of(value: Any) -> Any:
 class _BackwardInterleaver(Interleaver):
     """The run of one backward pass; its only locations are gradients."""
 
-    __slots__ = ("_edges", "_loss", "hooks")
+    __slots__ = ("_edges", "_loss", "hooks", "locations")
 
     def __init__(self, mediators: list[Mediator], loss: torch.Tensor) -> None:
         super().__init__(mediators)
-        self.hooks: dict[str, Any] = {}
+        self.hooks: list[Any] = []
+        self.locations: dict[int, tuple[torch.Tensor, str]] = {}
         self._loss = loss
         self._edges: set[tuple[Any, int]] | None = None
 
@@ -117,6 +124,23 @@ class _BackwardInterleaver(Interleaver):
             )
 
 
+def _check_gradient(tensor: torch.Tensor, value: Any) -> None:
+    """Raise unless ``value`` can flow on in place of the gradient of ``tensor``."""
+    wanted = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"A gradient was replaced by a {type(value).__name__}; it has to be {wanted}: `torch.zeros_like(x)`."
+        )
+    if value.shape != tensor.shape:
+        raise ReplacementShapeError(
+            f"A gradient was replaced by one of shape {tuple(value.shape)}; it has to be {wanted}."
+        )
+    if (value.dtype, value.device) != (tensor.dtype, tensor.device):
+        raise TypeError(
+            f"A gradient was replaced by {value.dtype} on {value.device}; it has to be {wanted}: use `.to(x)`."
+        )
+
+
 def _own(gradient: torch.Tensor) -> torch.Tensor:
     """Return a copy to edit: autograd passes one buffer to several tensors, and expanded ones."""
     return gradient.clone(memory_format=torch.contiguous_format)
@@ -139,16 +163,18 @@ class BackwardsTracer(Tracer):
         """Run the backward pass with ``function`` as its block."""
         assert self._call is not None
         loss, args, kwargs = self._call
-        loss.data_ptr()  # in a compiled trace this makes the lazy loss, and all else, real
-        run = _BackwardInterleaver([Mediator(function, "backward")], loss)
+        if not isinstance(loss, FakeTensor):
+            loss.data_ptr()  # in a compiled trace this makes the lazy loss, and all else, real
+        run = _BackwardInterleaver([Mediator(function, self.info, "backward")], loss)
         try:
             # Hooks have to run on this thread, where the block is.
             with run, torch.autograd.set_multithreading_enabled(False):
                 _plain_backward(loss, *args, **kwargs)
                 run.finish()
         finally:
-            for hook in run.hooks.values():
+            for hook in run.hooks:
                 hook.remove()
+            run.locations.clear()
 
     def _close(self) -> None:
         super()._close()

@@ -11,12 +11,13 @@ trace one model at once and each sees its own run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from .batching import join_rows
-from .errors import OutOfOrderError, never_reached_message
+from .errors import OutOfOrderError, never_reached_message, uncounted_message
+from .surface import EarlyStopException, InterleaverSurface, split_requester
 
 if TYPE_CHECKING:
     from .mediator import Mediator
@@ -27,12 +28,15 @@ _active: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", defa
 active_interleaver = _active.get
 
 
-class Interleaver:
+class Interleaver(InterleaverSurface):
     """One run: a model, the mediators of its blocks, and whose turn it is.
+
+    As a context manager it starts the blocks and, in the end, ends them; ``tracer.stop()`` in a block is not an error then.
 
     Args:
         mediators: The blocks, in the order in which they were defined.
-
+        tracer: The tracer that makes the run, for blocks and drivers that ask.
+        batcher: Always ``None``; the rows of a block are known to its mediator.
         on_blocks_done: Called once no block has code left to run, while the model may still have to.
 
     Attributes:
@@ -42,10 +46,13 @@ class Interleaver:
         at: The location and occurrence that is being handled.
         ready: Mediators that can go on as soon as the running one waits.
         failure: What a block raised, kept in case the model's own code swallows it on the way out.
+        tracer: As given, while the run lasts.
         reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
         observers: What looks at values as they leave a location, with the mediator whose rows it sees.
         skips: What blocks want the modules whose input is being handled to return without running, by input location.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
+        uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
+        check_location: Set by a driver that knows which locations can still come; called with the location of a request.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
             and the replacement.
     """
@@ -54,6 +61,7 @@ class Interleaver:
         "_on_blocks_done",
         "_token",
         "at",
+        "check_location",
         "check_replacement",
         "counts",
         "current",
@@ -64,17 +72,31 @@ class Interleaver:
         "ready",
         "reshaped",
         "skips",
+        "tracer",
+        "uncounted",
         "waited",
     )
 
-    def __init__(self, mediators: list[Mediator], on_blocks_done: Callable[[], None] | None = None) -> None:
-        self.mediators = mediators
+    def __init__(
+        self,
+        mediators: Iterable[Mediator] = (),
+        tracer: Any = None,
+        batcher: None = None,
+        *,
+        on_blocks_done: Callable[[], None] | None = None,
+    ) -> None:
+        if batcher is not None:
+            raise TypeError("An interleaver has no batcher: give each mediator its `batch_group`.")
+        self.mediators = list(mediators)
+        self.tracer = tracer
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
         self.skips: dict[str, dict[Mediator, Any]] = {}
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
+        self.check_location: Callable[[str], None] | None = None
+        self.uncounted: set[str] = set()
         self._on_blocks_done = on_blocks_done
         self.waited: dict[str, int] = {}
         self.counts: dict[str, int] = {}
@@ -95,20 +117,22 @@ class Interleaver:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.cancel()
+        return isinstance(error, EarlyStopException)
 
     @property
     def interleaving(self) -> bool:
         """Whether this run is active."""
         return self._token is not None
 
-    def handle(self, location: str, value: Any) -> Any:
+    def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
         """Offer ``value`` to the mediators waiting at ``location``.
 
         Args:
             location: Name of the point the run has reached, without occurrence number.
             value: What the model has there.
+            iterate: Whether the passage has to be numbered; false for a location that may have its number, as in ``x.i2``.
 
         Returns:
             The value with which the model continues.
@@ -116,7 +140,7 @@ class Interleaver:
         occurrence = self.counts.get(location, 0)
         self.counts[location] = occurrence + 1
         if location not in self.waited:
-            return value
+            return value if iterate else self._handle_numbered(location, value)
         outer, self.at = self.at, (location, occurrence)
         served = True
         while served and location in self.waited:  # one visit can lead another block to ask for the same location
@@ -125,11 +149,23 @@ class Interleaver:
                 if mediator.waits_at(location, occurrence):
                     value = mediator.visit(location, occurrence, value)
                     served = True
-                    self.run_ready()
-        for mediator, observer in self.observers.get(location, ()):
-            observer(value if mediator.batch_group is None else mediator.batch_group.narrow(value))
+                    if self.ready:
+                        self.run_ready()
+        if self.observers:
+            for mediator, observer in self.observers.get(location, ()):
+                group = mediator.batch_group
+                observer(value if group is None else group.narrow(value, location, occurrence))
         self.at = outer
         return value
+
+    def _handle_numbered(self, provider: str, value: Any) -> Any:
+        """Handle a location that may have the number of its passage."""
+        location, occurrence = split_requester(provider)
+        if occurrence is None:
+            return value
+        del self.counts[provider]
+        self.counts[location] = occurrence
+        return self.handle(location, value)
 
     def observe(self, location: str, observer: Callable[[Any], None]) -> None:
         """Let ``observer`` look at each value that leaves ``location`` from now on; it sees the running block's rows."""
@@ -139,6 +175,10 @@ class Interleaver:
 
     def check_request(self, location: str) -> None:
         """Raise if this run can never offer ``location``."""
+        if self.uncounted and location.rpartition(".source.")[0] in self.uncounted and location not in self.counts:
+            raise OutOfOrderError(uncounted_message(location))
+        if self.check_location is not None:
+            self.check_location(location)
 
     def take_skip(self, location: str) -> tuple[Any, ...]:
         """Return the value a module is to return without running, in a tuple, or an empty tuple.
@@ -165,7 +205,8 @@ class Interleaver:
                 f"`{location.removesuffix('.input')}` is skipped by some invokes and not by others. They run as one batch, "
                 "so skip it in all of them."
             )
-        return (join_rows([value for _, value in by_start], groups),)
+        output = f"{location.removesuffix('.input')}.output"
+        return (join_rows([value for _, value in by_start], groups, output, self.counts.get(output, 0)),)
 
     def add(self, mediator: Mediator) -> None:
         """Add a block to the run and let it run to the first location it waits for."""
@@ -220,7 +261,8 @@ class Interleaver:
             _active.reset(self._token)
             self._token = None
         self.mediators = []
+        self.tracer = None
         self.observers.clear()
-        self.check_replacement = None
+        self.check_replacement = self.check_location = None
         self.waited.clear()
         self._on_blocks_done = None

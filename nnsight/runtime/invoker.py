@@ -64,17 +64,24 @@ class Invoker(Tracer):
 class Barrier:
     """Lets ``participants`` invokes wait for each other; call it in each of them."""
 
-    def __init__(self, participants: int) -> None:
+    def __init__(self, trace: InterleavingTracer, participants: int) -> None:
+        if not isinstance(participants, int) or isinstance(participants, bool):
+            raise TypeError(
+                f"tracer.barrier takes the number of its participants, not a {type(participants).__name__}."
+            )
         if participants < 1:
             raise ValueError(f"A barrier needs at least one participant, not {participants}.")
         self.participants = participants
+        self._trace = trace
         self._arrived: list[Any] = []
 
     def __call__(self) -> None:
         """Wait until all participants have called."""
         run = active_interleaver()
-        if run is None or run.current is None:
-            raise ValueError("A barrier can be called inside an invoke only.")
+        if run is None or run.current is None or self._trace.opens_invokes:
+            raise ValueError(
+                "A barrier can be called inside an invoke only: make it in front of the invokes and call it in them."
+            )
         self._wait(run)
 
     def _wait(self, run: Interleaver) -> None:

@@ -33,6 +33,17 @@ def running_mediator(what: str) -> Mediator:
     return run.current
 
 
+def checked_steps(steps: Any) -> int:
+    """Return ``steps``, by how many occurrences to move on.
+
+    Raises:
+        TypeError: If it is no int.
+        ValueError: If it is negative: the model does not go back.
+    """
+    _check([steps], "next()")
+    return int(steps)
+
+
 class IteratorTracer(Tracer):
     """The steps selected by ``tracer.iter[...]``, as an iterable and as a context manager.
 
@@ -77,26 +88,33 @@ class Iterations:
     def __getitem__(self, steps: Steps) -> IteratorTracer:
         return IteratorTracer(steps)
 
+    def __iter__(self) -> Iterator[int]:
+        # Python would else call __getitem__ with 0, 1, 2, … for ever.
+        raise TypeError(
+            "Choose the steps of tracer.iter by an index, as in `tracer.iter[:3]`; `tracer.iter[:]` is all."
+        )
+
 
 def _numbers(steps: Steps) -> Iterable[int]:
     if isinstance(steps, slice):
-        parts = (steps.start or 0, steps.stop, 1 if steps.step is None else steps.step)
+        parts = (0 if steps.start is None else steps.start, steps.stop, 1 if steps.step is None else steps.step)
         _check(part for part in parts if part is not None)
         if parts[2] == 0:
             raise ValueError("The step of tracer.iter[...] cannot be zero.")
         return itertools.count(parts[0], parts[2]) if parts[1] is None else range(*parts)
-    if isinstance(steps, bool) or not isinstance(steps, (int, list, tuple, range)):
+    if not isinstance(steps, (int, list, tuple, range)):
         raise TypeError(f"tracer.iter takes an int, a slice or a list of ints, not {type(steps).__name__}.")
     chosen = [steps] if isinstance(steps, int) else list(steps)
     _check(chosen)
     return chosen
 
 
-def _check(numbers: Iterable[Any]) -> None:
+def _check(numbers: Iterable[Any], what: str = "tracer.iter") -> None:
     for number in numbers:
-        if not isinstance(number, int):
-            raise TypeError(f"tracer.iter takes ints, not {type(number).__name__}.")
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{what} takes ints, not {type(number).__name__}.")
         if number < 0:
             raise ValueError(
-                f"tracer.iter cannot count from the end (got {number}): how many steps there will be is not known."
+                f"{what} cannot count from the end (got {number}): how many steps there will be is not known, and "
+                "the model does not go back."
             )

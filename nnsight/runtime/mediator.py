@@ -25,6 +25,8 @@ from .batching import BatchGroup
 from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
+from .surface import EarlyStopException, MediatorSurface, SkipException, split_requester
+from .workers import borrow
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -33,16 +35,16 @@ if TYPE_CHECKING:
 torch.Tensor.save = save  # type: ignore[attr-defined]  # for helper functions; blocks do not need it
 
 
-class EarlyStopException(Exception):
-    """Raised in a block by ``tracer.stop()``; ends the run without being an error."""
+__all__ = ["EarlyStopException", "Mediator"]
 
 
-class Mediator:
+class Mediator(MediatorSurface):
     """Runs ``intervention`` against one run.
 
     Args:
         intervention: The function of a block, without arguments.
-        name: Shown in messages.
+        info: The captured block, if it is one.
+        name: Tells the blocks of a run apart.
         batch_group: The rows that belong to this block; all by default.
         publish: Called whenever the block gives up its turn, to show its variables to others.
 
@@ -52,7 +54,6 @@ class Mediator:
             loop over occurrences is pinned for its first request only: modules that are called less often than others
             would else never reach it.
         loops: How many loops over occurrences the block is in.
-        last_visited: The location of the latest visit, for messages.
     """
 
     OutOfOrderError = _OutOfOrderError
@@ -60,17 +61,20 @@ class Mediator:
 
     __slots__ = (
         "_error",
+        "_grad_enabled",
         "_greenlet",
+        "_hooks",
         "_location",
         "_occurrence",
         "_on_leave",
         "_publish",
         "_value",
+        "_visited",
         "batch_group",
+        "info",
         "interleaver",
         "intervention",
         "iteration",
-        "last_visited",
         "loops",
         "name",
         "requests",
@@ -80,12 +84,14 @@ class Mediator:
     def __init__(
         self,
         intervention: Callable[[], Any],
-        name: str = "invoke 0",
+        info: Any = None,
+        name: str | None = None,
         batch_group: BatchGroup | None = None,
         publish: Callable[[], None] | None = None,
     ) -> None:
         self.intervention: Callable[[], Any] | None = intervention
-        self.name = name
+        self.info = info
+        self.name = name or f"Mediator{id(self)}"
         self.interleaver: Interleaver | None = None
         self.waiting: tuple[str, int] | None = None
         self.batch_group = batch_group
@@ -93,22 +99,24 @@ class Mediator:
         self.iteration: int | None = 0
         self.loops = 0
         self.requests = 0
-        self.last_visited: str | None = None
+        self._visited: tuple[str, int] | None = None
+        self._grad_enabled: bool | None = None  # in the block; at first it is that of the model
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
         self._location: str | None = None  # of the current visit
         self._occurrence = 0
         self._value: Any = None
         self._on_leave: list[Callable[[], Any]] = []
+        self._hooks: list[Any] | None = None
 
     # -- the model's side -------------------------------------------------------------------------------------
 
     def start(self, interleaver: Interleaver) -> None:
         """Run the block up to its first request."""
         self.interleaver = interleaver
-        self._greenlet = greenlet(self._main, getcurrent())
-        self._greenlet.gr_context = contextvars.copy_context()
-        self._resume()
+        worker = self._greenlet = borrow()
+        worker.gr_context = contextvars.copy_context()
+        self._turn(worker.switch, self._main)
 
     def waits_at(self, location: str, occurrence: int) -> bool:
         """Whether the block waits for this passage of ``location``."""
@@ -118,25 +126,35 @@ class Mediator:
         """Give ``value`` to the block, let it run until it waits for something else, and return the value then."""
         self._stop_waiting()
         group = self.batch_group
-        mine = value if group is None else group.narrow(value)
-        self._location, self._occurrence, self._value = location, occurrence, mine
-        self.last_visited = f"{location}.i{occurrence}"
+        view = None if group is None else group.view(location, occurrence, value)
+        self._location, self._occurrence = location, occurrence
+        self._value = value if view is None else view.value
+        self._visited = (location, occurrence)
         if self.iteration == occurrence != 0:
             self.iteration = None
-        self._resume()
-        self._send_views_back()
+        assert self._greenlet is not None
+        self._turn(self._greenlet.switch)
+        if self._on_leave:
+            self._send_views_back()
         left, self._value, self._location = self._value, None, None
-        return left if group is None else group.widen(location, value, mine, left)
+        return left if view is None else view.widen(left)
+
+    @property
+    def last_visited(self) -> str | None:
+        """The location of the latest visit, with its occurrence, for messages."""
+        return None if self._visited is None else "{}.i{}".format(*self._visited)
 
     def proceed(self) -> None:
         """Run on after something other than a location was waited for."""
         self._stop_waiting()
-        self._resume()
+        assert self._greenlet is not None
+        self._turn(self._greenlet.switch)
 
     def throw(self, error: BaseException) -> None:
         """Raise ``error`` in the block, at the line where it waits."""
         self._stop_waiting()
-        self._resume(error)
+        assert self._greenlet is not None
+        self._turn(self._greenlet.throw, error)
 
     def leave_loop(self) -> None:
         """End the block in the loop where it waits for an occurrence that does not come."""
@@ -157,49 +175,60 @@ class Mediator:
     def cancel(self) -> None:
         """End the block, running its ``finally`` clauses, and drop everything it held."""
         self._stop_waiting()
-        if self._greenlet is not None and self._greenlet:
+        if self._greenlet is not None:
             self._error = None
             self._greenlet.throw(GreenletExit)
+        if self._hooks:
+            self.remove_hooks()
         self._greenlet = self.interleaver = self.intervention = self._value = self._location = self._error = None
 
     @property
     def alive(self) -> bool:
         """Whether the block has started and not ended."""
-        return bool(self._greenlet)
+        return self._greenlet is not None
 
-    def _resume(self, error: BaseException | None = None) -> None:
+    def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
+        """Let the block run until it waits or ends; ``switch`` goes to it. Each side has its own grad mode."""
         interleaver, worker = self.interleaver, self._greenlet
         assert interleaver is not None and worker is not None
         previous, interleaver.current = interleaver.current, self
-        if worker.parent is not getcurrent():  # this time another block plays the model's part
-            worker.parent = getcurrent()
+        here = getcurrent()
+        if worker.parent is not here:  # this time another block plays the model's part
+            worker.parent = here
         grad_enabled = torch.is_grad_enabled()
+        if self._grad_enabled is not None and self._grad_enabled != grad_enabled:
+            torch.set_grad_enabled(self._grad_enabled)
         try:
-            if error is None:
-                worker.switch()
-            else:
-                worker.throw(error)
+            switch(*arguments)
         finally:
             interleaver.current = previous
-            if torch.is_grad_enabled() != grad_enabled:
+            self._grad_enabled = torch.is_grad_enabled()
+            if self._grad_enabled != grad_enabled:
                 torch.set_grad_enabled(grad_enabled)
         if self._error is not None:
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
 
-    def _main(self) -> None:
+    def _main(self) -> bool:
+        """Run the block, in its greenlet; return whether it came to its end."""
         intervention, self.intervention = self.intervention, None  # its variables end with it
         assert intervention is not None
+        returned = False
         try:
             intervention()
+            returned = True
         except GreenletExit:
             pass
+        except SkipException as skip:
+            self._error = self._skip_here(skip)
         except BaseException as error:
             self._error = error
         finally:
+            self._greenlet = None
             if self._publish is not None:
                 self._publish()
                 self._publish = None
+        return returned
 
     def _stop_waiting(self) -> None:
         if self.waiting is None or self.interleaver is None:
@@ -222,12 +251,16 @@ class Mediator:
     def request(self, location: str) -> Any:
         """Return the value at ``location``, letting the model run until it gets there.
 
+        Args:
+            location: With a number, as in ``x.i2``, it is that passage, else the one that :attr:`iteration` says.
+
         Raises:
             OutOfOrderError: If the model has passed the location, or finishes without reaching it.
         """
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location))
-        self._send_views_back()
+        if self._on_leave:
+            self._send_views_back()
         return self._value
 
     def swap(self, location: str, value: Any) -> None:
@@ -235,27 +268,42 @@ class Mediator:
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location))
         interleaver = self.interleaver
-        assert interleaver is not None
+        assert interleaver is not None and self._location is not None
         if interleaver.check_replacement is not None:
-            interleaver.check_replacement(location, self._value, value)
+            interleaver.check_replacement(self._location, self._value, value)
         shape, expected = getattr(value, "shape", None), getattr(self._value, "shape", None)
         if shape != expected and shape is not None and expected is not None:
             where = "{}:{}: ".format(*user_position_now())
-            interleaver.reshaped.append(where + replacement_message(location, tuple(shape), tuple(expected)))
+            interleaver.reshaped.append(where + replacement_message(self._location, tuple(shape), tuple(expected)))
         self._value = value
 
-    def skip(self, path: str, value: Any) -> None:
-        """Let the module at ``path`` return ``value`` instead of running.
+    def skip(self, location: str, value: Any) -> None:
+        """Let a module return ``value`` instead of running.
+
+        Args:
+            location: Of the module's input; as for :meth:`request`.
+            value: What the module returns.
 
         Raises:
             OutOfOrderError: If the module already runs or has run.
+            ValueError: If ``location`` is not that of an input.
         """
-        location = f"{path}.input"
-        interleaver = self.interleaver
+        if not split_requester(location)[0].endswith(".input"):
+            raise ValueError(f"A module is skipped at its input, such as `model.layer.input`; not at `{location}`.")
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location))
-        assert interleaver is not None
-        interleaver.skips.setdefault(location, {})[self] = value
+        interleaver = self.interleaver
+        assert interleaver is not None and self._location is not None
+        interleaver.skips.setdefault(self._location, {})[self] = value
+
+    def _skip_here(self, skip: SkipException) -> BaseException | None:
+        """Skip the module at whose input the model stands; return an error if it stands elsewhere."""
+        if self.interleaver is None or self._location is None or not self._location.endswith(".input"):
+            return ValueError(
+                "SkipException was raised where no module is about to run: read the `.input` of the module to skip first."
+            ).with_traceback(skip.__traceback__)
+        self.interleaver.skips.setdefault(self._location, {})[self] = skip.value
+        return None
 
     def on_leave(self, transform: Callable[[], Any]) -> None:
         """Replace the value of the current visit by what ``transform`` returns when the block moves on."""
@@ -285,6 +333,14 @@ class Mediator:
     def _is_at(self, location: str) -> bool:
         """Whether the model is stopped at ``location``, at the occurrence that requests ask for."""
         self.requests += 1
+        return self._location == location and (self.iteration is None or self.iteration == self._occurrence)
+
+    def next_occurrence(self, location: str) -> int:
+        """Return the number of the passage of ``location`` that a request would get now."""
+        return self._occurrence if self.stands_at(location) else self._next_occurrence(location)
+
+    def stands_at(self, location: str) -> bool:
+        """Whether the model is stopped at ``location`` for this block, so that a request would not wait."""
         return self._location == location and self.iteration in (None, self._occurrence)
 
     def _next_occurrence(self, location: str) -> int:
@@ -296,6 +352,12 @@ class Mediator:
         interleaver = self.interleaver
         if interleaver is None:
             raise ValueError(f"`{location}` was requested after its trace had ended.")
+        if location[-1:].isdecimal():
+            location, number = split_requester(location)
+            if number is not None:
+                occurrence = number
+                if (location, number) == (self._location, self._occurrence):
+                    return
         interleaver.check_request(location)
         if interleaver.counts.get(location, 0) > occurrence and interleaver.at != (location, occurrence):
             raise _OutOfOrderError(passed_message(location, occurrence, self.last_visited))
@@ -306,13 +368,8 @@ class Mediator:
         assert interleaver is not None
         self.waiting = (location, occurrence)
         interleaver.waited[location] = interleaver.waited.get(location, 0) + 1
-        grad_enabled = torch.is_grad_enabled()
         model = getcurrent().parent
         assert model is not None
         if self._publish is not None:
             self._publish()
-        try:
-            model.switch()
-        finally:
-            if torch.is_grad_enabled() != grad_enabled:
-                torch.set_grad_enabled(grad_enabled)
+        model.switch()

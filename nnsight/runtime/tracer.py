@@ -6,6 +6,7 @@ without asking, having opened invokes, their blocks are the blocks of the run an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -13,19 +14,27 @@ from typing import Any, Protocol
 import torch
 
 from ..eproperty import eproperty
-from ..tracing import Backend, Tracer, save
+from ..tracing import Backend, Block, Tracer, save
 from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
+from .batch_dims import BatchDims
 from .batching import BatchGroup
-from .cache import Cache, resolve_alias
+from .cache import Cache, paths_to_cache
 from .editing import Edit
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver
 from .invoker import Barrier, Invoke, Invoker
-from .iteration import Iterations, IteratorTracer, running_mediator
+from .iteration import Iterations, IteratorTracer, checked_steps, running_mediator
 from .mediator import EarlyStopException, Mediator
+from .operations import Chains, mentioned_chains
+from .probing import Modules, find_batch_dims
+from .replacing import Replacements
 from .report import Report
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+#: The operations each block mentions.
+_mentioned: weakref.WeakKeyDictionary[Block, Chains] = weakref.WeakKeyDictionary()
 
 
 class Driver(Protocol):
@@ -49,7 +58,12 @@ class Named(Protocol):
 
     edits: list[Edit]
 
+    @property
+    def modules(self) -> Modules: ...
+
     def location_paths(self) -> Iterable[str]: ...
+
+    def open_mentioned(self, chains: Chains) -> None: ...
 
     def alias_paths(self) -> Mapping[str, str]: ...
 
@@ -99,6 +113,8 @@ class InterleavingTracer(Tracer):
         Raises:
             ValueError: If the model already runs, as it does for the block of a trace that was given input.
         """
+        if self._call is None:
+            raise ValueError("Cannot invoke: this trace has ended. Open invokes inside its block.")
         if self._invokes is None:
             raise ValueError(
                 "Cannot invoke during an active model execution: invokes stand side by side in the block of a trace "
@@ -108,7 +124,7 @@ class InterleavingTracer(Tracer):
 
     def barrier(self, participants: int) -> Barrier:
         """Return a function that lets ``participants`` invokes wait for each other where they call it."""
-        return Barrier(participants)
+        return Barrier(self, participants)
 
     def stop(self) -> None:
         """End the run here: the rest of the model does not run, and neither does the rest of this block."""
@@ -126,7 +142,7 @@ class InterleavingTracer(Tracer):
 
     def next(self, steps: int = 1) -> InterleavingTracer:
         """Let later requests of this block ask for the occurrence ``steps`` further on."""
-        running_mediator("tracer.next()").advance(steps)
+        running_mediator("tracer.next()").advance(checked_steps(steps))
         return self
 
     def cache(
@@ -150,32 +166,35 @@ class InterleavingTracer(Tracer):
             include_inputs: Keep all their arguments.
 
         Raises:
-            ValueError: Outside a block, or for a module that is not part of the model.
+            TypeError: If ``modules`` is no list of modules and paths, or ``dtype`` no dtype.
+            ValueError: Outside a block, in a backward pass, for a module that is not part of the model, or if nothing is
+                to be kept.
         """
         run, model = running_mediator("tracer.cache()").interleaver, self._model
-        assert run is not None and model is not None
-        known = dict.fromkeys(model.location_paths())
-        paths = list(known)
-        if modules is not None:
-            modules, aliases = list(modules), model.alias_paths()
-            paths = [
-                resolve_alias(module, aliases) if isinstance(module, str) else module._path for module in modules
-            ]
-            unknown = [
-                module if isinstance(module, str) else path
-                for module, path in zip(modules, paths, strict=True)
-                if path not in known
-            ]
-            if unknown:
-                raise ValueError(f"tracer.cache(): no module of this model has the path {unknown[0]!r}.")
+        if not (include_output or include_inputs):
+            raise ValueError("tracer.cache() was asked to keep neither outputs nor inputs.")
+        if run is None or model is None:
+            raise ValueError("tracer.cache() was called on a tracer whose trace has ended: use the one of this block.")
+        paths = paths_to_cache(modules, list(model.location_paths()), model.alias_paths())
         made = Cache(paths, model.alias_paths(), device, dtype, detach)
         for path in paths:
             for key, wanted in (("input", include_inputs), ("output", include_output)):
                 if wanted:
+                    run.check_request(f"{path}.{key}")
                     run.observe(f"{path}.{key}", partial(made.observe, path, key))
         return save(made)
 
     # -- the run -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Any:
+        if self._entered:
+            raise ValueError("This tracer was entered before, and is one run. Call `trace(...)` anew for another.")
+        return super().__enter__()
+
+    @property
+    def opens_invokes(self) -> bool:
+        """Whether the block of the trace is being asked for its invokes, before the model runs."""
+        return self._invokes is not None
 
     def add_invoke(self, invoke: Invoke) -> None:
         """Add a block to the run that is being prepared."""
@@ -191,10 +210,11 @@ class InterleavingTracer(Tracer):
         assert self._call is not None
         driver, model, args, kwargs = self._call
         self._invokes = [] if not args else None
-        main = Mediator(function, "trace")
+        main = Mediator(function, self.info, "trace")
         edits = [] if self._model is None else self._model.edits
-        blocks = [Mediator(edit.function(), f"edit {number}") for number, edit in enumerate(edits)]
-        interleaver = Interleaver([*blocks, main], self._drop_unsaved)
+        blocks = [Mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
+        self._open_mentioned()
+        interleaver = Interleaver([*blocks, main], self, on_blocks_done=self._drop_unsaved)
         try:
             with interleaver:
                 invokes, self._invokes = self._invokes or [], None
@@ -203,15 +223,35 @@ class InterleavingTracer(Tracer):
         except EarlyStopException:
             pass
         finally:
+            interleaver.failure = None  # its traceback has frames that hold the run
             for action in self._at_end:
                 action()
 
+    def _open_mentioned(self) -> None:
+        """Let the run stop at the operations that its blocks mention behind ``.source``."""
+        if self._model is None or self.info is None or self.scope is None or self._frame is None:
+            return
+        for block, scope, module_globals in (
+            (self.info, self.scope, self._frame.f_globals),
+            *((edit.block, edit.scope, edit.module_globals) for edit in self._model.edits),
+        ):
+            chains = _mentioned.get(block)
+            if chains is None:
+                variables = {**module_globals, **dict(scope.items())}
+                chains = _mentioned[block] = mentioned_chains(block.code, variables.get)
+            if chains:
+                self._model.open_mentioned(chains)
+
     def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        replacements = interleaver.check_replacement = Replacements()
         try:
             output = driver(interleaver, args, kwargs, self.report)
         except Exception as error:
-            if interleaver.reshaped and error is not interleaver.failure:
-                raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
+            if error is not interleaver.failure:
+                if interleaver.reshaped:
+                    raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
+                if replacements.odd:
+                    error.add_note("A block may be the cause:\n" + "\n".join(replacements.odd))
             raise
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure
@@ -237,29 +277,35 @@ class InterleavingTracer(Tracer):
             prepared = model._prepare_input(*args, **kwargs)
             groups: dict[Invoke, BatchGroup | None] = {}
         else:
-            prepared, groups = self._join(model, with_input)
-            prepared = (prepared[0], {**prepared[1], **kwargs})
+            prepared, groups = self._join(model, with_input, kwargs)
         for number, invoke in enumerate(invokes):
-            interleaver.add(Mediator(invoke.function, f"invoke {number}", groups.get(invoke), invoke.publish))
+            interleaver.add(Mediator(invoke.function, None, f"invoke {number}", groups.get(invoke), invoke.publish))
         return prepared[0], prepared[1]
 
-    def _join(self, model: Batchable, invokes: list[Invoke]) -> tuple[Arguments, dict[Invoke, BatchGroup | None]]:
-        """Join the inputs of ``invokes`` to one batch; return it and the rows of each."""
+    def _join(
+        self, model: Batchable, invokes: list[Invoke], shared: dict[str, Any]
+    ) -> tuple[Arguments, dict[Invoke, BatchGroup | None]]:
+        """Join the inputs of ``invokes``, and the arguments they share, to one batch; return it and the rows of each."""
         first = invokes[0]
         if len(invokes) == 1:
             args, kwargs = model._prepare_input(*first.args, **first.kwargs)[:2]
-            return (args, kwargs), {}
+            return (args, {**kwargs, **shared}), {}
         batched: Arguments | None = None
+        parts: list[Arguments] = []
         sizes: list[int] = []
         for invoke in invokes:
             args, kwargs = model._prepare_input(*invoke.args, **invoke.kwargs)[:2]
             batched, size = model._batch(batched, *args, **kwargs)
+            parts.append((args, kwargs))
             sizes.append(size)
         assert batched is not None
+        batched = (batched[0], {**batched[1], **shared})
+        call = getattr(model, "_call_on", None)
+        dims = BatchDims() if self._model is None else find_batch_dims(self._model.modules, call, batched, parts, sizes)
         groups: dict[Invoke, BatchGroup | None] = {}
         start = 0
         for invoke, size in zip(invokes, sizes, strict=True):
-            groups[invoke] = BatchGroup(start, size, sum(sizes))
+            groups[invoke] = BatchGroup(start, size, sum(sizes), dims)
             start += size
         return batched, groups
 

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .eproperty import described, eproperty
+from .eproperty import described
+from .located import Located
 from .runtime.interleaver import Interleaver, active_interleaver
-from .runtime.iteration import running_mediator
 from .runtime.operations import forward_of
 from .source import Source
 from .tracing.source import calls_for_with
@@ -32,10 +32,10 @@ from .tree import ModuleTree
 logger = logging.getLogger("nnsight.envoy")
 
 #: Which class the envoys of a tree have.
-EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
+EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, type[Envoy]] | None"
 
 
-class Envoy:
+class Envoy(Located):
     """Mirror of ``module`` in the tree of a wrapped model.
 
     Args:
@@ -44,7 +44,7 @@ class Envoy:
         tree: The tree it belongs to; a new one is made for a root.
         known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
         envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
-            module's base classes); plain envoys for modules it does not name.
+            module's base classes) or end of a path (``"attn"``, ``"mlp.act"``); plain envoys for modules it does not name.
     """
 
     _path: str
@@ -79,42 +79,6 @@ class Envoy:
                 self._adopt(name, child, known)
 
     # -- values of the running model -----------------------------------------------------------------------------
-
-    @eproperty(description="what the module returned")
-    def output(self) -> Any:
-        """What the module's call returned: a tensor, or the tuple, dict or ``ModelOutput`` it returned.
-
-        Edit it in place, or assign a replacement of the same structure and shapes.
-        """
-
-    @eproperty(key="input", description="first argument of the module")
-    def input(self) -> Any:
-        """The first argument of the module's call: the first positional one, else the first by keyword."""
-
-    @input.preprocess
-    def input(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = value
-        if not args and not kwargs:
-            raise ValueError(f"`{self._path}` was called without arguments, so it has no `.input`.")
-        return args[0] if args else next(iter(kwargs.values()))
-
-    @input.postprocess
-    def input(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = self._current_inputs()
-        if args or not kwargs:
-            return (value, *args[1:]), kwargs
-        first = next(iter(kwargs))
-        return args, {**kwargs, first: value}
-
-    @eproperty(key="input", description="all arguments of the module")
-    def inputs(self) -> Any:
-        """All arguments of the module's call, as ``(args, kwargs)``: a tuple and a dict."""
-
-    def _current_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        run = active_interleaver()
-        assert run is not None and run.current is not None
-        args, kwargs = run.current.request(f"{self._path}.input")
-        return args, kwargs
 
     @property
     def _fake_output(self) -> Any:
@@ -173,6 +137,8 @@ class Envoy:
         if isinstance(key, slice):
             return list(self._children.values())[key]
         if isinstance(key, str):
+            if key not in self._children:
+                raise KeyError(self._unknown(key))
             return self._children[key]
         children = list(self._children.values())
         try:
@@ -188,23 +154,6 @@ class Envoy:
 
     def __iter__(self) -> Iterator[Envoy]:
         return iter(self._children.values())
-
-    def next(self, steps: int = 1) -> Envoy:
-        """Let later requests of this block ask for the occurrence ``steps`` further on; returns this envoy."""
-        running_mediator("next()").advance(steps)
-        return self
-
-    def skip(self, value: Any) -> None:
-        """Let the module return ``value`` instead of running; neither it nor anything inside it runs.
-
-        Args:
-            value: What the module would return: a tensor, or the tuple, dict or ``ModelOutput``.
-
-        Raises:
-            OutOfOrderError: If the module has already run.
-            ValueError: Outside a trace, or if other invokes of the batch do not skip it.
-        """
-        running_mediator("skip()").skip(f"{self._path}.input", value)
 
     @property
     def source(self) -> Source:
@@ -266,8 +215,9 @@ class Envoy:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling() and calls_for_with(sys._getframe(1)):
-                for root in sorted(self._tree.roots, key=lambda root: len(root._edits)):  # type: ignore[attr-defined]
-                    return root._trace_method(self, name, args, kwargs)  # type: ignore[attr-defined]
+                roots: Any = self._tree.roots
+                for root in sorted(roots, key=lambda root: len(root._edits)):  # a copy with edits comes last
+                    return root._trace_method(self, name, args, kwargs)
             return method(*args, **kwargs)
 
         return call
@@ -276,8 +226,11 @@ class Envoy:
         if isinstance(value, torch.nn.Module):
             setattr(self._module, name, value)
             self._sync()
-        else:
-            super().__setattr__(name, value)
+            return
+        run = active_interleaver()
+        if run is not None and run.current is not None and name not in self.__dict__ and not hasattr(type(self), name):
+            raise AttributeError(f"{self._unknown(name)} Assigning to it would do nothing to the run.")
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._module)})
@@ -315,17 +268,20 @@ class Envoy:
         envoy = known.get(child)
         if envoy is None:
             path = self._tree.paths.get(child, f"{self._path}.{name}")
-            envoy = self._class_for(child)(child, path=path, tree=self._tree, known=known, envoys=self._envoys)
+            envoy = self._class_for(child, path)(child, path=path, tree=self._tree, known=known, envoys=self._envoys)
         self._children[name] = envoy
         if hasattr(type(self), name) and not hasattr(type(self), f"nns_{name}"):
             self.__class__ = _with_child_named(type(self), name)
         self.__dict__[name] = envoy
 
-    def _class_for(self, module: torch.nn.Module) -> type[Envoy]:
-        """Return the class of the envoy of ``module``."""
+    def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
+        """Return the class of the envoy of ``module``, which is at ``path``."""
         if isinstance(self._envoys, type):
             return self._envoys
         classes = self._envoys or {}
+        for pattern, chosen in classes.items():
+            if isinstance(pattern, str) and f".{path}".endswith(f".{pattern.strip('.')}"):
+                return chosen
         return next((classes[kind] for kind in type(module).__mro__ if kind in classes), Envoy)
 
     def _alias(self, names: Mapping[str, str | Sequence[str]], strict: bool = True) -> None:
@@ -346,7 +302,10 @@ class Envoy:
             found = [(start, target) for start in starts if (target := start._descend(parts)) is not None]
             if not found and strict:
                 raise ValueError(f"rename: there is no module `{path}` below `{self._path}`.")
-            for name in [given] if isinstance(given, str) else given:
+            given = [given] if isinstance(given, str) else given
+            if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+                raise TypeError(f"rename: the new name of `{path}` is a string or a list of strings, not {given!r}.")
+            for name in given:
                 for start, target in found:
                     (self if name.startswith(".") else start)._add_alias(name.strip("."), target)
 

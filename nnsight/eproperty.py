@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from .runtime.errors import MissedProviderError
 from .runtime.interleaver import Interleaver, active_interleaver
 
 
@@ -152,9 +153,15 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
     def _mediator(self, owner: Any, location: str) -> Any:
         """Return the mediator of the block that uses the property, everything being prepared for its request."""
         run = active_interleaver()
-        mediator = getattr(_run_of(owner), "current", None) if run is None else run.current
+        mediator: Any = getattr(_run_of(owner), "current", None) if run is None else run.current
         if mediator is None:
             raise ValueError(self._outside(location))
+        tree = mediator.interleaver.tree
+        if tree is not None and getattr(owner, "_tree", tree) is not tree:
+            raise MissedProviderError(
+                f"`{location}` was asked of a model that does not run here: the trace is one of another model, which may have "
+                "a module of that name. Use the envoys of the model that is traced."
+            )
         if self._prepare is not None and not mediator.stands_at(location):
             self._prepare(owner)
         return mediator

@@ -13,9 +13,8 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from .eproperty import eproperty
+from .located import Located
 from .runtime.interleaver import active_interleaver
-from .runtime.iteration import running_mediator
 from .runtime.operations import Listing, Operation, SourceError, layers_of, listing_of
 from .tree import ModuleTree
 
@@ -102,7 +101,7 @@ class Source:
         return "\n".join(shown)
 
 
-class OperationEnvoy:
+class OperationEnvoy(Located):
     """One operation: a call in a function, with the values that a block can read and edit.
 
     Args:
@@ -122,44 +121,6 @@ class OperationEnvoy:
     def path(self) -> str:
         """Path of the operation, the prefix of its locations."""
         return self._path
-
-    @eproperty(description="what the operation returned")
-    def output(self) -> Any:
-        """What the call returned. Edit it in place, or assign a replacement."""
-
-    @eproperty(key="input", description="first argument of the operation")
-    def input(self) -> Any:
-        """The first argument of the call: the first positional one, else the first by keyword.
-
-        The object whose method is called is none of the arguments.
-        """
-
-    @input.preprocess
-    def input(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = value
-        if not args and not kwargs:
-            raise ValueError(f"`{self._path}` was called without arguments, so it has no `.input`.")
-        return args[0] if args else next(iter(kwargs.values()))
-
-    @input.postprocess
-    def input(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = running_mediator(f"{self._path}.input").request(f"{self._path}.input")
-        if args or not kwargs:
-            return (value, *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): value}
-
-    @eproperty(key="input", description="all arguments of the operation")
-    def inputs(self) -> Any:
-        """All arguments of the call, as ``(args, kwargs)``: a tuple and a dict."""
-
-    def skip(self, value: Any) -> None:
-        """Let the operation return ``value`` without making its call; see :meth:`nnsight.Envoy.skip`."""
-        running_mediator("skip()").skip(f"{self._path}.input", value)
-
-    def next(self, steps: int = 1) -> OperationEnvoy:
-        """Let later requests of this block ask for the occurrence ``steps`` further on; returns this operation."""
-        running_mediator("next()").advance(steps)
-        return self
 
     @property
     def source(self) -> Source:

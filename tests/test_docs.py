@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib
 import io
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,11 @@ import transformers
 
 import nnsight
 import nnsight.fx.driver
-from nnsight import LanguageModel, NNsight
+from nnsight import DiffusionModel, LanguageModel, NNsight, VisionLanguageModel
 from nnsight.fx.compat import resolve_backend
+from nnsight.intervention.envoy import Envoy, eproperty
+from nnsight.intervention.tracing.globals import Globals
+from nnsight.modeling.mixins import LoadableMixin, MetaMixin
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -83,6 +88,17 @@ def run_document(document: str, path: Path) -> None:
             assert checker.check_output(block.output, got, OUTPUT), (
                 f"{path.name}:{block.line}: " + checker.output_difference(example, got, OUTPUT)
             )
+
+
+@pytest.fixture(autouse=True)
+def _own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing of the user's options, file or cache folder be seen or changed."""
+    for variable in list(os.environ):
+        if variable.startswith(("NNSIGHT_", "NDIF_")):
+            monkeypatch.delenv(variable)
+    monkeypatch.setenv("NNSIGHT_CONFIG", str(tmp_path / "config.json"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(nnsight.CONFIG._file, "_values", None)
 
 
 @pytest.fixture
@@ -172,6 +188,43 @@ def language_model() -> LanguageModel:
     return nnsight.demo_model(compile={"backend": "eager"})
 
 
+class Layer(torch.nn.Module):
+    """Has a part that never runs, returns a tuple, and calls all kinds of things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.unused = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        hidden = torch.tanh(self.inner(x))
+        if hidden.shape[0]:
+            hidden = doubled(hidden)
+        return hidden, Nothing().value
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x.mul(2)
+
+
+class Nothing:
+    value = None
+
+
+class Rows(NNsight):
+    """Joins the tensors of several invokes along their first dimension."""
+
+    def _batch(self, batched: Any, x: torch.Tensor) -> Any:
+        return (((x if batched is None else torch.cat([batched[0][0], x])),), {}), len(x)
+
+
+def forward_of_a_string() -> NNsight:
+    namespace: dict[str, Any] = {"torch": torch}
+    text = "class Made(torch.nn.Module):\n    def forward(self, x):\n        return torch.tanh(x)\n"
+    exec(compile(text, "<made>", "exec"), namespace)
+    return NNsight(namespace["Made"]())
+
+
 class Mistakes:
     """One method per row of the table; ``compiled`` says how its traces run."""
 
@@ -180,6 +233,7 @@ class Mistakes:
         net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
         self.model = NNsight(net, compile={"backend": "eager"})
         self.x = torch.ones(3, 4)
+        self.layers = Rows(torch.nn.Sequential(Layer(), torch.nn.Identity()), compile={"backend": "eager"})
 
     def trace(self, *args: Any) -> Any:
         return self.model.trace(*args, compile=self.compiled)
@@ -190,10 +244,28 @@ class Mistakes:
             self.model[0].output.save()
 
     def was_not_provided(self) -> None:
-        other = NNsight(torch.nn.Linear(4, 4))
-        other._children["unused"] = self.model[1]
-        with other.trace(self.x, compile=self.compiled):
-            self.model[1].output.save()
+        with self.layers.trace(self.x, compile=self.compiled):
+            self.layers[0].unused.output.save()
+
+    def another_model(self) -> None:
+        with self.layers.trace(self.x, compile=self.compiled):
+            self.model[0].output.save()
+
+    def misspelt_assignment(self) -> None:
+        with self.trace(self.x):
+            self.model[0].outputs = self.x
+
+    def wrong_shape(self) -> None:
+        with self.trace(self.x):
+            self.model[0].output = torch.zeros(3, 5)
+
+    def tensor_for_tuple(self) -> None:
+        with self.layers.trace(self.x, compile=False):
+            self.layers[0].output = self.x
+
+    def inputs_alone(self) -> None:
+        with self.layers.trace(self.x, compile=False):
+            self.layers[0].inputs = self.x
 
     def outside_of_interleaving(self) -> None:
         self.model[0].output  # noqa: B018
@@ -224,6 +296,17 @@ class Mistakes:
     def jump_out(self) -> Any:
         with self.trace(self.x):
             return self.model.output.save()
+
+    def options_for_a_trace(self) -> None:
+        with self.model.trace(self.x, compile={"backend": "eager"}):  # type: ignore[arg-type]
+            pass
+
+    def entered_twice(self) -> None:
+        tracer = self.trace(self.x)
+        with tracer:
+            self.model.output.save()
+        with tracer:
+            self.model.output.save()
 
     def no_tokenizer(self) -> None:
         with LanguageModel(language_model()._module).trace("The movie was", compile=self.compiled):
@@ -272,6 +355,28 @@ class Mistakes:
             for _ in tracer.iter[-1]:
                 pass
 
+    def no_steps(self) -> None:
+        with self.trace(self.x) as tracer:
+            for _ in tracer.iter:
+                pass
+
+    def negative_next(self) -> None:
+        with self.trace(self.x):
+            self.model[0].next(-1)
+
+    def too_many_steps(self) -> None:
+        with self.trace(self.x) as tracer:
+            for _ in tracer.iter[:2]:
+                self.model[0].output.save()
+
+    def skip_elsewhere(self) -> None:
+        with self.trace(self.x):
+            self.model.interleaver.current.skip("model.0.output", self.x)
+
+    def barrier_outside(self) -> None:
+        with self.trace() as tracer:
+            tracer.barrier(2)()
+
     def skip_outside(self) -> None:
         self.model[0].skip(self.x)
 
@@ -284,6 +389,253 @@ class Mistakes:
             with tracer.invoke("The movie was"):
                 pass
 
+    # -- several inputs
+
+    def other_rows(self) -> None:
+        with self.layers.trace(compile=False) as tracer:
+            with tracer.invoke(self.x):
+                self.layers[0].output = (self.layers[0].output[0][:1], None)
+            with tracer.invoke(self.x):
+                pass
+
+    def shorter_tuple(self) -> None:
+        with self.layers.trace(compile=False) as tracer:
+            with tracer.invoke(self.x):
+                self.layers[0].output = (self.layers[0].output[0],)
+            with tracer.invoke(self.x):
+                pass
+
+    def skip_with_other_rows(self) -> None:
+        self.skip_with((self.x[:1], None), (self.x, None))
+
+    def skip_with_other_structure(self) -> None:
+        self.skip_with((self.x, None), self.x)
+
+    def skip_with(self, first: Any, second: Any) -> None:
+        with self.layers.trace(compile=self.compiled) as tracer:
+            with tracer.invoke(self.x):
+                self.layers[0].skip(first)
+            with tracer.invoke(self.x):
+                self.layers[0].skip(second)
+
+    def no_cache(self) -> None:
+        self.change_cache(lambda cache: cache.layers.__setitem__(0, None))
+
+    def shorter_cache(self) -> None:
+        self.change_cache(lambda cache: cache.layers.pop())
+
+    def other_size_in_cache(self) -> None:
+        def cut(cache: Any) -> None:
+            cache.layers[0].keys = cache.layers[0].keys[:, :, :1]
+
+        self.change_cache(cut)
+
+    def change_cache(self, change: Any) -> None:
+        model = language_model()
+        with model.trace(use_cache=True, compile=False) as tracer:
+            with tracer.invoke("The movie was"):
+                change(model.output.past_key_values)
+            with tracer.invoke("The movie was"):
+                pass
+
+    # -- gradients, caches, scans
+
+    def gradient_of_none(self) -> None:
+        with torch.no_grad(), self.trace(self.x):
+            hidden = self.model[0].output
+            with self.model.output.requires_grad_().sum().backward():
+                hidden.grad  # noqa: B018
+
+    def gradient_elsewhere(self) -> None:
+        other = torch.ones(1, requires_grad=True)
+        with self.trace(self.x):
+            with self.model.output.sum().backward():
+                other.grad  # noqa: B018
+
+    def output_in_backward(self) -> None:
+        with self.trace(self.x):
+            with self.model.output.sum().backward():
+                self.model[0].output  # noqa: B018
+
+    def gradient_by_number(self) -> None:
+        self.replace_gradient(0)
+
+    def gradient_by_another_shape(self) -> None:
+        self.replace_gradient(torch.zeros(2))
+
+    def replace_gradient(self, value: Any) -> None:
+        with self.trace(self.x):
+            hidden = self.model[0].output.requires_grad_()
+            with self.model.output.sum().backward():
+                hidden.grad = value
+
+    def cache_of_one(self) -> None:
+        with self.trace(self.x) as tracer:
+            tracer.cache(modules=self.model[0])
+
+    def cache_of_nothing(self) -> None:
+        with self.trace(self.x) as tracer:
+            tracer.cache(modules=["model.7"])
+
+    def cache_without_inputs(self) -> None:
+        with self.trace(self.x) as tracer:
+            cache = tracer.cache()
+        cache["model.0"].inputs  # noqa: B018
+
+    def value_in_scan(self) -> None:
+        with self.model.scan(self.x):
+            self.model.output.sum().item()
+
+    # -- loading
+
+    def nowhere(self) -> None:
+        LanguageModel(ROOT / "docs")
+
+    def loaded_with_options(self) -> None:
+        LanguageModel(language_model()._module, dtype=torch.float16)
+
+    def no_load(self) -> None:
+        LoadableMixin("name")
+
+    def no_load_meta(self) -> None:
+        MetaMixin("name")
+
+    def rename_nothing(self) -> None:
+        NNsight(self.model._module, rename={"transformer.h": "layers"})
+
+    def rename_taken(self) -> None:
+        NNsight(self.model._module, rename={"0": "forward"})
+
+    # -- edits
+
+    def nothing_to_export(self) -> None:
+        with self.model.edit():
+            self.model[0].output[:] = 0
+        self.model.export_edits()
+
+    def not_exportable(self) -> None:
+        thing = object()
+        with self.model.edit(inplace=True):
+            self.model[0].output[:] = hash(thing)
+        self.model.export_edits()
+
+    def nothing_to_import(self) -> None:
+        self.model.import_edits("nothing")
+
+    def export(self, name: str) -> Path:
+        path = Path(os.environ["XDG_CACHE_HOME"]) / f"{name}.safetensors"
+        self.model.export_edits(path)
+        return path
+
+    def edits_of_another_model(self) -> None:
+        with self.model.edit(inplace=True) as model:
+            model[2].output[:] = 0
+        self.layers.import_edits(self.export("other"))
+
+    def edits_of_another_library(self) -> None:
+        folder = Path(os.environ["XDG_CACHE_HOME"]).parent
+        (folder / "gone_library.py").write_text("def zero(x):\n    x[:] = 0\n")
+        sys.path.insert(0, str(folder))
+        try:
+            zero = importlib.import_module("gone_library").zero
+        finally:
+            sys.path.remove(str(folder))
+        with self.model.edit(inplace=True) as model:
+            zero(model[0].output)
+        path = self.export("library")
+        del sys.modules["gone_library"]
+        self.model.import_edits(path)
+
+    def no_file_of_edits(self) -> None:
+        path = Path(os.environ["NNSIGHT_CONFIG"]).with_name("other.safetensors")
+        path.write_bytes(b"no edits")
+        self.model.import_edits(path)
+
+    # -- images
+
+    def no_processor(self) -> None:
+        model = VisionLanguageModel(language_model()._module)
+        model._prepare_input("<image> what is this ?", images=[None])
+
+    def image_nowhere(self) -> None:
+        from .test_vision_language import IMAGES, llava
+
+        with VisionLanguageModel(*llava()).trace("what is this ?", images=IMAGES[0], compile=False):
+            pass
+
+    def prompt_for_a_step(self) -> None:
+        from .test_diffusion import build
+
+        with DiffusionModel(build()).trace("a cat", compile=False):
+            pass
+
+    # -- operations
+
+    def no_operation(self) -> None:
+        self.layers[0].source.torch_tan_0  # noqa: B018
+
+    def operation_in_c(self) -> None:
+        self.layers[0].source.torch_tanh_0.source  # noqa: B018
+
+    def operation_of_a_class(self) -> None:
+        self.layers[0].source.Nothing_0.source  # noqa: B018
+
+    def operation_of_a_module(self) -> None:
+        self.layers[0].source.self_inner_0.source  # noqa: B018
+
+    def no_text(self) -> None:
+        forward_of_a_string().source  # noqa: B018
+
+    def edited_file(self) -> None:
+        text = "import torch\nclass Edited(torch.nn.Module):\n    def forward(self, x):\n        return torch.tanh(x)\n"
+        path = Path(os.environ["XDG_CACHE_HOME"]).parent / "edited.py"
+        path.write_text(text.replace("tanh", "relu"))
+        namespace: dict[str, Any] = {}
+        exec(compile(text, str(path), "exec"), namespace)
+        NNsight(namespace["Edited"]()).source  # noqa: B018
+
+    def uncounted(self) -> None:
+        with self.layers.trace(self.x, compile=False):
+            self.layers[0].output.save()
+            getattr(self.layers[0].source, "doubled" + "_0").output.save()
+
+    # -- configuration and extensions
+
+    def no_such_option(self) -> None:
+        nnsight.CONFIG.APP.DEBUGG = True
+
+    def option_of_another_type(self) -> None:
+        nnsight.CONFIG.APP.DEBUG = 1  # type: ignore[assignment]
+
+    def broken_variable(self) -> None:
+        os.environ["NNSIGHT_APP_DEBUG"] = "perhaps"
+        try:
+            nnsight.CONFIG.APP.DEBUG  # noqa: B018
+        finally:
+            del os.environ["NNSIGHT_APP_DEBUG"]
+
+    def broken_file(self) -> None:
+        Path(os.environ["NNSIGHT_CONFIG"]).write_text("{")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nnsight.CONFIG.save()
+
+    def broken_property(self) -> None:
+        class Broken(Envoy):
+            @eproperty(key="output")
+            def broken(self) -> Any: ...
+
+            @broken.preprocess
+            def broken(self, value: Any) -> Any:
+                return value.nothing
+
+        model = NNsight(self.model._module, envoys=Broken)
+        with model.trace(self.x, compile=False):
+            model[0].broken  # type: ignore[attr-defined]  # noqa: B018
+
+    def unbalanced(self) -> None:
+        Globals.exit()
+
     def unknown_option(self) -> None:
         self.model.compile(backends="eager")
 
@@ -294,10 +646,6 @@ class Mistakes:
 class CompiledMistakes(Mistakes):
     """Rows that only a compiled trace can raise."""
 
-    def wrong_shape(self) -> None:
-        with self.trace(self.x):
-            self.model[0].output = torch.zeros(1, 8)
-
     def wrong_structure(self) -> None:
         with self.trace(self.x):
             self.model[0].output = (self.model[0].output,)
@@ -305,6 +653,11 @@ class CompiledMistakes(Mistakes):
     def not_a_tensor(self) -> None:
         with self.trace(self.x):
             self.model[0].output = 3
+
+    def uncaptured(self) -> None:
+        with self.layers.trace(self.x):
+            self.layers[0].inner.output.save()
+            getattr(self.layers[0].source, "torch_tanh" + "_0").output.save()
 
     def constant(self) -> None:
         model = language_model()
@@ -351,18 +704,74 @@ RAISED_BY: dict[str, str] = {
     "not associated with a value": "no_barrier",
     "differs between invokes": "options_differ",
     "Only some of the invokes have": "labels_of_one",
-    "cannot count from the end": "negative_step",
+    "tracer.iter cannot count from the end": "negative_step",
     "inside the block of a trace only": "skip_outside",
     "is skipped by some invokes": "skip_in_one",
     "got unknown options": "unknown_option",
     "NNsight wraps a": "not_a_module",
     "has shape": "wrong_shape",
-    "another structure": "wrong_structure",
+    "Replace a tuple by a tuple, a dict": "wrong_structure",
     "where the model has a tensor": "not_a_tensor",
     "as a constant": "constant",
     "a compiled trace cannot look inside": "opaque",
     "fullgraph=True": "fullgraph",
     "was never computed": "never_computed",
+    "Assigning to it would do nothing": "misspelt_assignment",
+    "a model that does not run here": "another_model",
+    "a tensor instead of": "tensor_for_tuple",
+    "is a pair of a tuple and a dict": "inputs_alone",
+    "trace(compile=...) is True": "options_for_a_trace",
+    "was entered before": "entered_twice",
+    "Choose the steps of tracer.iter": "no_steps",
+    "next() cannot count": "negative_next",
+    "The loop ended at": "too_many_steps",
+    "is skipped at its input": "skip_elsewhere",
+    "A barrier can be called": "barrier_outside",
+    "may not change how many rows": "other_rows",
+    "each may replace its own rows only": "shorter_tuple",
+    "each gives its own rows": "skip_with_other_rows",
+    "of different structure for one module": "skip_with_other_structure",
+    "…has a … in place of": "no_cache",
+    "another number of entries": "shorter_cache",
+    "none can change its size": "other_size_in_cache",
+    "does not require one was read": "gradient_of_none",
+    "does not flow through": "gradient_elsewhere",
+    "in a backwards tracer": "output_in_backward",
+    "A gradient was replaced by a": "gradient_by_number",
+    "A gradient was replaced by one": "gradient_by_another_shape",
+    "takes a list of modules": "cache_of_one",
+    "no module of this model has the path": "cache_of_nothing",
+    "The cache has no": "cache_without_inputs",
+    "A scan has sizes and no values": "value_in_scan",
+    "could not be loaded": "nowhere",
+    "is loaded already": "loaded_with_options",
+    "how to load a model": "no_load",
+    "its model without weights": "no_load_meta",
+    "rename: there is no module": "rename_nothing",
+    "choose another name": "rename_taken",
+    "no edits to export": "nothing_to_export",
+    "it cannot be exported": "not_exportable",
+    "There are no exported edits": "nothing_to_import",
+    "which this model (…) does not have": "edits_of_another_model",
+    "It is not a file of exported edits": "no_file_of_edits",
+    "which cannot be imported here": "edits_of_another_library",
+    "Processor not found": "no_processor",
+    "There are images": "image_nowhere",
+    "`trace` runs one step": "prompt_for_a_step",
+    "has no operation": "no_operation",
+    "no Python source to look into": "operation_in_c",
+    "only functions can be looked into": "operation_of_a_class",
+    "calls a module": "operation_of_a_module",
+    "has no source text": "no_text",
+    "The file of": "edited_file",
+    "cannot be served in this run": "uncounted",
+    "is not in the captured graph": "uncaptured",
+    "CONFIG.… has no option": "no_such_option",
+    "CONFIG.… is of type": "option_of_another_type",
+    "it is not used": "broken_variable",
+    "Nothing was saved": "broken_file",
+    "could not be made of the value": "broken_property",
+    "Globals.exit()": "unbalanced",
 }
 
 

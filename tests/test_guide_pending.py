@@ -381,7 +381,7 @@ SURFACE = {
     ),
     "nnsight.intervention.envoy": "Envoy eproperty",
     "nnsight.intervention.hooks": ("requires_output requires_input requires_operation_output requires_operation_input"),
-    "nnsight.intervention.batching": "Batchable Batcher",
+    "nnsight.intervention.batching": "Batchable BatchGroup",
     "nnsight.intervention.backends.base": "Backend",
     "nnsight.intervention.backends.execution": "ExecutionBackend",
     "nnsight.intervention.tracing.base": "Tracer",
@@ -405,15 +405,13 @@ def test_documented_names_are_where_they_are_said_to_be(module: str, names: str)
 
 
 INTERLEAVER = (
-    "mediators tracer batcher current interleaving defer_exceptions initialize cancel iterate_requester wrap_module handle "
-    "check_dangling_mediators check_cache_full __enter__ __exit__ __deepcopy__"
+    "mediators tracer batcher current interleaving initialize cancel iterate_requester handle check_dangling_mediators "
+    "__enter__ __exit__ __deepcopy__"
 )
+#: Those about threads and queues are absent; the docstring of `nnsight.intervention.interleaver` says why.
 MEDIATOR = (
-    "intervention name idx info batch_group interleaver worker history user_cache hooks iteration_tracker iteration "
-    "all_stop args cross_invoker original_globals deferred_exception transform lock alive frame event_queue response_queue "
-    "skip_container start cancel handle handle_value_event handle_swap_event handle_exception_event handle_barrier_event "
-    "handle_end_event handle_skip_event respond send request swap stop skip end exception push pull set_user_cache "
-    "remove_hooks __getstate__ __setstate__"
+    "intervention name idx info batch_group interleaver worker history hooks iteration_tracker iteration transform alive "
+    "start cancel handle respond send request swap stop skip end exception push remove_hooks"
 )
 
 
@@ -434,11 +432,6 @@ def test_kinds_of_events_and_exceptions() -> None:
         "VALUE": "value", "SWAP": "swap", "END": "end", "EXCEPTION": "exception", "SKIP": "skip", "BARRIER": "barrier",
     }  # fmt: skip
     assert SkipException(3).value == 3
-
-
-def test_a_module_knows_its_path() -> None:
-    own = new_tower()
-    assert own.layers[0].attn._module.__path__ == "model.layers.0.attn"
 
 
 # -- edits as files, and further forms -------------------------------------------------------------------------------------------

@@ -276,7 +276,8 @@ def test_many_traces_leave_nothing(compile: bool, traces: int) -> None:
         grown = tracemalloc.get_traced_memory()[0] - memory
     finally:
         tracemalloc.stop()
-    assert counted() == before
+    after = counted()
+    assert all(after[name] <= before[name] for name in before), (before, after)
     assert grown < 100_000, f"{grown} bytes more after {traces} traces"
     assert_clean(model)
 

@@ -25,7 +25,7 @@ from greenlet import getcurrent, greenlet
 import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.runtime import OutOfOrderError, active_interleaver
-from nnsight.runtime.errors import ReplacementShapeError
+from nnsight.runtime.errors import MissedProviderError, ReplacementShapeError
 from nnsight.tracing import WithBlockNotFoundError
 from nnsight.tracing.saving import saves
 
@@ -256,11 +256,62 @@ def asks_for_a_second_call(case: Case) -> None:
         case.model.first.next().output.save()  # wrong
 
 
-@mistake(OutOfOrderError, "model.0.output", "never occurred")
+@mistake(MissedProviderError, "model.0.output", "another model")
 def uses_another_models_module(case: Case) -> None:
     other = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     with case.trace(case.x):
         other[0].output.save()  # wrong
+
+
+@mistake(MissedProviderError, "model.first.output", "another model")
+def uses_another_models_module_of_the_same_name(case: Case) -> None:
+    other = NNsight(Net())
+    with case.trace(case.x):
+        other.first.output.save()  # wrong
+
+
+@mistake(AttributeError, "`outputs`", "Did you mean `output`", "would do nothing")
+def assigns_a_misspelt_property(case: Case) -> None:
+    with case.trace(case.x):
+        case.model.first.outputs = torch.zeros(2, 4)  # wrong
+
+
+@mistake(ValueError, "next() cannot count")
+def goes_back_a_step_of_a_module(case: Case) -> None:
+    with case.trace(case.x):
+        case.model.first.next(-1).output.save()  # wrong
+
+
+@mistake(TypeError, "True or False", "model.compile")
+def passes_options_to_trace(case: Case) -> None:
+    with case.model.trace(case.x, compile={"backend": "eager"}):  # wrong
+        case.model.first.output.save()
+
+
+@mistake(TypeError, "rename=", "dict")
+def renames_with_a_list(case: Case) -> None:
+    NNsight(case.net, rename=["first"])  # wrong
+
+
+@mistake(TypeError, "rename", "string")
+def renames_to_a_number(case: Case) -> None:
+    NNsight(case.net, rename={"first": 3})  # wrong
+
+
+@mistake(TypeError, "envoys=")
+def chooses_no_class_of_envoys(case: Case) -> None:
+    NNsight(case.net, envoys=3)  # wrong
+
+
+@mistake(KeyError, "`a`", "child modules")
+def indexes_by_an_unknown_name(case: Case) -> None:
+    case.model.layers["a"]  # wrong
+
+
+@mistake(TypeError, "A backend is a callable")
+def names_a_backend(case: Case) -> None:
+    with case.model.trace(case.x, backend="vllm"):  # wrong
+        case.model.first.output.save()
 
 
 @mistake(AttributeError, "`frist`", "Did you mean `first`")

@@ -346,11 +346,11 @@ def test_in_generation_an_operation_occurs_once_for_each_token() -> None:
     with torch.no_grad():
         with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
             found: Any = list().save()
-            for step in tracer.iter[:3]:
+            for _step in tracer.iter[:3]:
                 found.append(model.transformer.h[1].attn.source.self_c_proj_0.output)
         with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
             expected: Any = list().save()
-            for step in tracer.iter[:3]:
+            for _step in tracer.iter[:3]:
                 expected.append(model.transformer.h[1].attn.c_proj.output)
     assert [item.shape[1] for item in found] == [item.shape[1] for item in expected]
     for one, other in zip(found, expected, strict=True):

@@ -606,6 +606,38 @@ def test_a_backend_that_does_not_run_the_block(model: NNsight) -> None:
     assert callable(backend.function)
 
 
+class Later(Backend):
+    """Keeps the block as a job, which runs when the backend is called without a tracer."""
+
+    def __call__(self, tracer: Any = None) -> Any:
+        if tracer is not None:
+            self.job = (tracer, super().__call__(tracer))
+            return None
+        tracer, function = self.job
+        try:
+            Globals.enter()
+            tracer.execute(function)
+            return {name: value for name, value in tracer.scope.items() if id(value) in Globals.saves}
+        finally:
+            Globals.exit()
+
+
+@both
+def test_a_backend_that_runs_the_block_after_its_with_statement(model: NNsight, compile: bool) -> None:
+    def submit() -> Any:
+        factor = 2.0
+        with model.trace(X, compile=compile, backend=Later()) as tracer:
+            model.first.output *= factor
+            out = model.output.save()
+            unsaved = out + 1
+        assert "out" not in locals() and "unsaved" not in locals()
+        return tracer.backend
+
+    result = submit()()
+    assert set(result) == {"out"}
+    assert torch.equal(result["out"], Hooks(model._module).output("first", lambda value: value * 2.0)(X))
+
+
 def test_globals() -> None:
     assert not Globals.saves
     with pytest.raises(ValueError, match=r"exit\(\) without"):
@@ -666,14 +698,15 @@ def test_a_tracer_that_wraps_the_code_of_its_block() -> None:
     assert kept == [1, 2]
 
 
-def test_a_tracer_that_runs_its_block_twice(model: NNsight) -> None:
+@both
+def test_a_tracer_that_runs_its_block_twice(model: NNsight, compile: bool) -> None:
     class Twice(InterleavingTracer):
         def execute(self, function: Callable[[], None]) -> Any:
             super().execute(function)
             super().execute(function)
 
     outs: list[torch.Tensor] = []
-    with Twice(model._driver(False), model, (X,), {}):
+    with Twice(model._driver(compile), model, (X,), {}):
         model.first.output *= len(outs) + 1
         outs.append(model.output)
     module = model._module

@@ -108,7 +108,7 @@ class CapturedGraph:
             if (
                 isinstance(example, torch.SymInt)
                 and example.node.expr.is_symbol
-                and all(example.node.expr is not symbol for _, symbol in self.symbols)
+                and all(example.node.expr != symbol for _, symbol in self.symbols)  # equal ones need not be one object
             ):
                 self.symbols.append((index, example.node.expr))
         self.start = State()

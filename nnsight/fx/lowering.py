@@ -86,7 +86,7 @@ def lower(
     new_symbols = tuple(number.node.expr for number in fresh.values())
     for old, replacement in zip(new_symbols, new_symbols, strict=True):
         replaced = environment.replacements.get(old)
-        if replaced is not None and replaced is not replacement:
+        if replaced is not None and replaced != replacement:
             conditions.append(_equal(old, replaced))
     return Lowered(function, tuple(conditions), new_symbols)
 

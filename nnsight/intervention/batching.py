@@ -1,5 +1,6 @@
-"""Re-exports :class:`BatchGroup`, the rows of a block."""
+"""Re-exports what a trace asks of a model about inputs, and the rows of a block."""
 
 from ..runtime.batching import BatchGroup
+from ..runtime.tracer import Batchable
 
-__all__ = ["BatchGroup"]
+__all__ = ["BatchGroup", "Batchable"]

@@ -64,6 +64,7 @@ class NNsight(Envoy):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"NNsight wraps a torch.nn.Module, not {type(module).__name__}.")
         envoys = options.pop("envoys", type(self).envoys)
+        _check_options(compile, rename, envoys)
         if options:
             raise TypeError(f"{type(self).__name__}() got unknown options {sorted(options)}.")
         chosen: dict[str, Any] | None = dict(compile) if isinstance(compile, dict) else {} if compile else None
@@ -298,6 +299,8 @@ class NNsight(Envoy):
             compile: The choice for this run; by default as chosen with :meth:`compile`.
             function: What to call instead of the module; it calls the module itself, any number of times.
         """
+        if compile is not None and not isinstance(compile, bool):
+            raise TypeError(f"trace(compile=...) is True or False, not {compile!r}. Options go to `model.compile(...)`.")
         self._sync()
         if self._compile_by_default if compile is None else compile:
             driver = self._compiled_driver()
@@ -350,6 +353,17 @@ class NNsight(Envoy):
     _edits: list[Edit]
     _rename: dict[str, str | Sequence[str]]
     _compile_by_default: bool
+
+
+def _check_options(compile: Any, rename: Any, envoys: Any) -> None:
+    """Raise for options of another type than they can have."""
+    if not isinstance(compile, (bool, dict)):
+        raise TypeError(f"compile= is True, False or a dict of the options of torch.compile, not {compile!r}.")
+    if rename is not None and not (isinstance(rename, Mapping) and all(isinstance(path, str) for path in rename)):
+        raise TypeError(f"rename= is a dict from path to new name, as in {{'transformer.h': 'layers'}}, not {rename!r}.")
+    for kind in envoys.values() if isinstance(envoys, Mapping) else () if envoys is None else [envoys]:
+        if not (isinstance(kind, type) and issubclass(kind, Envoy)):
+            raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")
 
 
 def _rebuild(

@@ -252,6 +252,8 @@ def _locations(source: Excerpt, values: dict[str, Any], model: NNsight) -> list[
     statement = source.statement()
     target = statement.items[source.item].optional_vars
     envoys = {name: value for name, value in values.items() if isinstance(value, Envoy)}
+    if isinstance(target, ast.Tuple) and len(target.elts) == 2:  # the tracer and the model
+        target = target.elts[1]
     if isinstance(target, ast.Name):
         envoys[target.id] = model
     found: dict[str, None] = {}

@@ -27,7 +27,6 @@ from ..demo import path as demo_path
 from ..envoy import Envoy
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
-from ..tree import ModuleTree
 from .forms import describe
 from .generation import Generation
 from .inputs import TextInput
@@ -165,7 +164,7 @@ class LanguageModel(TextInput, MetaMixin):
         """What :meth:`generate` produces: ``.output`` is its result, ``.streamer.output`` the ids as they come."""
         module = torch.nn.Module()
         module.streamer = torch.nn.Module()
-        return Envoy(module, path="model.generator", tree=ModuleTree(module, "model.generator"))
+        return Envoy(module, path="model.generator", tree=self._tree)
 
 
 def demo_model(**kwargs: Any) -> LanguageModel:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..tracing import Block, Scope, Tracer
 from ..tracing.excerpt import Excerpt
+from .controls import RunControls
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +49,18 @@ class Edit:
         scope, target = self.scope.copy(), self.target()
         for name in self.roots:
             scope.cells[name].cell_contents = target
-        return self.block.bind(scope, target, self.module_globals)
+        bound = (RunControls(), target) if isinstance(self.block.target, tuple) else target
+        return self.block.bind(scope, bound, self.module_globals)
 
     def of(self, model: Any) -> Edit:
         """Return this edit as one that ``model`` has."""
         return replace(self, target=weakref.ref(model))
 
 
-class EditingTracer(Tracer):
+class EditingTracer(RunControls, Tracer):
     """The context manager of ``model.edit()``.
+
+    ``as edited`` binds the edited model, ``as (tracer, edited)`` a tracer as well.
 
     Args:
         edits: Where the block goes.
@@ -75,8 +79,9 @@ class EditingTracer(Tracer):
 
     @property
     def target_value(self) -> Any:
-        """The edited model."""
-        return self._edited
+        """The edited model; with two names behind ``as``, this tracer and the model."""
+        two = self.info is not None and isinstance(self.info.target, tuple)
+        return (self, self._edited) if two else self._edited
 
     def _close(self) -> None:
         super()._close()
@@ -85,6 +90,7 @@ class EditingTracer(Tracer):
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Keep the block."""
+        self._deferred = False
         assert isinstance(function, types.FunctionType)
         assert self.info is not None and self.scope is not None and self._frame is not None and self._source is not None
         kept = self.scope.copy()

@@ -51,6 +51,7 @@ class Interleaver(InterleaverSurface):
         observers: What looks at values as they leave a location, with the mediator whose rows it sees.
         skips: What blocks want the modules whose input is being handled to return without running, by input location.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
+        tree: The modules whose locations occur in this run, if they are those of one model.
         uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
         check_location: Set by a driver that knows which locations can still come; called with the location of a request.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
@@ -73,6 +74,7 @@ class Interleaver(InterleaverSurface):
         "reshaped",
         "skips",
         "tracer",
+        "tree",
         "uncounted",
         "waited",
     )
@@ -89,6 +91,7 @@ class Interleaver(InterleaverSurface):
             raise TypeError("An interleaver has no batcher: give each mediator its `batch_group`.")
         self.mediators = list(mediators)
         self.tracer = tracer
+        self.tree: Any = None
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
@@ -261,7 +264,7 @@ class Interleaver(InterleaverSurface):
             _active.reset(self._token)
             self._token = None
         self.mediators = []
-        self.tracer = None
+        self.tracer = self.tree = None
         self.observers.clear()
         self.check_replacement = self.check_location = None
         self.waited.clear()

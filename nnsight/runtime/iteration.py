@@ -33,17 +33,6 @@ def running_mediator(what: str) -> Mediator:
     return run.current
 
 
-def checked_steps(steps: Any) -> int:
-    """Return ``steps``, by how many occurrences to move on.
-
-    Raises:
-        TypeError: If it is no int.
-        ValueError: If it is negative: the model does not go back.
-    """
-    _check([steps], "next()")
-    return int(steps)
-
-
 class IteratorTracer(Tracer):
     """The steps selected by ``tracer.iter[...]``, as an iterable and as a context manager.
 
@@ -109,12 +98,11 @@ def _numbers(steps: Steps) -> Iterable[int]:
     return chosen
 
 
-def _check(numbers: Iterable[Any], what: str = "tracer.iter") -> None:
+def _check(numbers: Iterable[Any]) -> None:
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"{what} takes ints, not {type(number).__name__}.")
+            raise TypeError(f"tracer.iter takes ints, not {type(number).__name__}.")
         if number < 0:
             raise ValueError(
-                f"{what} cannot count from the end (got {number}): how many steps there will be is not known, and "
-                "the model does not go back."
+                f"tracer.iter cannot count from the end (got {number}): how many steps there will be is not known."
             )

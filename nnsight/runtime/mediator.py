@@ -26,7 +26,6 @@ from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
 from .surface import EarlyStopException, MediatorSurface, SkipException, split_requester
-from .workers import borrow
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -114,9 +113,9 @@ class Mediator(MediatorSurface):
     def start(self, interleaver: Interleaver) -> None:
         """Run the block up to its first request."""
         self.interleaver = interleaver
-        worker = self._greenlet = borrow()
+        worker = self._greenlet = greenlet(self._main)
         worker.gr_context = contextvars.copy_context()
-        self._turn(worker.switch, self._main)
+        self._turn(worker.switch)
 
     def waits_at(self, location: str, occurrence: int) -> bool:
         """Whether the block waits for this passage of ``location``."""
@@ -209,14 +208,11 @@ class Mediator(MediatorSurface):
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
 
-    def _main(self) -> bool:
-        """Run the block, in its greenlet; return whether it came to its end."""
+    def _main(self) -> None:
         intervention, self.intervention = self.intervention, None  # its variables end with it
         assert intervention is not None
-        returned = False
         try:
             intervention()
-            returned = True
         except GreenletExit:
             pass
         except SkipException as skip:
@@ -228,7 +224,6 @@ class Mediator(MediatorSurface):
             if self._publish is not None:
                 self._publish()
                 self._publish = None
-        return returned
 
     def _stop_waiting(self) -> None:
         if self.waiting is None or self.interleaver is None:
@@ -316,7 +311,16 @@ class Mediator(MediatorSurface):
         self._on_leave.clear()
 
     def advance(self, steps: int) -> None:
-        """Let requests ask for the occurrence ``steps`` after the one they ask for now."""
+        """Let requests ask for the occurrence ``steps`` after the one they ask for now.
+
+        Raises:
+            TypeError: If ``steps`` is no int.
+            ValueError: If it is negative: the model does not go back.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(f"next() takes an int, not {type(steps).__name__}.")
+        if steps < 0:
+            raise ValueError(f"next() cannot count from the end or backwards (got {steps}): the model does not go back.")
         here = self.iteration
         if here is None:  # the occurrence of the latest visit
             here = self._occurrence

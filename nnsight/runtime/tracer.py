@@ -19,11 +19,12 @@ from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
 from .batch_dims import BatchDims
 from .batching import BatchGroup
 from .cache import Cache, paths_to_cache
+from .controls import RunControls
 from .editing import Edit
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver
 from .invoker import Barrier, Invoke, Invoker
-from .iteration import Iterations, IteratorTracer, checked_steps, running_mediator
+from .iteration import running_mediator
 from .mediator import EarlyStopException, Mediator
 from .operations import Chains, mentioned_chains
 from .probing import Modules, find_batch_dims
@@ -68,7 +69,7 @@ class Named(Protocol):
     def alias_paths(self) -> Mapping[str, str]: ...
 
 
-class InterleavingTracer(Tracer):
+class InterleavingTracer(RunControls, Tracer):
     """Runs a model once, with blocks reading and editing its internals.
 
     Args:
@@ -125,25 +126,6 @@ class InterleavingTracer(Tracer):
     def barrier(self, participants: int) -> Barrier:
         """Return a function that lets ``participants`` invokes wait for each other where they call it."""
         return Barrier(self, participants)
-
-    def stop(self) -> None:
-        """End the run here: the rest of the model does not run, and neither does the rest of this block."""
-        running_mediator("tracer.stop()")
-        raise EarlyStopException()
-
-    @property
-    def iter(self) -> Iterations:
-        """Choose occurrences (steps of a generation) to loop over: ``for step in tracer.iter[:3]``."""
-        return Iterations()
-
-    def all(self) -> IteratorTracer:
-        """Loop over all occurrences; the same as ``tracer.iter[:]``."""
-        return self.iter[:]
-
-    def next(self, steps: int = 1) -> InterleavingTracer:
-        """Let later requests of this block ask for the occurrence ``steps`` further on."""
-        running_mediator("tracer.next()").advance(checked_steps(steps))
-        return self
 
     def cache(
         self,
@@ -208,6 +190,7 @@ class InterleavingTracer(Tracer):
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the model with ``function`` as its block, or as what opens its blocks."""
         assert self._call is not None
+        self._deferred = False
         driver, model, args, kwargs = self._call
         self._invokes = [] if not args else None
         main = Mediator(function, self.info, "trace")
@@ -215,6 +198,7 @@ class InterleavingTracer(Tracer):
         blocks = [Mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
         self._open_mentioned()
         interleaver = Interleaver([*blocks, main], self, on_blocks_done=self._drop_unsaved)
+        interleaver.tree = None if self._model is None else self._model.modules
         try:
             with interleaver:
                 invokes, self._invokes = self._invokes or [], None
@@ -310,8 +294,8 @@ class InterleavingTracer(Tracer):
         return batched, groups
 
     def _drop_unsaved(self) -> None:
-        if self.scope is not None and self.owns_scope:
-            self.scope.drop_unsaved()
+        if self.scope is not None and self.info is not None and self.owns_scope:
+            self.scope.drop_unsaved(self.info.stored | self.info.inner)
 
     def _close(self) -> None:
         super()._close()

@@ -118,12 +118,13 @@ class Scope:
             if id(value) in marked:
                 self.cells[name].cell_contents = value
 
-    def drop_unsaved(self) -> None:
-        """Unbind the variables that would not come home anyway."""
+    def drop_unsaved(self, names: Iterable[str]) -> None:
+        """Unbind those of the variables ``names`` that would not come home anyway."""
         marked = saves.get() or {}
-        for name, value in list(self.items()):
-            if id(value) not in marked:
-                del self.cells[name].cell_contents
+        for name in names:
+            cell = self.cells.get(name)
+            if cell is not None and _is_bound(cell) and id(cell.cell_contents) not in marked:
+                del cell.cell_contents
 
     def clear(self) -> None:
         """Unbind all variables, so that the scope keeps no object alive."""
@@ -141,7 +142,7 @@ class Block:
         shared: Names of all variables of the block.
         stored: Those that it assigns.
         inner: Those that ``with`` statements in it assign.
-        target: Name bound by ``as`` in the statement, if it is a plain name.
+        target: Name bound by ``as`` in the statement, or names if it is a tuple of them; ``None`` for anything else.
     """
 
     code: types.CodeType
@@ -150,7 +151,15 @@ class Block:
     shared: tuple[str, ...]
     stored: frozenset[str]
     inner: frozenset[str]
-    target: str | None
+    target: str | tuple[str, ...] | None
+
+    def bindings(self, value: Any) -> dict[str, Any]:
+        """Return the variables that ``as`` binds if the context manager gives ``value``."""
+        if isinstance(self.target, str):
+            return {self.target: value}
+        if self.target is None or not isinstance(value, tuple):
+            return {}
+        return dict(zip(self.target, value, strict=True))
 
     def open_scope(self, frame: types.FrameType) -> Scope:
         """Return the scope of the block around this one, or a new one with the values of the user's frame."""
@@ -282,7 +291,9 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
     for declaration in declarations:
         ast.copy_location(declaration, node)
     code = _function_code(declarations + body, sorted(shared.union(_OWN_NAMES)), site, flags)
-    name = target.id if isinstance(target, ast.Name) else None
+    name: str | tuple[str, ...] | None = target.id if isinstance(target, ast.Name) else None
+    if isinstance(target, ast.Tuple) and all(isinstance(item, ast.Name) for item in target.elts):
+        name = tuple(item.id for item in target.elts if isinstance(item, ast.Name))
     inside = frozenset(
         part.id
         for statement in node.body

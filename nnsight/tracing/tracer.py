@@ -80,14 +80,20 @@ class Tracer:
     must_be_entered = True
 
     def __init__(self, backend: Backend | None = None) -> None:
+        self._entered = True  # should the next line raise, nothing was forgotten
+        if backend is not None and not callable(backend):
+            raise TypeError(f"A backend is a callable that is given the tracer, such as a `Backend`; not {type(backend).__name__}.")
         self._entered = False
-        self.backend = backend or ExecutionBackend()
+        self._deferred = False
+        self.backend = ExecutionBackend() if backend is None else backend
         self.info: Block | None = None
         self.scope: Scope | None = None
         self._frame: types.FrameType | None = None
         self._previous: tuple[Any, Any, bool] | None = None  # trace functions of the thread and the frame; opcodes
 
     def __enter__(self) -> Any:
+        if self._frame is not None:
+            raise ValueError(f"This {type(self).__name__} is entered already: it cannot be a context inside itself.")
         self._entered = True
         frame = sys._getframe(1)
         while frame.f_code.co_name == "__enter__" and is_internal(frame.f_code) and frame.f_back is not None:
@@ -124,7 +130,8 @@ class Tracer:
             show_only_users_frames(failure, frame)
             raise
         finally:
-            self._close()
+            if not self._deferred:
+                self._close()
         return True
 
     def __del__(self) -> None:
@@ -138,19 +145,26 @@ class Tracer:
     def run(self) -> None:
         """Call the backend inside a table of saves, then bring saved names home.
 
-        Saved names come home also when the block failed: what was saved before the error is not lost.
+        Saved names come home also when the block failed: what was saved before the error is not lost. A backend that returns
+        without having run the block may run it later: until then the tracer stays open.
         """
         assert self.info is not None and self.scope is not None and self._frame is not None
         frame, scope = self._frame, self.scope
         mount()
         outermost = saves.get() is None
         token = saves.set({}) if outermost else None
+        self._deferred = True  # until `execute`
         try:
             self.backend(self)
+        except BaseException:
+            self._deferred = False
+            raise
         finally:
-            self._bring_home(frame, scope)
-            if token is not None:
-                saves.reset(token)
+            try:
+                self._bring_home(frame, scope)
+            finally:
+                if token is not None:
+                    saves.reset(token)
 
     def _bring_home(self, frame: types.FrameType, scope: Scope) -> None:
         assert self.info is not None
@@ -158,10 +172,10 @@ class Tracer:
             return
         marked = saves.get() or {}
         values = {name: value for name, value in scope.items() if id(value) in marked}
-        if self.info.target is not None:
-            values[self.info.target] = self.target_value
+        values |= self.info.bindings(self.target_value)
         write_back(frame, values)
-        scope.clear()
+        if not self._deferred:
+            scope.clear()
 
     @property
     def owns_scope(self) -> bool:
@@ -180,6 +194,7 @@ class Tracer:
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the body; subclasses run it together with something else."""
+        self._deferred = False
         return function()
 
     def _close(self) -> None:

@@ -1,0 +1,31 @@
+"""What a block says to its run through its tracer, beside asking for values."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from .iteration import Iterations, IteratorTracer, running_mediator
+from .mediator import EarlyStopException
+
+
+class RunControls:
+    """Methods of tracers whose block runs beside a model."""
+
+    def stop(self) -> None:
+        """End the run here: the rest of the model does not run, and neither does the rest of this block."""
+        running_mediator("tracer.stop()")
+        raise EarlyStopException()
+
+    @property
+    def iter(self) -> Iterations:
+        """Choose occurrences (steps of a generation) to loop over: ``for step in tracer.iter[:3]``."""
+        return Iterations()
+
+    def all(self) -> IteratorTracer:
+        """Loop over all occurrences; the same as ``tracer.iter[:]``."""
+        return self.iter[:]
+
+    def next(self, steps: int = 1) -> Self:
+        """Let later requests of this block ask for the occurrence ``steps`` further on."""
+        running_mediator("tracer.next()").advance(steps)
+        return self

@@ -54,7 +54,7 @@ types: $(INSTALLED)
 
 pytest: $(INSTALLED)
 	@echo "pytest ..."
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2
 
 test-slow: $(INSTALLED)
 	@echo "pytest, slow tests ..."

@@ -362,7 +362,8 @@ def test_threads_leave_nothing(compile: bool) -> None:
     before = counted()
     run()
     assert not failures, failures
-    assert counted() == before
+    after = counted()
+    assert all(after[name] <= before[name] for name in before), (before, after)
     assert_clean(model)
 
 

@@ -117,12 +117,13 @@ class Instrumentation:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
                 for namespace, call in self._calls:
-                    if _METHOD in namespace:
-                        self._shadowed.append((namespace, _METHOD, namespace[_METHOD]))
-                    if namespace.get(_COMPILED) is not None:
+                    found = namespace.setdefault(_METHOD, call)
+                    if found is not call:
+                        self._shadowed.append((namespace, _METHOD, found))
+                        namespace[_METHOD] = call
+                    if _COMPILED in namespace:
                         self._shadowed.append((namespace, _COMPILED, namespace[_COMPILED]))
                         namespace[_COMPILED] = None
-                    namespace[_METHOD] = call
                 for replacement in replacements:
                     self._install(*replacement)
             self._users += 1
@@ -140,10 +141,14 @@ class Instrumentation:
             if self._users == 0:
                 for namespace, _ in self._calls:
                     namespace.pop(_METHOD, None)
-                for namespace, name, value in self._shadowed:
-                    if value is _ABSENT:
-                        namespace.pop(name, None)
-                    else:
-                        namespace[name] = value
-                self._shadowed.clear()
-                self._installed.clear()
+                if self._shadowed:
+                    self._restore()
+
+    def _restore(self) -> None:
+        for namespace, name, value in self._shadowed:
+            if value is _ABSENT:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = value
+        self._shadowed.clear()
+        self._installed.clear()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..eproperty import eproperty
-from ..tracing import Backend, Block, Tracer, save
+from ..tracing import Backend, Block, Scope, Tracer, save
 from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
 from .batch_dims import BatchDims
 from .batching import BatchGroup
@@ -215,16 +215,18 @@ class InterleavingTracer(RunControls, Tracer):
         """Let the run stop at the operations that its blocks mention behind ``.source``."""
         if self._model is None or self.info is None or self.scope is None or self._frame is None:
             return
-        for block, scope, module_globals in (
-            (self.info, self.scope, self._frame.f_globals),
-            *((edit.block, edit.scope, edit.module_globals) for edit in self._model.edits),
-        ):
-            chains = _mentioned.get(block)
-            if chains is None:
-                variables = {**module_globals, **dict(scope.items())}
-                chains = _mentioned[block] = mentioned_chains(block.code, variables.get)
-            if chains:
-                self._model.open_mentioned(chains)
+        self._open_mentioned_in(self._model, self.info, self.scope, self._frame.f_globals)
+        for edit in self._model.edits:
+            self._open_mentioned_in(self._model, edit.block, edit.scope, edit.module_globals)
+
+    @staticmethod
+    def _open_mentioned_in(model: Named, block: Block, scope: Scope, module_globals: dict[str, Any]) -> None:
+        chains = _mentioned.get(block)
+        if chains is None:
+            variables = {**module_globals, **dict(scope.items())}
+            chains = _mentioned[block] = mentioned_chains(block.code, variables.get)
+        if chains:
+            model.open_mentioned(chains)
 
     def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         replacements = interleaver.check_replacement = Replacements()

@@ -65,6 +65,9 @@ class ExecutionBackend(Backend):
         return tracer.execute(super().__call__(tracer))
 
 
+_HERE = ExecutionBackend()
+
+
 class Tracer:
     """Captures the body of its ``with`` statement and defers it.
 
@@ -85,7 +88,7 @@ class Tracer:
             raise TypeError(f"A backend is a callable that is given the tracer, such as a `Backend`; not {type(backend).__name__}.")
         self._entered = False
         self._deferred = False
-        self.backend = ExecutionBackend() if backend is None else backend
+        self.backend = _HERE if backend is None else backend
         self.info: Block | None = None
         self.scope: Scope | None = None
         self._frame: types.FrameType | None = None

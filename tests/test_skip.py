@@ -337,3 +337,12 @@ def test_a_value_of_another_shape(model: Rows, a: torch.Tensor, compile: bool) -
 def test_outside_of_a_trace(model: Rows) -> None:
     with pytest.raises(ValueError, match=r"skip\(\) can be used inside the block of a trace only"):
         model.second.skip(torch.zeros(2, 4))
+
+
+def test_a_model_that_fails_after_a_skip_says_so(model: Rows, a: torch.Tensor) -> None:
+    with pytest.raises(TypeError) as caught:
+        with model.trace(a, compile=False):
+            model.second.skip(None)
+    (note,) = caught.value.__notes__
+    assert "test_skip.py" in note
+    assert "`model.second` was skipped and returned a NoneType" in note

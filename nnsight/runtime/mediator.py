@@ -290,6 +290,9 @@ class Mediator(MediatorSurface):
         interleaver = self.interleaver
         assert interleaver is not None and self._location is not None
         interleaver.skips.setdefault(self._location, {})[self] = value
+        note = getattr(interleaver.check_replacement, "note_skip", None)
+        if note is not None:
+            note(self._location.removesuffix(".input"), value)
 
     def _skip_here(self, skip: SkipException) -> BaseException | None:
         """Skip the module at whose input the model stands; return an error if it stands elsewhere."""

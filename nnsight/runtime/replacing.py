@@ -44,6 +44,12 @@ class Replacements:
                 )
             self._remember(location, old, new)
 
+    def note_skip(self, path: str, value: Any) -> None:
+        """Remember that the module or operation at ``path`` returns ``value`` unrun; what it would return is not known."""
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        file, line = user_position_now()
+        self.odd.append(f"{file}:{line}: `{path}` was skipped and returned {kind}.")
+
     def _remember(self, location: str, old: Any, new: Any) -> None:
         if not isinstance(old, torch.Tensor):
             return

@@ -234,7 +234,7 @@ class InterleavingTracer(RunControls, Tracer):
             output = driver(interleaver, args, kwargs, self.report)
         except Exception as error:
             if error is not interleaver.failure:
-                if interleaver.reshaped:
+                if interleaver.reshaped and not isinstance(error, ReplacementShapeError):
                     raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
                 if replacements.odd:
                     error.add_note("A block may be the cause:\n" + "\n".join(replacements.odd))

@@ -379,3 +379,25 @@ def test_a_model_that_breaks_the_graph() -> None:
             assert torch.equal(both, hidden + expected), compile
         assert torch.equal(model(X), module(X))
     assert tracer.report.graphs >= 2
+
+
+def test_a_cut_where_another_trace_stopped() -> None:
+    """Both end the first part of the graph at one place, and only the cut needs what the rest uses."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    model = NNsight(net, compile={"backend": "eager"})
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        with model.trace(x) as tracer:
+            stopped = model[0].output.save()
+            tracer.stop()
+        with model.trace(x):
+            hidden = model[0].output.save()
+            hidden.tolist()
+            out = model.output.save()
+        with model.trace(x) as tracer:
+            again = model[0].output.save()
+            tracer.stop()
+        assert torch.equal(stopped, net[0](x))
+        assert torch.equal(hidden, stopped)
+        assert torch.equal(again, stopped)
+        assert torch.equal(out, net(x))

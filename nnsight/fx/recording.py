@@ -309,15 +309,17 @@ class Recording(CallRecorder):
             The numbers of the values that became real tensors, and the value of each of ``wanted``.
         """
         alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
-        variant = self.state.variants.get((stop, alive))
+        # A trace that stops here wants nothing; one that is cut here wants what the rest of the graph needs.
+        key = (stop, alive, len(wanted))
+        variant = self.state.variants.get(key)
         if variant is None:
             with self.graph.lock:
-                variant = self.state.variants.get((stop, alive))
+                variant = self.state.variants.get(key)
                 if variant is None:
                     resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
                     program = self.state.program()
                     variant = Variant(self.graph, self.piece, program, stop, alive, resolved)
-                    self.state.variants[stop, alive] = variant
+                    self.state.variants[key] = variant
         self.report._code.append(variant.spliced.code)
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
         lowered = variant.find(self.binding)
@@ -383,7 +385,7 @@ def suspended(*values: Any) -> Iterator[None]:
 
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     """Run a captured graph without any program in it; a few dictionary look-ups over calling it."""
-    variant = graph.start.variants.get((len(graph.nodes) - 1, ()))
+    variant = graph.start.variants.get((len(graph.nodes) - 1, (), len(graph.outputs)))
     lowered = None if variant is None else variant.find(graph.binding(inputs))
     if variant is None or lowered is None:
         return Recording(graph, inputs, Interleaver([]), Report(), False).finish()

@@ -302,10 +302,10 @@ class Envoy(Located):
             found = [(start, target) for start in starts if (target := start._descend(parts)) is not None]
             if not found and strict:
                 raise ValueError(f"rename: there is no module `{path}` below `{self._path}`.")
-            given = [given] if isinstance(given, str) else given
-            if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+            new_names = [given] if isinstance(given, str) else given
+            if not isinstance(new_names, Sequence) or not all(isinstance(name, str) for name in new_names):
                 raise TypeError(f"rename: the new name of `{path}` is a string or a list of strings, not {given!r}.")
-            for name in given:
+            for name in new_names:
                 for start, target in found:
                     (self if name.startswith(".") else start)._add_alias(name.strip("."), target)
 

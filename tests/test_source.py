@@ -219,7 +219,7 @@ def test_an_operation_in_a_loop_occurs_once_for_each_turn(
 ) -> None:
     expected = reference(net, x, F, "gelu", lambda call, out: out * 2.0 if call == 1 else out)
     with model.trace(x, compile=compile) as tracer:
-        for step in tracer.iter[1]:
+        for _step in tracer.iter[1]:
             model.layers[0].source.F_gelu_0.output *= 2.0
         out = model.output.save()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
@@ -345,11 +345,11 @@ def test_in_generation_an_operation_occurs_once_for_each_token() -> None:
     model = nnsight.demo_model()
     with torch.no_grad():
         with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
-            found: Any = list().save()
+            found: Any = [].save()
             for _step in tracer.iter[:3]:
                 found.append(model.transformer.h[1].attn.source.self_c_proj_0.output)
         with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
-            expected: Any = list().save()
+            expected: Any = [].save()
             for _step in tracer.iter[:3]:
                 expected.append(model.transformer.h[1].attn.c_proj.output)
     assert [item.shape[1] for item in found] == [item.shape[1] for item in expected]

@@ -15,7 +15,8 @@ from typing import Any
 
 from .located import Located
 from .runtime.interleaver import active_interleaver
-from .runtime.operations import Listing, Operation, SourceError, layers_of, listing_of
+from .runtime.listing import Listing, Operation, SourceError, listing_of
+from .runtime.operations import layers_of
 from .tree import ModuleTree
 
 #: Lines shown on either side of an operation that is printed.

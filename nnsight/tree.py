@@ -15,16 +15,9 @@ import torch
 
 from .runtime.instrumentation import Instrumentation, TracedCall
 from .runtime.interleaver import Interleaver
-from .runtime.operations import (
-    Chains,
-    Operation,
-    Operations,
-    SourceError,
-    forward_of,
-    layers_of,
-    listing_of,
-    resolved_callee,
-)
+from .runtime.listing import Operation, SourceError, listing_of
+from .runtime.mentions import Chains
+from .runtime.operations import Operations, forward_of, layers_of, resolved_callee
 
 if TYPE_CHECKING:
     from .envoy import Envoy

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import nnsight
 from nnsight import NNsight, fx
 from nnsight.runtime.errors import MissedProviderError, OutOfOrderError
-from nnsight.runtime.operations import SourceError
+from nnsight.runtime.listing import SourceError
 
 from .conftest import Case, assert_no_instrumentation
 

@@ -14,7 +14,7 @@ from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
 from ..runtime.interleaver import active_interleaver
-from ..runtime.operations import Chains
+from ..runtime.mentions import Chains
 from ..runtime.scanning import ScanningTracer
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..tracing import Backend, Tracer

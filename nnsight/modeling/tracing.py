@@ -22,6 +22,7 @@ from ..runtime.report import Report
 from ..runtime.scanning import ScannedModules, ScanningTracer, scan_alone
 from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
+from ..tracing.block import is_bound
 from ..tracing.saving import saves
 
 _CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
@@ -80,7 +81,7 @@ class ModelTracer(InterleavingTracer):
         copies: dict[int, Any] = {id(self): rehearsal}
         scope = self.scope.copy()
         for cell in scope.cells.values():
-            if _is_bound(cell):
+            if is_bound(cell):
                 cell.cell_contents = _container_copy(cell.cell_contents, copies)
         used = {name: self._frame.f_globals[name] for name in _names(self.info.code) if name in self._frame.f_globals}
         module_globals = self._frame.f_globals | {name: _container_copy(value, copies) for name, value in used.items()}
@@ -118,14 +119,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def _is_bound(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises for an unbound variable
-    except ValueError:
-        return False
-    return True
 
 
 def _container_copy(value: Any, copies: dict[int, Any]) -> Any:

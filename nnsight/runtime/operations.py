@@ -13,280 +13,23 @@ The rewritten functions belong to one tree of modules and are installed for the 
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import builtins
-import copy
-import dis
-import functools
 import itertools
-import linecache
-import re
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..tracing.source import parsed_file
 from .instrumentation import TracedCall, intercepted, is_compiling
 from .interleaver import active_interleaver
-
-#: Builtins that look at the frame of their caller, so their call cannot be made from elsewhere.
-_ABOUT_FRAME = frozenset({"super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint"})
-
-_OPERATION = "__nnsight_operation_{}__"
+from .listing import OPERATION, Operation, SourceError, listing_of
 
 #: Attribute of a rewritten function: the function it was made from.
 _ORIGINAL = "__nnsight_original__"
-
-_FUTURE_FLAGS = functools.reduce(int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names))
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
-class SourceError(ValueError):
-    """A function cannot be looked into: it has no Python source, or one that is not its own any more."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A call in a function.
-
-    Attributes:
-        name: Its name, unique in the function.
-        callee: What is called, as written.
-        line: Its first line, counted from the first line of the function.
-        end_line: Its last line, likewise.
-        certain: Whether it is reached exactly once by every call of the function that returns.
-    """
-
-    name: str
-    callee: ast.expr
-    line: int
-    end_line: int
-    certain: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Listing:
-    """A function as text and as operations.
-
-    Attributes:
-        lines: Its source, decorators included.
-        operations: Its operations by name, in the order of their numbering.
-        code: The function with its calls intercepted; operation ``n`` is free in it.
-    """
-
-    lines: tuple[str, ...]
-    operations: dict[str, Operation]
-    code: types.CodeType
-
-
-_listings: dict[int, tuple[weakref.ref[types.CodeType], Listing]] = {}
-
-
-def listing_of(function: types.FunctionType) -> Listing:
-    """Return the listing of a plain function; made once for its code.
-
-    Raises:
-        SourceError: If there is no source, or the file was changed after it was loaded.
-    """
-    key = id(function.__code__)
-    known = _listings.get(key)
-    if known is None:
-        forget = _listings.pop
-        reference = weakref.ref(function.__code__, lambda _: forget(key, None))
-        known = _listings[key] = (reference, _list(function))
-    return known[1]
-
-
-def _list(function: types.FunctionType) -> Listing:
-    code = function.__code__
-    where = f"{code.co_filename}:{code.co_firstlineno}"
-    tree = parsed_file(code.co_filename, function.__globals__)
-    if tree is None:
-        raise SourceError(f"`{function.__qualname__}` ({where}) has no source text that could be read.")
-    found = _definition(tree, code)
-    if found is None:
-        raise SourceError(
-            f"`{function.__qualname__}` was not found at {where}. The file was probably edited after it was loaded: reload it."
-        )
-    node, class_name = found
-    plain = copy.deepcopy(node)
-    if not _same(_compiled(plain, class_name, code, []), code):
-        raise SourceError(f"The file of `{function.__qualname__}` ({where}) was edited after it was loaded: reload it.")
-    rewriter = _Rewriter(node, code.co_firstlineno)
-    rewritten = rewriter.rewritten()
-    free = [_OPERATION.format(number) for number in range(len(rewriter.operations))]
-    last = node.end_lineno or code.co_firstlineno
-    lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 : last]
-    return Listing(
-        tuple(line.rstrip("\n") for line in lines),
-        {operation.name: operation for operation in rewriter.operations},
-        _compiled(rewritten, class_name, code, free),
-    )
-
-
-def _definition(tree: ast.Module, code: types.CodeType) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, str | None] | None:
-    """Return the definition that ``code`` was compiled from, and the name of the class around it."""
-    pending: list[tuple[ast.AST, str | None]] = [(tree, None)]
-    while pending:
-        node, class_name = pending.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first == code.co_firstlineno:
-                return node, class_name
-        if isinstance(node, ast.ClassDef):
-            class_name = node.name
-        pending.extend((child, class_name) for child in ast.iter_child_nodes(node))
-    return None
-
-
-def _compiled(
-    node: ast.FunctionDef | ast.AsyncFunctionDef, class_name: str | None, original: types.CodeType, free: list[str]
-) -> types.CodeType:
-    """Compile the body of ``node``, without decorators, defaults and annotations; they are those of the original."""
-    node.decorator_list = []
-    node.returns = None
-    arguments = node.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    for argument in every:
-        if argument is not None:
-            argument.annotation = None
-    arguments.defaults = []
-    arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
-    outer_arguments = [ast.arg(name) for name in (*original.co_freevars, *free)]
-    parameters = ast.arguments(posonlyargs=[], args=outer_arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
-    outer = ast.FunctionDef(name="around", args=parameters, body=[node], decorator_list=[], type_params=[])
-    top: ast.stmt = outer
-    if class_name is not None:  # private names (``self.__x``) are mangled with the class around them
-        top = ast.ClassDef(name=class_name, bases=[], keywords=[], body=[outer], decorator_list=[], type_params=[])
-    for made in (outer, top):
-        ast.copy_location(made, node)
-    module = ast.fix_missing_locations(ast.Module(body=[top], type_ignores=[]))
-    flags = original.co_flags & _FUTURE_FLAGS
-    code = compile(module, original.co_filename, "exec", flags=flags, dont_inherit=True)
-    for _ in range(2 if class_name is None else 3):
-        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return code
-
-
-def _same(compiled: types.CodeType, original: types.CodeType) -> bool:
-    """Whether a function compiled from the file is the one that was loaded; pytest adds to those with an ``assert``.
-
-    Instructions are not compared: the compiler chooses some by what is around the function.
-    """
-    arguments = original.co_argcount + original.co_kwonlyargcount
-    if compiled.co_varnames[:arguments] != original.co_varnames[:arguments]:
-        return False
-    parts = [
-        (set(code.co_names), _lines(code), {repr(part) for part in code.co_consts if _is_plain(part)})
-        for code in (compiled, original)
-    ]
-    if any(name.startswith("@py") for name in original.co_varnames + original.co_names):
-        return all(mine <= theirs for mine, theirs in zip(*parts, strict=True))
-    return parts[0] == parts[1]
-
-
-def _is_plain(constant: Any) -> bool:
-    return isinstance(constant, (int, float, complex, str, bytes, tuple))
-
-
-def _lines(code: types.CodeType) -> set[int]:
-    return {line for *_, line in code.co_lines() if line is not None} - {code.co_firstlineno}  # that of a decorator
-
-
-class _Rewriter(ast.NodeTransformer):
-    """Turns each call ``f(x)`` of a definition into ``operation(f, x)`` and lists them."""
-
-    def __init__(self, node: ast.FunctionDef | ast.AsyncFunctionDef, first_line: int) -> None:
-        self.operations: list[Operation] = []
-        self._node = node
-        self._first_line = first_line
-        self._used: Counter[str] = Counter()
-        self._certain = {_position(call) for call in _certain_calls(node.body)}
-
-    def rewritten(self) -> Any:
-        """Return a copy of the definition with its calls intercepted."""
-        node = copy.deepcopy(self._node)
-        node.body = [self.visit(statement) for statement in node.body]
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        callee, position = copy.deepcopy(node.func), _position(node)
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in _ABOUT_FRAME:
-            return node
-        name = _name_of(callee)
-        number = self._used[name]
-        self._used[name] += 1
-        operation = ast.copy_location(ast.Name(_OPERATION.format(len(self.operations)), ast.Load()), node.func)
-        start, end = node.lineno - self._first_line, (node.end_lineno or node.lineno) - self._first_line
-        self.operations.append(Operation(f"{name}_{number}", callee, start, end, position in self._certain))
-        return ast.copy_location(ast.Call(operation, [node.func, *node.args], node.keywords), node)
-
-
-def _position(node: ast.expr) -> tuple[int, int, int | None, int | None]:
-    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
-
-
-def _name_of(callee: ast.expr) -> str:
-    """Return the dotted names at the end of ``callee``, joined: ``self.c_attn(x).split`` is ``split``."""
-    parts: list[str] = []
-    while isinstance(callee, ast.Attribute):
-        parts.append(callee.attr)
-        callee = callee.value
-    if isinstance(callee, ast.Name):
-        parts.append(callee.id)
-    return "_".join(reversed(parts)) or "call"
-
-
-def _certain_calls(body: list[ast.stmt]) -> Iterator[ast.Call]:
-    """Yield the calls that running ``body`` to its end makes exactly once."""
-    for statement in body:
-        if isinstance(statement, (ast.With, ast.AsyncWith)):
-            for item in statement.items:
-                yield from _unconditional(item.context_expr)
-            yield from _certain_calls(statement.body)
-        elif isinstance(statement, ast.If):
-            yield from _unconditional(statement.test)
-        elif isinstance(statement, (ast.For, ast.AsyncFor)):
-            yield from _unconditional(statement.iter)
-        elif isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return, ast.Delete)):
-            yield from _unconditional(statement)
-        if _may_leave(statement):
-            return
-
-
-def _may_leave(node: ast.AST) -> bool:
-    if isinstance(node, _SCOPES):
-        return False
-    return isinstance(node, ast.Return) or any(_may_leave(child) for child in ast.iter_child_nodes(node))
-
-
-def _unconditional(node: ast.AST) -> Iterator[ast.Call]:
-    if isinstance(node, _SCOPES):
-        return
-    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.BoolOp):
-        children = node.values[:1]
-    elif isinstance(node, ast.IfExp):
-        children = [node.test]
-    elif isinstance(node, _COMPREHENSIONS):
-        children = [node.generators[0].iter]
-    elif isinstance(node, ast.Call):
-        yield node
-    for child in children:
-        yield from _unconditional(child)
-
-
-# -- functions with their operations intercepted --------------------------------------------------------------------
 
 
 def layers_of(function: Any, what: str) -> list[types.FunctionType]:
@@ -380,7 +123,7 @@ class Operations:
         listing = listing_of(function)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for number, name in enumerate(listing.operations):
-            cells[_OPERATION.format(number)] = types.CellType(self._operation(f"{path}.source.{name}"))
+            cells[OPERATION.format(number)] = types.CellType(self._operation(f"{path}.source.{name}"))
         # Dynamo keeps what it compiled on the code object: each module has its own.
         code = listing.code.replace(co_name=listing.code.co_name)
         closure = tuple(cells[name] for name in code.co_freevars)
@@ -470,58 +213,3 @@ def resolved_callee(operation: Operation, module: torch.nn.Module, function: typ
     for part in reversed(parts):
         value = getattr(value, part, None)
     return value
-
-
-# -- what a block will ask for ---------------------------------------------------------------------------------------
-
-#: Names that follow ``.source`` in a block, one tuple for each chain of attributes: ``x.source.a_0.source.b_0`` is ``(a_0, b_0)``.
-Chains = frozenset[tuple[str, ...]]
-
-_OPERATION_NAME = re.compile(r"_\d+$")
-
-
-def mentioned_chains(code: types.CodeType, functions: Callable[[str], Any]) -> Chains:
-    """Return the operations that a block, and the functions it calls, mention.
-
-    A compiled model has to be captured with the operations in it before the block gets to them. Where the block does not
-    mention them as attributes behind ``.source``, they become known when it gets there, which is too late for that run.
-
-    Args:
-        code: The block.
-        functions: Returns what a name of the block stands for.
-    """
-    found: set[tuple[str, ...]] = set()
-    seen: set[types.CodeType] = set()
-    pending = [(code, functions)]
-    while pending and len(seen) < 100:
-        current, names = pending.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        found |= _chains_in(current)
-        for name in current.co_names + current.co_freevars:
-            called = names(name)
-            if isinstance(called, types.FunctionType):
-                pending.append((called.__code__, called.__globals__.get))
-        pending += [(item, names) for item in current.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(found)
-
-
-def _chains_in(code: types.CodeType) -> set[tuple[str, ...]]:
-    if "source" not in code.co_names:
-        return set()
-    found: set[tuple[str, ...]] = set()
-    chain: list[str] | None = None
-    expect_name = False
-    for instruction in dis.get_instructions(code):
-        name = instruction.argval if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
-        if name == "source":
-            chain, expect_name = chain or [], True
-        elif name is not None and _OPERATION_NAME.search(name):
-            # Also a name that does not follow `.source` at once: the source may be in a variable.
-            chain = [*chain, name] if chain is not None and expect_name else [name]
-            expect_name = False
-            found.add(tuple(chain))
-        elif instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            chain, expect_name = None, False
-    return found

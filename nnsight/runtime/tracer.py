@@ -26,7 +26,7 @@ from .interleaver import Interleaver
 from .invoker import Barrier, Invoke, Invoker
 from .iteration import running_mediator
 from .mediator import EarlyStopException, Mediator
-from .operations import Chains, mentioned_chains
+from .mentions import Chains, mentioned_chains
 from .probing import Modules, find_batch_dims
 from .replacing import Replacements
 from .report import Report

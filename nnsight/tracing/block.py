@@ -49,7 +49,8 @@ _OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME, GRADIENT_NAME)
 gradient_of: list[Callable[[Any], Any]] = [lambda value: value]
 
 
-def _is_bound(cell: types.CellType) -> bool:
+def is_bound(cell: types.CellType) -> bool:
+    """Whether the variable of ``cell`` has a value."""
     try:
         cell.cell_contents  # noqa: B018 - raises for an unbound variable
     except ValueError:
@@ -78,7 +79,7 @@ class Scope:
         cells: dict[str, types.CellType] = {}
         for name in block.shared:
             cell = self.cells[name]
-            bound = _is_bound(cell)
+            bound = is_bound(cell)
             if name in block.stored or (bound and name not in self.inner):
                 cells[name] = types.CellType(cell.cell_contents) if bound else types.CellType()
             else:
@@ -89,12 +90,12 @@ class Scope:
         """Bind here what ``branch`` has bound among ``names``."""
         for name in names:
             cell = branch.cells.get(name)
-            if cell is not None and _is_bound(cell):
+            if cell is not None and is_bound(cell):
                 self.cells[name].cell_contents = cell.cell_contents
 
     def bound(self) -> set[str]:
         """Return the names of the variables that have a value."""
-        return {name for name, cell in self.cells.items() if _is_bound(cell)}
+        return {name for name, cell in self.cells.items() if is_bound(cell)}
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every bound variable."""
@@ -123,7 +124,7 @@ class Scope:
         marked = saves.get() or {}
         for name in names:
             cell = self.cells.get(name)
-            if cell is not None and _is_bound(cell) and id(cell.cell_contents) not in marked:
+            if cell is not None and is_bound(cell) and id(cell.cell_contents) not in marked:
                 del cell.cell_contents
 
     def clear(self) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -28,8 +28,6 @@ from .runtime.operations import forward_of
 from .source import Source
 from .tracing.source import calls_for_with
 from .tree import ModuleTree
-
-logger = logging.getLogger("nnsight.envoy")
 
 #: Which class the envoys of a tree have.
 EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, type[Envoy]] | None"
@@ -372,7 +370,11 @@ class Envoy(Located):
 def _with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
     """Return ``base`` with its attribute ``name`` moved to ``nns_<name>``, to make room for a child module."""
     moved = getattr(base, name)
-    logger.info("a child module is called `%s`; the envoy's own attribute is `nns_%s`", name, name)
+    warnings.warn(
+        f"A child module is called `{name}`, as is an attribute of envoys: `.{name}` is the child, `.nns_{name}` the attribute.",
+        UserWarning,
+        stacklevel=2,
+    )
 
     def child(self: Envoy) -> Envoy:
         return self._children[name]

@@ -307,3 +307,13 @@ def test_train_and_eval_between_traces(model: NNsight) -> None:
             kept = wrapped.output.save()
         assert bool((dropped == 0).any()), compile
         assert not bool((kept == 0).any()), compile
+
+
+def test_a_child_that_takes_a_name_is_announced() -> None:
+    class Parent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = torch.nn.Linear(2, 2)
+
+    with pytest.warns(UserWarning, match=r"`\.output` is the child, `\.nns_output` the attribute"):
+        NNsight(Parent())

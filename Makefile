@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make demo       answer, logit lens, patching and steering on the shipped model, compiled"
 	@echo "make test       lint, types and the default tests"
-	@echo "make test-slow  the tests that generate and compile code"
+	@echo "make test-slow  the tests that compile code, and those of models with many parts"
 	@echo "make lint       ruff"
 	@echo "make types      mypy"
 	@echo "make bench      measure the overhead of traces"

@@ -17,6 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from nnsight import LanguageModel, VisionLanguageModel
 from tests.conftest import Hooks
 
+#: Models with several components: captured and generated with, they take minutes in all.
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 WORDS = (
     "<pad> <eos> <unk> <image> what is this a cat dog ? and <fake_token_around_image> <global-img> <end_of_utterance> "

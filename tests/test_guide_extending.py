@@ -183,7 +183,7 @@ def test_a_property_has_the_name_and_the_text_of_its_stub() -> None:
     assert (descriptor.name, descriptor.key, descriptor.iterate) == ("hidden", "output", True)
     assert "hidden state the layer returns" in descriptor.__doc__
     assert HeadsEnvoy.__dict__["heads"].description == "by head"
-    assert Envoy.__dict__["input"].key == Envoy.__dict__["inputs"].key == "input"
+    assert Envoy.input.key == Envoy.inputs.key == "input"
 
 
 def test_a_property_outside_a_trace() -> None:

@@ -90,7 +90,6 @@ class EditingTracer(RunControls, Tracer):
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Keep the block."""
-        self._deferred = False
         assert isinstance(function, types.FunctionType)
         assert self.info is not None and self.scope is not None and self._frame is not None and self._source is not None
         kept = self.scope.copy()

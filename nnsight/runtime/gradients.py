@@ -161,7 +161,6 @@ class BackwardsTracer(Tracer):
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the backward pass with ``function`` as its block."""
-        self._deferred = False
         assert self._call is not None
         loss, args, kwargs = self._call
         if not isinstance(loss, FakeTensor):

@@ -190,7 +190,6 @@ class InterleavingTracer(RunControls, Tracer):
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the model with ``function`` as its block, or as what opens its blocks."""
         assert self._call is not None
-        self._deferred = False
         driver, model, args, kwargs = self._call
         self._invokes = [] if not args else None
         main = Mediator(function, self.info, "trace")

@@ -13,6 +13,7 @@ the deferred body only, and the header's arguments are evaluated exactly once, a
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import types
 import warnings
@@ -68,6 +69,17 @@ class ExecutionBackend(Backend):
 _HERE = ExecutionBackend()
 
 
+def _noted(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``execute`` of a tracer, noting that a backend has come to it."""
+
+    @functools.wraps(execute)
+    def noted(self: Tracer, function: Callable[[], None]) -> Any:
+        self._deferred = False
+        return execute(self, function)
+
+    return noted
+
+
 class Tracer:
     """Captures the body of its ``with`` statement and defers it.
 
@@ -93,6 +105,11 @@ class Tracer:
         self.scope: Scope | None = None
         self._frame: types.FrameType | None = None
         self._previous: tuple[Any, Any, bool] | None = None  # trace functions of the thread and the frame; opcodes
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "execute" in vars(cls):
+            cls.execute = _noted(cls.execute)  # type: ignore[method-assign]
 
     def __enter__(self) -> Any:
         if self._frame is not None:
@@ -195,9 +212,9 @@ class Tracer:
         """What ``as`` binds: this tracer, unless a subclass has something better."""
         return self
 
+    @_noted
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the body; subclasses run it together with something else."""
-        self._deferred = False
         return function()
 
     def _close(self) -> None:

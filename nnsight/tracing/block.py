@@ -353,10 +353,19 @@ def _names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
     return stored, loaded
 
 
+#: Before Python 3.13 ``frame.f_locals`` is a snapshot, and this writes it back to the frame.
+_LOCALS_TO_FAST: Any = None
+if sys.version_info < (3, 13):
+    _LOCALS_TO_FAST = ctypes.pythonapi.PyFrame_LocalsToFast
+    _LOCALS_TO_FAST.argtypes, _LOCALS_TO_FAST.restype = [ctypes.py_object, ctypes.c_int], None
+
+
 def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     """Bind ``values`` as variables of ``frame``."""
+    if not values:
+        return
     variables = frame.f_locals
     variables.update(values)
-    if values and sys.version_info < (3, 13) and _is_function(frame):
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    if _LOCALS_TO_FAST is not None and _is_function(frame):
+        _LOCALS_TO_FAST(frame, 0)
     _forget_snapshot(frame, variables)

@@ -33,9 +33,9 @@ def _raise_skip(frame: types.FrameType, event: str, argument: Any) -> None:
     raise _SkipBody
 
 
-def _handle(error: BaseException | None) -> None:
-    """Make ``error`` what is being handled, which becomes the context of what is raised; ``None`` for nothing."""
-    ctypes.pythonapi.PyErr_SetHandledException(ctypes.py_object(error))
+#: Makes its argument what is being handled, which becomes the context of what is raised; ``None`` for nothing.
+_handle = ctypes.pythonapi.PyErr_SetHandledException
+_handle.argtypes, _handle.restype = [ctypes.py_object], None
 
 
 def _continue_context(failure: BaseException, handled: BaseException | None) -> None:

@@ -362,10 +362,8 @@ if sys.version_info < (3, 13):
 
 def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     """Bind ``values`` as variables of ``frame``."""
-    if not values:
-        return
     variables = frame.f_locals
     variables.update(values)
-    if _LOCALS_TO_FAST is not None and _is_function(frame):
+    if values and _LOCALS_TO_FAST is not None and _is_function(frame):
         _LOCALS_TO_FAST(frame, 0)
-    _forget_snapshot(frame, variables)
+    _forget_snapshot(frame, variables)  # also without values: skipping the body made the interpreter take a snapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import nnsight
 from nnsight import NNsight
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell that runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("transformers").setLevel(logging.ERROR)
 # pytest listens on loggers that do not propagate; torch then renders megabytes of its structured log for it.
 logging.getLogger("torch.__trace").propagate = True

@@ -9,13 +9,14 @@ raises at the user's line. Which tensors there are, and what happens when a valu
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..runtime.interleaver import Interleaver
 from ..tracing.errors import user_position_now
 from .functions import (
     ABOUT_GRADIENTS,
@@ -39,6 +40,9 @@ from .lazy import LazyTensor, make_lazy
 from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
 from .splice import references
 
+if TYPE_CHECKING:
+    from .replay import Journal
+
 #: Sizes of a graph's symbols for which a call's fake result is kept.
 _KEPT_SIZES = 64
 
@@ -55,6 +59,7 @@ class CallRecorder(TorchFunctionMode):
     Args:
         graph: The captured graph.
         inputs: Its inputs.
+        journal: What the run is written down in, if it is.
 
     Attributes:
         binding: The sizes that the graph's symbols have for these inputs.
@@ -62,11 +67,16 @@ class CallRecorder(TorchFunctionMode):
         tap: The tap at which the block stands.
         recorded: Whether an event was new.
         closed: Whether the run is over.
+        run: The run.
+        lifted: Tensors that stand for Python floats.
     """
 
-    def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> None:
+    run: Interleaver
+
+    def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...], journal: Journal | None = None) -> None:
         super().__init__()
         self.graph = graph
+        self.journal = journal
         self.binding = graph.binding(inputs)
         self.symbol_of_size = {
             size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
@@ -88,6 +98,7 @@ class CallRecorder(TorchFunctionMode):
         self.lazies: list[weakref.ref[LazyTensor] | None] = []
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
+        self.lifted: list[torch.Tensor] = []
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 
@@ -104,7 +115,10 @@ class CallRecorder(TorchFunctionMode):
         edits = edits_in_place(function)
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
+            self.journal.outside(function, args, kwargs, result)
+        return result
 
     def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
         """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
@@ -191,7 +205,11 @@ class CallRecorder(TorchFunctionMode):
         fake = _fake_or_self(like)
         with self.graph.fake_lock, torch._C.DisableTorchFunction():
             size, stride, dtype, device = fake.size(), fake.stride(), fake.dtype, fake.device
-        return function(torch.empty_strided(size, stride, dtype=dtype, device=device), *others, **kwargs)
+        call = (_drawn, (function, tuple(size), tuple(stride), dtype, device, *others), kwargs)
+        result = _drawn(*call[1], **kwargs)
+        if self.journal is not None:
+            self.journal.outside(*call, result)
+        return result
 
     def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         name = getattr(function, "__name__", "")
@@ -217,13 +235,16 @@ class CallRecorder(TorchFunctionMode):
         if name == "__setitem__":
             if not isinstance(args[2], float):
                 return args
-            return (args[0], args[1], torch.tensor(args[2], dtype=next(iter(dtypes))))
+            return (args[0], args[1], self._lifted(args[2], next(iter(dtypes))))
         if all(_fake_or_self(tensor).dim() == 0 for tensor in tensors):
             return args  # a zero-dimensional tensor would take part in type promotion
         return tuple(
-            torch.tensor(argument, dtype=torch.float64) if isinstance(argument, float) else argument
-            for argument in args
+            self._lifted(argument, torch.float64) if isinstance(argument, float) else argument for argument in args
         )
+
+    def _lifted(self, number: float, dtype: torch.dtype) -> torch.Tensor:
+        self.lifted.append(torch.tensor(number, dtype=dtype))
+        return self.lifted[-1]
 
     def _argument(self, argument: Any) -> Any:
         """Return ``argument`` as it appears in an event."""
@@ -342,6 +363,12 @@ class CallRecorder(TorchFunctionMode):
             lazy = make_lazy(index, self.fakes[index], self)
             self.lazies[index] = weakref.ref(lazy)
         return lazy
+
+
+def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return what ``function`` draws for a tensor like this."""
+    drawn: torch.Tensor = function(torch.empty_strided(size, stride, dtype=dtype, device=device), *args, **kwargs)
+    return drawn
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -19,6 +19,7 @@ class Counters:
         splices: Programs put into captured graphs.
         compiles: Graphs lowered, plain and spliced ones.
         breaks: Cuts of a graph because a block needed a concrete value.
+        replays: Runs in which the effects of a block were had without running it.
     """
 
     captures: int = 0
@@ -26,6 +27,7 @@ class Counters:
     splices: int = 0
     compiles: int = 0
     breaks: int = 0
+    replays: int = field(default=0, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, name: str) -> None:

@@ -30,6 +30,7 @@ from .compat import BackendCallable, resolve_backend, skip_code
 from .counters import counters
 from .graph import CapturedGraph
 from .recording import Recording, run_plain, suspended
+from .replay import Replays, journal_of_run, replay_of_run
 
 skip_code(INTERCEPTED_CODE)
 
@@ -70,6 +71,7 @@ class CompiledDriver:
         self._function: Callable[..., Any] | None = None
         self._lock = threading.Lock()
         self._routes = 0
+        self.replays = Replays()
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its output."""
@@ -160,11 +162,14 @@ class _CaptureBackend:
         graph, fullgraph = CapturedGraph(graph_module, self._lower_with), self._fullgraph
 
         def dispatch(*actual: Any) -> list[Any]:
+            replay = replay_of_run.get()
+            if replay is not None:
+                return replay.dispatch(graph, actual)
             run = active_interleaver()
             if run is None or run.current is not None or not run.waited:
                 return run_plain(graph, actual)
             report = _report.get() or Report()
-            return Recording(graph, actual, run, report, fullgraph).walk()
+            return Recording(graph, actual, run, report, fullgraph, journal_of_run.get()).walk()
 
         return dispatch
 

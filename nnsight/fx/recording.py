@@ -23,7 +23,7 @@ import contextlib
 import logging
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -41,6 +41,9 @@ from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .splice import Piece
 from .variant import Variant
 
+if TYPE_CHECKING:
+    from .replay import Journal
+
 logger = logging.getLogger("nnsight.fx")
 
 
@@ -57,12 +60,19 @@ class Recording(CallRecorder):
         run: The active run.
         report: What to tell the user.
         fullgraph: Whether a needed value is an error rather than a cut.
+        journal: What the run is written down in, if it is.
     """
 
     def __init__(
-        self, graph: CapturedGraph, inputs: tuple[Any, ...], run: Interleaver, report: Report, fullgraph: bool
+        self,
+        graph: CapturedGraph,
+        inputs: tuple[Any, ...],
+        run: Interleaver,
+        report: Report,
+        fullgraph: bool,
+        journal: Journal | None = None,
     ) -> None:
-        super().__init__(graph, inputs)
+        super().__init__(graph, inputs, journal)
         self.run = run
         self.report = report
         self.fullgraph = fullgraph
@@ -263,6 +273,8 @@ class Recording(CallRecorder):
     def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
         """Make values concrete and then call ``function`` on them."""
         assert self.tap is not None
+        if self.journal is not None:
+            self.journal.spoil("a value is needed")
         pending = any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs)))
         at_start = self.graph.order[self.tap.node] == self.piece.start
         if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
@@ -321,6 +333,8 @@ class Recording(CallRecorder):
                     variant = Variant(self.graph, self.piece, program, stop, alive, resolved)
                     self.state.variants[key] = variant
         self.report._code.append(variant.spliced.code)
+        if self.journal is not None:
+            self.journal.ran(self, variant, alive)
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
         lowered = variant.find(self.binding)
         if lowered is None:

@@ -70,7 +70,27 @@ class ModelTracer(InterleavingTracer):
         if self._scan and not self._validate:
             driver = _scan_first(self._modules, driver)
         self._call = (driver, model, args, kwargs)
-        return super().execute(function)
+        attempt = self._attempt_to_replay(driver)
+        if attempt is None:
+            return super().execute(function)
+        assert self.scope is not None
+        prepared = model._prepare_input(*args, **kwargs)[:2]
+        replay = attempt.replay(lambda: driver.call_plain(*prepared))  # type: ignore[attr-defined]
+        if replay is not None:
+            return replay.bring_home(self.scope, self.report)
+        self._call = (driver, _Prepared(prepared), args, kwargs)
+        with attempt.written_down(function) as (journal, listened):
+            super().execute(listened)
+        attempt.learn(journal, self.scope, self.report.spliced)
+        return None
+
+    def _attempt_to_replay(self, driver: Driver) -> Any:
+        """Return what :mod:`nnsight.fx.replay` can try for this block; ``None`` if it has to run as always."""
+        replays = getattr(driver, "replays", None)
+        if replays is None or self._validate or not self.owns_scope or self._model is None or self._model.edits:
+            return None
+        assert self.info is not None and self.scope is not None and self._frame is not None
+        return replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules.version)
 
     def _rehearse(
         self, modules: ScannedModules, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -107,6 +127,19 @@ def _scan_first(modules: ScannedModules, driver: Driver) -> Driver:
         return driver(interleaver, args, kwargs, report)
 
     return run
+
+
+class _Prepared:
+    """Stands for a model whose input is prepared already."""
+
+    def __init__(self, prepared: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._prepared = prepared
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._prepared
+
+    def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a block that opens invokes is not replayed")
 
 
 def _not_chosen(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:

@@ -40,6 +40,7 @@ class Report:
         breaks: Where graphs were cut because a value was needed.
         recordings: Programs recorded anew; 0 when the run followed programs that were known.
         compiles: Graphs lowered anew during the run.
+        replayed: Whether the block itself did not run, because its effects were known.
     """
 
     mode: str = ""
@@ -48,6 +49,7 @@ class Report:
     breaks: list[Break] = field(default_factory=list)
     recordings: int = 0
     compiles: int = 0
+    replayed: bool = False
     _code: list[Callable[[], str]] = field(default_factory=list, repr=False)
 
     @property

@@ -144,6 +144,7 @@ class Block:
         stored: Those that it assigns.
         inner: Those that ``with`` statements in it assign.
         target: Name bound by ``as`` in the statement, or names if it is a tuple of them; ``None`` for anything else.
+        body: Its syntax tree, as it was compiled.
     """
 
     code: types.CodeType
@@ -153,6 +154,7 @@ class Block:
     stored: frozenset[str]
     inner: frozenset[str]
     target: str | tuple[str, ...] | None
+    body: tuple[ast.stmt, ...] = ()
 
     def bindings(self, value: Any) -> dict[str, Any]:
         """Return the variables that ``as`` binds if the context manager gives ``value``."""
@@ -303,7 +305,7 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
         for part in ast.walk(block)
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
     )
-    return Block(code, filename, node.lineno, tuple(sorted(shared)), frozenset(stored & shared), inside, name)
+    return Block(code, filename, node.lineno, tuple(sorted(shared)), frozenset(stored & shared), inside, name, tuple(body))
 
 
 def _local_names(frame: types.FrameType) -> set[str] | None:

@@ -1,0 +1,621 @@
+"""Replay: what a block does is had again without running it, and only then."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, fx
+
+from .conftest import Hooks
+from .test_batching import same
+
+ACTIVATION = torch.relu
+FACTOR = 2.0
+
+
+class Layer(torch.nn.Module):
+    """Returns a tuple, and takes a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x) * scale
+        return h, h.mean(-1)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x, scale=0.5)[0])
+        return self.head(x)
+
+
+class Env(types.SimpleNamespace):
+    """What a block reads from outside."""
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model() -> Any:
+    return NNsight(Net().eval(), compile={"backend": "eager"})
+
+
+def x(rows: int = 3) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * 4, dtype=torch.float32).view(rows, 4)
+
+
+# -- blocks, and what changes between their runs ---------------------------------------------------------------------------
+#
+# A block is a function of the model, its environment and whether to compile; it returns what it saved and the tracer.
+
+
+def steer(model: Any, env: Env, compile: bool) -> Any:
+    vector, factor = env.vector, env.factor
+    with model.trace(env.x, compile=compile) as tracer:
+        h = model.layers[1].output[0]
+        h[:, -1] += 4.0 * vector[0]
+        h += factor * vector
+        out = model.output.save()
+    return out, tracer
+
+
+def attributes(model: Any, env: Env, compile: bool) -> Any:
+    with model.trace(env.x, compile=compile) as tracer:
+        model.layers[0].output[0][:] += env.vector
+        if env.flag:
+            model.layers[2].output[0][:] = 0
+        out = model.output.save()
+        shape = out.shape.save()
+    return (out, shape), tracer
+
+
+def loops(model: Any, env: Env, compile: bool) -> Any:
+    vectors, places = env.vectors, env.places
+    with model.trace(env.x, compile=compile) as tracer:
+        kept = [].save()
+        named = {}.save()
+        for i, layer in enumerate(model.layers):
+            h = layer.output[0]
+            if i in places:
+                h += vectors[i % len(vectors)]
+            kept.append(h)
+            named[f"mean {i}"] = layer.output[1] * 2
+        count = len(kept).save()
+    return (kept, named, count), tracer
+
+
+def functions(model: Any, env: Env, compile: bool) -> Any:
+    act = env.act
+    with model.trace(env.x, compile=compile) as tracer:
+        first = act(model.layers[0].output[0]).save()
+        model.layers[1].output = (torch.nn.functional.gelu(model.layers[1].output[0]), model.layers[1].output[1])
+        both = [each.sum() for each in model.layers[2].output].save()
+    return (first, both), tracer
+
+
+def global_names(model: Any, env: Env, compile: bool) -> Any:
+    with model.trace(env.x, compile=compile) as tracer:
+        model.layers[0].output[0][:] = ACTIVATION(model.layers[0].output[0]) * FACTOR
+        out = model.output.save()
+    return out, tracer
+
+
+def edits_outside(model: Any, env: Env, compile: bool) -> Any:
+    memory, other = env.memory, env.other
+    with model.trace(env.x, compile=compile) as tracer:
+        memory += 1
+        h = model.layers[0].output[0]
+        h *= other
+        out = model.head.output.save()
+        memory[:] = memory + out.sum()
+    return (out, memory.clone(), other.clone()), tracer
+
+
+def draws(model: Any, env: Env, compile: bool) -> Any:
+    torch.manual_seed(env.seed)
+    with model.trace(env.x, compile=compile) as tracer:
+        noise = torch.randn(4)
+        h = model.layers[0].output[0]
+        h += noise + torch.rand(4)
+        h += torch.randn_like(h)
+        out = model.head.output.save()
+    return out, tracer
+
+
+def skips(model: Any, env: Env, compile: bool) -> Any:
+    with model.trace(env.x, compile=compile) as tracer:
+        h = model.layers[1].input
+        model.layers[1].skip((h, h.mean(-1)))
+        given = model.head.inputs.save()
+        out = model.output.save()
+    return (given[0], out), tracer
+
+
+def saved_from_outside(model: Any, env: Env, compile: bool) -> Any:
+    vector = env.vector
+    with model.trace(env.x, compile=compile) as tracer:
+        doubled = (vector * 2).save()
+        same_object = vector
+        same_object.save()
+        h = (model.head.output + 1, {"half": model.head.output / 2, "n": 3}).save()
+    assert same_object is vector
+    return (doubled, h), tracer
+
+
+def parameters(model: Any, env: Env, compile: bool) -> Any:
+    probe = env.probe
+    with model.trace(env.x, compile=compile) as tracer:
+        score = torch.nn.functional.linear(model.layers[1].output[0], probe.weight, probe.bias).save()
+    return score, tracer
+
+
+def operations(model: Any, env: Env, compile: bool) -> Any:
+    with model.trace(env.x, compile=compile) as tracer:
+        model.layers[1].source.self_linear_0.output[:] *= env.factor
+        out = model.output.save()
+    return out, tracer
+
+
+def with_contexts(model: Any, env: Env, compile: bool) -> Any:
+    with model.trace(env.x, compile=compile) as tracer, torch.no_grad():
+        values = [layer.output[0].norm() for layer in model.layers]
+        largest = torch.stack(values).max().save()
+    return largest, tracer
+
+
+VECTOR = torch.tensor([0.5, -1.0, 2.0, 0.25])
+
+REPLAYED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = {
+    "values of tensors": (steer, {"vector": VECTOR, "factor": 1.5}, [{"vector": VECTOR + k} for k in range(3)]),
+    "metadata of tensors": (
+        steer,
+        {"vector": VECTOR, "factor": 1.5},
+        [{"vector": VECTOR.double()}, {"vector": VECTOR.repeat(2)[::2]}, {"vector": VECTOR}],
+    ),
+    "numbers": (steer, {"vector": VECTOR, "factor": 1.5}, [{"factor": 2.5}, {"factor": 2}, {"factor": True}, {"factor": 1.5}]),
+    "sizes": (steer, {"vector": VECTOR, "factor": 1.5}, [{"x": x(5)}, {"x": x(7)}, {"x": x(5)}, {"x": x(7)}, {"x": x(1)}]),
+    "attributes": (
+        attributes,
+        {"vector": VECTOR, "flag": False},
+        [{"vector": VECTOR * 2}, {"flag": True}, {"vector": VECTOR * 3}, {"flag": 0}, {"x": x(2)}, {"x": x(6)}],
+    ),
+    "items": (
+        loops,
+        {"vectors": [VECTOR, VECTOR * 2], "places": (0, 2)},
+        [{"vectors": [VECTOR]}, {"places": (1,)}, {"vectors": [VECTOR, -VECTOR]}, {"places": [0]}, {"places": {0: 1}}],
+    ),
+    "functions": (functions, {"act": torch.relu}, [{"act": torch.sigmoid}, {"act": torch.relu}, {"act": torch.tanh}]),
+    "globals": (global_names, {}, [{}, {"x": x(3) * 2}]),
+    "tensors edited outside": (
+        edits_outside,
+        {"memory": torch.zeros(3, 2), "other": VECTOR},
+        [{"other": VECTOR * 2}, {"memory": torch.ones(3, 2)}, {}],
+    ),
+    "random numbers": (draws, {"seed": 0}, [{"seed": 1}, {"seed": 0}]),
+    "skips": (skips, {}, [{"x": x(3) + 1}, {"x": x(4)}]),
+    "saved from outside": (saved_from_outside, {"vector": VECTOR}, [{"vector": VECTOR - 3}, {}]),
+    "parameters": (parameters, {"probe": torch.nn.Linear(4, 1)}, [{"probe": torch.nn.Linear(4, 1)}, {}]),
+    "operations": (operations, {"factor": 2.0}, [{"factor": 3.0}, {"factor": 2.0}]),
+    "contexts": (with_contexts, {}, [{"x": x(3) - 1}]),
+}
+
+
+def effects(block: Callable[..., Any], model: Any, env: dict[str, Any], compile: bool) -> Any:
+    """Return what a run saves, and what it leaves behind in its environment."""
+    mine = Env(**{"x": x(), **copy.deepcopy(env)})
+    saved, tracer = block(model, mine, compile)
+    return saved, {name: value for name, value in vars(mine).items() if name != "probe"}, tracer
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_replay_is_what_a_run_would_have_been(model: Any, name: str) -> None:
+    block, env, changes = REPLAYED[name]
+    torch.manual_seed(0)
+    rounds = [env, env, env]
+    for change in changes:
+        env = {**env, **change}
+        rounds += [env, env]
+    for round_env in rounds:
+        saved, left, tracer = effects(block, model, round_env, True)
+        expected, expected_left, _ = effects(block, model, round_env, False)
+        same(saved, expected)
+        same(left, expected_left)
+        assert tracer.report.mode == "compiled"
+    assert fx.counters.replays > 0
+
+
+def test_a_replay_makes_nothing_and_runs_nothing_twice(model: Any) -> None:
+    for k in range(5):
+        saved, _, tracer = effects(steer, model, {"vector": VECTOR * k, "factor": 1.5}, True)
+        expected = Hooks(model._module).output("layers.1", _by_hand(VECTOR * k, 1.5))(x())
+        same(saved, expected)
+        assert tracer.report.replayed is (k > 0)
+        assert tracer.report.spliced == ["model.layers.1.output", "model.output"]
+    assert (fx.counters.recordings, fx.counters.compiles, fx.counters.replays) == (1, 1, 4)
+
+
+def _by_hand(vector: torch.Tensor, factor: float) -> Callable[[Any], Any]:
+    def edit(value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        h = value[0].clone()
+        h[:, -1] += 4.0 * vector[0]
+        return h + factor * vector, value[1]
+
+    return edit
+
+
+def test_the_effect_is_there(model: Any) -> None:
+    plain = model._module(x())
+    for _ in range(3):
+        saved, _, _ = effects(steer, model, {"vector": VECTOR, "factor": 1.5}, True)
+        assert not torch.allclose(saved, plain)
+    assert fx.counters.replays == 2
+
+
+def test_saved_containers_are_new_each_time(model: Any) -> None:
+    env = {"vectors": [VECTOR], "places": (0,)}
+    first, second, third = (effects(loops, model, env, True)[0] for _ in range(3))
+    assert fx.counters.replays == 2
+    assert second[0] is not third[0] and second[0][0] is not third[0][0]
+    second[0].clear()
+    same(third[0], first[0])
+
+
+def test_a_global_that_changes_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for factor in (2.0, 2.0, 3.0, 3.0, 2.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        same(effects(global_names, model, {}, True)[0], effects(global_names, model, {}, False)[0])
+    assert fx.counters.replays == 3
+
+
+def test_shared_memory_is_seen(model: Any) -> None:
+    """Two names for one tensor are not two tensors, when one of them is edited."""
+    for shared in (False, False, True, True, False):
+        runs = []
+        for compile in (True, False):
+            memory = torch.zeros(4)
+            env = Env(x=x(4)[:, :], memory=memory, other=memory if shared else torch.zeros(4) + 2)
+            with model.trace(env.x, compile=compile):
+                env_memory, other = env.memory, env.other
+                env_memory += 1
+                h = model.layers[0].output[0]
+                h *= other
+                out = model.head.output.save()
+            runs.append((out, memory.clone()))
+        same(runs[0], runs[1])
+    assert fx.counters.replays > 0
+
+
+def test_the_models_own_tensors_as_outside_ones(model: Any) -> None:
+    given = x()
+    for vector in (VECTOR, VECTOR, model._module.layers[0].linear.bias, given[0], model._module.layers[0].linear.bias):
+        runs = []
+        for compile in (True, False):
+            with model.trace(given, compile=compile):
+                h = model.layers[1].output[0]
+                h += vector
+                out = model.output.save()
+            runs.append(out)
+        same(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("setting", ["default dtype", "grad mode", "train", "swapped module"])
+def test_settings_are_seen(model: Any, setting: str) -> None:
+    net = model._module
+
+    def both() -> None:
+        runs = []
+        for compile in (True, False):
+            with model.trace(x(), compile=compile):
+                bias = torch.full((4,), 0.1)
+                model.layers[1].output[0][:] += bias
+                out = model.output.save()
+                kind = bias.dtype.save()
+            runs.append((out.detach(), kind, out.requires_grad))
+        same(runs[0][0], runs[1][0])
+        assert runs[0][1:] == runs[1][1:]
+
+    both()
+    both()
+    assert fx.counters.replays == 1
+    if setting == "default dtype":
+        torch.set_default_dtype(torch.float64)
+        try:
+            both()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    elif setting == "grad mode":
+        with torch.enable_grad():
+            both()
+            both()
+    elif setting == "train":
+        net.train()
+        both()
+    else:
+        net.layers[1] = Layer()
+        both()
+        both()
+    both()
+
+
+# -- blocks that must run each time ----------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Counts what is done to it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.items: list[Any] = []
+
+    @property
+    def vector(self) -> torch.Tensor:
+        self.calls += 1
+        return VECTOR * self.calls
+
+    def __call__(self, value: Any) -> Any:
+        self.calls += 1
+        return value * self.calls
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:
+        self.items.append(value)
+
+
+def _calls_a_function(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        out = r(model.output).save()
+    return out, tracer
+
+
+def _reads_a_property(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        out = (model.layers[2].output[0] + r.vector).save()
+    return out, tracer
+
+
+def _appends(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        r.append(model.output.sum().save())
+    return len(r.items), tracer
+
+
+def _appends_to_a_list(model: Any, r: Recorder) -> Any:
+    items = r.items
+    with model.trace(x()) as tracer:
+        items.append(model.output.sum().save())
+    return len(r.items), tracer
+
+
+def _extends_a_list(model: Any, r: Recorder) -> Any:
+    items = r.items
+    with model.trace(x()) as tracer:
+        items += [model.output.sum().save()]
+    return len(r.items), tracer
+
+
+def _hides_a_list(model: Any, r: Recorder) -> Any:
+    items = r.items
+    with model.trace(x()) as tracer:
+        hidden = (items, 1)
+        hidden[0].append(model.output.sum().save())
+    return len(r.items), tracer
+
+
+def _hides_a_list_in_a_dict(model: Any, r: Recorder) -> Any:
+    items = r.items
+    with model.trace(x()) as tracer:
+        hidden = {"items": items}
+        hidden["items"].append(model.output.sum().save())
+    return len(r.items), tracer
+
+
+def _sets_an_item(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        r["out"] = model.output.sum().save()
+    return len(r.items), tracer
+
+
+def _sets_an_attribute(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        r.calls += 1
+        out = model.output.save()
+    return r.calls, tracer
+
+
+def _prints(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        r.items.append(1)
+        print("in the block")
+        out = model.output.save()
+    return len(r.items), tracer
+
+
+def _looks_at_a_value(model: Any, r: Recorder) -> Any:
+    vector = VECTOR * (r.calls + 1)
+    r.calls += 1
+    with model.trace(x()) as tracer:
+        first = vector[0].item()
+        out = (model.output * first).save()
+    return out, tracer
+
+
+def _branches_on_a_value(model: Any, r: Recorder) -> Any:
+    vector = VECTOR * (-1) ** r.calls
+    r.calls += 1
+    with model.trace(x()) as tracer:
+        sign = 1 if vector[0] > 0 else -2
+        out = (model.output * sign).save()
+    return out, tracer
+
+
+def _defines_a_function(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        double = lambda value: r(value) + 0  # noqa: E731 - a function in a block
+        out = double(model.output).save()
+    return out, tracer
+
+
+def _uses_a_global(model: Any, r: Recorder) -> Any:
+    global COUNTED
+    with model.trace(x()) as tracer:
+        out = model.output.save()
+        COUNTED = COUNTED + 1
+    return COUNTED, tracer
+
+
+def _uses_numpy(model: Any, r: Recorder) -> Any:
+    array = (VECTOR * (r.calls + 1)).numpy()
+    r.calls += 1
+    with model.trace(x()) as tracer:
+        out = (model.layers[2].output[0] + torch.from_numpy(array)).save()
+    return out, tracer
+
+
+def _works_on_modules(model: Any, r: Recorder) -> Any:
+    with model.trace(x()) as tracer:
+        for layer in [each for each in model.layers]:  # noqa: C416 - a list of envoys
+            r.append(layer.linear.bias.add_(1).sum().item())
+        out = model.output.save()
+    return (out, list(r.items)), tracer
+
+
+COUNTED = 0
+
+RUN_EACH_TIME = [
+    value
+    for name, value in list(globals().items())
+    if name.startswith("_") and getattr(value, "__annotations__", {}).get("r")
+]
+
+
+@pytest.mark.parametrize("block", RUN_EACH_TIME, ids=lambda block: block.__name__.strip("_"))
+def test_a_block_that_does_more_runs_each_time(block: Callable[..., Any]) -> None:
+    """Eager and compiled models go through the same runs, side effects included."""
+    global COUNTED
+    results = []
+    torch.manual_seed(0)
+    net = Net().eval()
+    for compile in ({"backend": "eager"}, False):
+        COUNTED = 0
+        model = NNsight(copy.deepcopy(net), compile=compile)
+        recorder = Recorder()
+        results.append([block(model, recorder)[0] for _ in range(4)])
+    same(results[0], results[1])
+    values = results[0]
+    assert fx.counters.replays == 0 or block in (_uses_numpy,)
+    if isinstance(values[0], int):
+        assert values == [1, 2, 3, 4]
+    else:
+        assert not torch.equal(*(torch.as_tensor(value if isinstance(value, torch.Tensor) else value[0]) for value in values[:2]))
+
+
+def test_edits_of_the_model_and_invokes_run_each_time(model: Any) -> None:
+    def traced(target: Any) -> torch.Tensor:
+        with target.trace(x()) as tracer:
+            out = target.output.save()
+        return out
+
+    plain = model._module(x())
+    for _ in range(3):
+        same(traced(model), plain)
+    assert fx.counters.replays == 2
+    with model.edit() as edited:
+        edited.head.output[:] = 1
+    same(traced(edited), torch.ones_like(plain))
+    same(traced(edited), torch.ones_like(plain))
+    same(traced(model), plain)
+    with model.edit(inplace=True):
+        model.head.output[:] = 2
+    same(traced(model), torch.full_like(plain, 2))
+    model.clear_edits()
+    same(traced(model), plain)
+
+
+def test_errors_come_from_the_block(model: Any) -> None:
+    """Whatever makes a block fail makes it run."""
+    places = [0, 0, 7, 0]
+    seen = []
+    for place in places:
+        index = torch.tensor([place])
+        try:
+            with model.trace(x()):
+                out = model.layers[0].output[0].index_select(0, index).save()
+            seen.append("ok")
+        except (IndexError, RuntimeError):
+            seen.append("error")
+    assert seen == ["ok", "ok", "error", "ok"]
+
+    def add(vector: torch.Tensor) -> torch.Tensor:
+        with model.trace(x()):
+            out = (model.layers[0].output[0] + vector).save()
+        return out
+
+    assert add(VECTOR).shape == add(VECTOR).shape == (3, 4)
+    with pytest.raises(RuntimeError, match="broadcast"):
+        add(torch.ones(7))
+    assert add(VECTOR).shape == (3, 4)
+
+
+def test_a_debugger_sees_the_block(model: Any) -> None:
+    import sys
+
+    lines = []
+
+    def watch(frame: Any, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_code.co_name == "__nnsight_block__":
+            lines.append(frame.f_lineno)
+        return watch
+
+    for watched in (False, False, True):
+        previous = sys.gettrace()
+        sys.settrace(watch if watched else previous)
+        try:
+            out = effects(steer, model, {"vector": VECTOR, "factor": 1.5}, True)[0]
+        finally:
+            sys.settrace(previous)
+    assert fx.counters.replays == 1 or previous is not None
+    assert len(lines) >= 4
+    assert out.shape == (3, 2)
+
+
+def test_what_never_repeats_is_not_remembered(model: Any) -> None:
+    """A block whose environment is another each time is given up on, and stays right."""
+    for number in range(80):
+        saved, _, _ = effects(steer, model, {"vector": VECTOR, "factor": float(number)}, True)
+    same(saved, Hooks(model._module).output("layers.1", _by_hand(VECTOR, 79.0))(x()))
+    (memory,) = model._compiled.replays._memories.values()
+    assert memory.roots is None or fx.counters.replays > 0
+    assert len(memory.environments) <= 64
+
+
+def test_nothing_is_kept_alive(model: Any) -> None:
+    env = Env(x=x(), vector=VECTOR.clone(), factor=1.5)
+    for _ in range(3):
+        out, tracer = steer(model, env, True)
+    assert fx.counters.replays == 2
+    references = [weakref.ref(env.vector), weakref.ref(out), weakref.ref(env.x), weakref.ref(env)]
+    del env, out, tracer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4

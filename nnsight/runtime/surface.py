@@ -91,7 +91,8 @@ class InterleaverSurface:
     def wrap_module(self: Any, module: torch.nn.Module, path: str | None = None) -> None:
         """Let blocks wait for the calls of a module that is no part of the model, from now to the end of this run.
 
-        The modules of the model need no preparation: they are intercepted while the run is active.
+        The modules of the model need no preparation: they are intercepted while the run is active. A graph
+        that a compiled trace has captured does not contain the locations: trace with ``compile=False``.
 
         Args:
             module: The module.

@@ -377,11 +377,11 @@ def test_without_mounting_there_is_the_function(model: Any, monkeypatch: pytest.
 
 SURFACE = {
     "nnsight.intervention.interleaver": (
-        "NNSIGHT_PREFIX IEnvoy eproperty Events Cancelation EarlyStopException SkipException Interleaver Mediator"
+        "T NNSIGHT_PREFIX IEnvoy eproperty Events Cancelation EarlyStopException SkipException Interleaver Mediator"
     ),
     "nnsight.intervention.envoy": "Envoy eproperty",
     "nnsight.intervention.hooks": ("requires_output requires_input requires_operation_output requires_operation_input"),
-    "nnsight.intervention.batching": "Batchable BatchGroup",
+    "nnsight.intervention.batching": "Batchable BatchGroup Batcher",
     "nnsight.intervention.backends.base": "Backend",
     "nnsight.intervention.backends.execution": "ExecutionBackend",
     "nnsight.intervention.tracing.base": "Tracer",
@@ -405,24 +405,27 @@ def test_documented_names_are_where_they_are_said_to_be(module: str, names: str)
 
 
 INTERLEAVER = (
-    "mediators tracer batcher current interleaving initialize cancel iterate_requester handle check_dangling_mediators "
-    "__enter__ __exit__ __deepcopy__"
+    "mediators tracer batcher current defer_exceptions interleaving initialize cancel iterate_requester wrap_module handle "
+    "check_dangling_mediators check_cache_full __enter__ __exit__ __deepcopy__"
 )
-#: Those about threads and queues are absent; the docstring of `nnsight.intervention.interleaver` says why.
 MEDIATOR = (
-    "intervention name idx info batch_group interleaver worker history hooks iteration_tracker iteration transform alive "
-    "start cancel handle respond send request swap stop skip end exception push remove_hooks"
+    "intervention name idx info batch_group interleaver event_queue response_queue worker skip_container history user_cache "
+    "hooks iteration_tracker iteration all_stop args cross_invoker original_globals deferred_exception transform lock alive "
+    "frame MissedProviderError OutOfOrderError Value __enter__ __exit__ start cancel handle handle_value_event "
+    "handle_swap_event handle_exception_event handle_barrier_event handle_end_event handle_skip_event respond send request "
+    "swap stop skip end exception push pull set_user_cache remove_hooks __getstate__ __setstate__"
 )
+VALUE = "value lock has_value get wait put restore"
 
 
 def test_members_of_the_interleaver_and_its_mediators() -> None:
     from nnsight.intervention.interleaver import Interleaver, Mediator
 
-    mediator = Mediator(lambda: None, None)
-    run = Interleaver([mediator])
+    mediator = Mediator(lambda: None, None, "mine", None, 1)
+    run = Interleaver([mediator], None, None)
     assert [name for name in INTERLEAVER.split() if not hasattr(run, name)] == []
-    assert [name for name in MEDIATOR.split() if name != "frame" and not hasattr(mediator, name)] == []
-    assert hasattr(Mediator, "frame")
+    assert [name for name in MEDIATOR.split() if not hasattr(mediator, name)] == []
+    assert [name for name in VALUE.split() if not hasattr(Mediator.Value(), name)] == []
 
 
 def test_kinds_of_events_and_exceptions() -> None:

@@ -27,6 +27,8 @@ PATHS = [
     ("nnsight.intervention.interleaver", "EarlyStopException", "nnsight.runtime.mediator"),
     ("nnsight.intervention.interleaver", "SkipException", "nnsight.runtime.surface"),
     ("nnsight.intervention.interleaver", "Events", "nnsight.runtime.surface"),
+    ("nnsight.intervention.interleaver", "Value", "nnsight.runtime.queues"),
+    ("nnsight.intervention.batching", "Batcher", "nnsight.runtime.batcher"),
     ("nnsight.intervention.hooks", "requires_operation_output", "nnsight.eproperty"),
     ("nnsight.intervention.hooks", "requires_operation_input", "nnsight.eproperty"),
     ("nnsight.intervention.batching", "BatchGroup", "nnsight.runtime.batching"),

@@ -29,7 +29,7 @@ from nnsight.intervention.interleaver import (
 from nnsight.intervention.tracing.base import Tracer
 from nnsight.intervention.tracing.globals import Globals
 from nnsight.intervention.tracing.tracer import InterleavingTracer
-from nnsight.intervention.tracing.util import wrap_exception
+from nnsight.intervention.tracing.util import WithBlockNotFoundError, wrap_exception
 
 from .conftest import Hooks, assert_no_instrumentation
 
@@ -90,9 +90,9 @@ def test_the_interleaver_of_an_envoy_is_the_run_of_this_context(model: NNsight, 
     with model.trace(X, compile=compile) as tracer:
         runs.append(run := model.interleaver)
         inside = (run.interleaving, run is model.first.interleaver, run.tracer is tracer, run.current in run.mediators)
-        facts = [*inside, run.batcher, run.current.batch_group, run.current.idx, len(run.mediators)].save()
+        facts = [*inside, run.current.batch_group, run.current.idx, len(run.mediators)].save()
         model.output.save()
-    assert facts == [True, True, True, True, None, None, 0, 1]
+    assert facts == [True, True, True, True, None, 0, 1]
     (run,) = runs
     assert not run.interleaving
     assert run.tracer is None
@@ -714,3 +714,49 @@ def test_a_tracer_that_runs_its_block_twice(model: NNsight, compile: bool) -> No
     assert len(outs) == 2
     for factor, out in enumerate(outs, 1):
         assert torch.equal(out, module.step(module.step(first * factor)))
+
+
+def test_a_tracer_looks_at_its_block_when_it_captures_it() -> None:
+    class Looking(Tracer):
+        def capture(self) -> Any:
+            info = super().capture()
+            seen.append((isinstance(info, Tracer.Info), info is self.info, info.line, info.source, set(self.scope.cells)))
+            return info
+
+    seen: list[Any] = []
+    value = 1
+    line = sys._getframe().f_lineno + 1
+    with Looking():
+        # a comment
+        doubled = [value * 2].save()
+    assert doubled == [2]
+    ((is_info, is_own, found, source, names),) = seen
+    assert (is_info, is_own, found) == (True, True, line)
+    assert "".join(source).strip() == "doubled = [value * 2].save()"
+    assert names == {"doubled", "value"}
+    tracer = Looking()
+    with pytest.raises(ValueError, match="This Looking is not entered"):
+        tracer.capture()
+    with tracer:
+        pass
+
+
+def test_parse_finds_the_lines_of_a_block() -> None:
+    source = """\
+    x = 1
+    with trace(
+        "a", 2
+    ), other():
+        first()
+
+        if x:
+            second()
+    after()
+"""
+    expected = ["        first()\n", "\n", "        if x:\n", "            second()\n"]
+    assert Tracer.parse(source, 2) == (5, expected)
+    assert Tracer.parse(source.splitlines(keepends=True), 2) == (5, expected)
+    with pytest.raises(WithBlockNotFoundError, match=r"(?s)begins at line 5.*-> 5:         first\(\)"):
+        Tracer.parse(source, 5)
+    with pytest.raises(WithBlockNotFoundError, match="line 1 of the source"):
+        Tracer.parse("with", 1)

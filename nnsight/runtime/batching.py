@@ -10,7 +10,7 @@ Which dimension of a tensor has the rows, if any, is not guessed from sizes but 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,6 +38,13 @@ class BatchGroup:
     size: int
     total: int
     dims: BatchDims = field(default_factory=BatchDims, compare=False)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield first row and number of rows."""
+        return iter((self.start, self.size))
+
+    def __getitem__(self, index: int) -> int:
+        return (self.start, self.size)[index]
 
     def narrow(self, value: Any, location: str = "", occurrence: int = 0) -> Any:
         """Return ``value``, which the model has at ``location``, with all tensors of the batch narrowed to these rows."""

@@ -7,6 +7,7 @@ model went on with. It reads as ``cache["model.transformer.h.0"].output`` or ``c
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ class CacheEntry:
     def add(self, key: str, value: Any) -> None:
         """Append what the module was given or returned at one call."""
         self._values[key].append(value)
+
+    def seen(self, key: str) -> int:
+        """Return how many values there are of the module's ``"input"`` or ``"output"``."""
+        return len(self._values[key])
 
     def _get(self, key: str, option: str) -> Any:
         found = self._values[key]
@@ -112,6 +117,7 @@ class Cache(Mapping[str, CacheEntry]):
         device: Where tensors are kept; ``None`` leaves them where they are.
         dtype: What floating point tensors are kept as; ``None`` keeps theirs.
         detach: Whether tensors are detached from autograd.
+        keys: What is kept of each module: ``"output"``, ``"input"`` or both.
 
     Raises:
         TypeError: If ``dtype`` is no dtype.
@@ -125,6 +131,7 @@ class Cache(Mapping[str, CacheEntry]):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         detach: bool,
+        keys: Sequence[str] = ("output",),
     ) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"The dtype of a cache is one of torch, such as torch.float16; not {dtype!r}.")
@@ -133,6 +140,15 @@ class Cache(Mapping[str, CacheEntry]):
         self._entries = {path: CacheEntry(path) for path in paths}
         self._aliases = aliases
         self._device, self._dtype, self._detach = device, dtype, detach
+        self._keys = tuple(keys)
+
+    def _locations(self) -> Iterator[tuple[str, str]]:
+        """Yield path and key of everything that is to be kept."""
+        return itertools.product(self._entries, self._keys)
+
+    def _missed(self) -> list[str]:
+        """Return the paths of modules of which something is to be kept, and nothing has been seen."""
+        return [path for path, entry in self._entries.items() if not any(entry.seen(key) for key in self._keys)]
 
     def observe(self, path: str, key: str, value: Any) -> None:
         """Keep a copy of ``value``, which is at ``<path>.<key>`` now."""

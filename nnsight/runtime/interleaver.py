@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from .batcher import Batcher, check_batcher
 from .batching import join_rows
 from .errors import OutOfOrderError, never_reached_message, uncounted_message
 from .surface import EarlyStopException, InterleaverSurface, split_requester
@@ -36,7 +37,7 @@ class Interleaver(InterleaverSurface):
     Args:
         mediators: The blocks, in the order in which they were defined.
         tracer: The tracer that makes the run, for blocks and drivers that ask.
-        batcher: Always ``None``; the rows of a block are known to its mediator.
+        batcher: That of another run, or ``None``; the run has its own, see :attr:`batcher`.
         on_blocks_done: Called once no block has code left to run, while the model may still have to.
 
     Attributes:
@@ -59,6 +60,8 @@ class Interleaver(InterleaverSurface):
     """
 
     __slots__ = (
+        "_defers",
+        "_held_out",
         "_on_blocks_done",
         "_token",
         "at",
@@ -83,12 +86,12 @@ class Interleaver(InterleaverSurface):
         self,
         mediators: Iterable[Mediator] = (),
         tracer: Any = None,
-        batcher: None = None,
+        batcher: Batcher | None = None,
         *,
         on_blocks_done: Callable[[], None] | None = None,
     ) -> None:
         if batcher is not None:
-            raise TypeError("An interleaver has no batcher: give each mediator its `batch_group`.")
+            check_batcher(batcher)
         self.mediators = list(mediators)
         self.tracer = tracer
         self.tree: Any = None
@@ -170,10 +173,14 @@ class Interleaver(InterleaverSurface):
         self.counts[location] = occurrence
         return self.handle(location, value)
 
-    def observe(self, location: str, observer: Callable[[Any], None]) -> None:
-        """Let ``observer`` look at each value that leaves ``location`` from now on; it sees the running block's rows."""
-        assert self.current is not None
-        self.observers.setdefault(location, []).append((self.current, observer))
+    def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
+        """Let ``observer`` look at each value that leaves ``location`` from now on.
+
+        It sees the rows of ``mediator``, by default the running one.
+        """
+        mediator = mediator or self.current
+        assert mediator is not None
+        self.observers.setdefault(location, []).append((mediator, observer))
         self.waited[location] = self.waited.get(location, 0) + 1
 
     def check_request(self, location: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import CONFIG
@@ -48,15 +47,14 @@ class Invoker(Tracer):
     def run(self) -> None:
         """Add the block to the trace."""
         assert self.scope is not None and self.info is not None
-        shared, names = self.scope, self.info.stored
-        publish: Callable[[], None] | None
+        shared = self.scope
+        publish: Callable[[], None] | None = None
         if CONFIG.APP.CROSS_INVOKER:
-            own = shared.branch(self.info)
-            publish = partial(shared.publish, own, names)
+            self.scope = branch = shared.branch(self.info)
+            publish = branch.publish
         else:
-            own, publish = shared.copy(), None
+            self.scope = own = shared.copy()
             self._trace.on_end(lambda: shared.take_saved(own))
-        self.scope = own
         args, kwargs = self._input
         self._trace.add_invoke(Invoke(self.compile(), args, kwargs, publish))
 

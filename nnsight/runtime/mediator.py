@@ -25,7 +25,9 @@ from .batching import BatchGroup
 from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
-from .surface import EarlyStopException, MediatorSurface, SkipException, split_requester
+from .exchange import Exchange
+from .mediator_surface import MediatorSurface
+from .surface import EarlyStopException, SkipException, split_requester
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -37,7 +39,7 @@ torch.Tensor.save = save  # type: ignore[attr-defined]  # for helper functions; 
 __all__ = ["EarlyStopException", "Mediator"]
 
 
-class Mediator(MediatorSurface):
+class Mediator(Exchange, MediatorSurface):
     """Runs ``intervention`` against one run.
 
     Args:
@@ -45,6 +47,7 @@ class Mediator(MediatorSurface):
         info: The captured block, if it is one.
         name: Tells the blocks of a run apart.
         batch_group: The rows that belong to this block; all by default.
+        stop: How often the block runs, each time for the next passage of its locations; once by default.
         publish: Called whenever the block gives up its turn, to show its variables to others.
 
     Attributes:
@@ -59,6 +62,8 @@ class Mediator(MediatorSurface):
     MissedProviderError = _MissedProviderError
 
     __slots__ = (
+        "_all_stop",
+        "_deferred",
         "_error",
         "_grad_enabled",
         "_greenlet",
@@ -86,6 +91,7 @@ class Mediator(MediatorSurface):
         info: Any = None,
         name: str | None = None,
         batch_group: BatchGroup | None = None,
+        stop: int | None = None,
         publish: Callable[[], None] | None = None,
     ) -> None:
         self.intervention: Callable[[], Any] | None = intervention
@@ -107,6 +113,8 @@ class Mediator(MediatorSurface):
         self._value: Any = None
         self._on_leave: list[Callable[[], Any]] = []
         self._hooks: list[Any] | None = None
+        if stop is not None:
+            self._repeat(stop)
 
     # -- the model's side -------------------------------------------------------------------------------------
 
@@ -204,7 +212,7 @@ class Mediator(MediatorSurface):
             self._grad_enabled = torch.is_grad_enabled()
             if self._grad_enabled != grad_enabled:
                 torch.set_grad_enabled(grad_enabled)
-        if self._error is not None:
+        if self._error is not None and not (interleaver.defer_exceptions and self._defer()):
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
 

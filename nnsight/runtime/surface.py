@@ -1,8 +1,9 @@
-"""The parts of interleaver and mediator that only extensions use.
+"""The parts of an interleaver that only extensions use, and the events and exceptions of a run.
 
 The engine itself needs :meth:`~nnsight.runtime.interleaver.Interleaver.handle` and the request, swap and skip of a mediator. What
-stands here is for those who write tracers, drivers and properties of their own against the documented names. All of it is
-read off what the engine keeps anyway; no member here has a state of its own.
+stands here is for those who write tracers, drivers and properties of their own against the documented names. Nearly all of it is
+read off what the engine keeps anyway, and what is not is kept from its first use on. That of a mediator is in
+:mod:`.mediator_surface`, and how a driver serves a block in :mod:`.exchange`.
 
 A *requester* is the name of a location, with or without the number of a passage: ``model.layer.output`` is the passage that
 requests of the block ask for now, ``model.layer.output.i2`` is the third one.
@@ -10,21 +11,21 @@ requests of the block ask for now, ``model.layer.output.i2`` is the third one.
 
 from __future__ import annotations
 
-import sys
 import types
-from collections import Counter
-from collections.abc import Callable
+import warnings
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from greenlet import GreenletExit, greenlet
+from .batcher import Batcher
 
 if TYPE_CHECKING:
+    import torch
+
     from .mediator import Mediator
 
 
 class Events(Enum):
-    """What a block can ask of its run, see :meth:`MediatorSurface.send`."""
+    """What a block can ask of its run, see :meth:`Exchange.send`."""
 
     VALUE = "value"
     SWAP = "swap"
@@ -57,17 +58,77 @@ def split_requester(requester: str) -> tuple[str, int | None]:
 
 
 class InterleaverSurface:
-    """Members of :class:`~nnsight.runtime.interleaver.Interleaver` for extensions.
-
-    Attributes:
-        batcher: Always ``None``: the rows of a block are known to its mediator, as ``mediator.batch_group``.
-    """
+    """Members of :class:`~nnsight.runtime.interleaver.Interleaver` for extensions."""
 
     __slots__ = ()
 
-    batcher: None = None
+    @property
+    def batcher(self: Any) -> Batcher:
+        """The value that the run has stopped at, and the rows of each block. A new look at them each time."""
+        return Batcher(self)
 
-    def initialize(self: Any, mediators: list[Mediator], tracer: Any = None, batcher: None = None) -> None:
+    @property
+    def _offered(self) -> tuple[str | None, Any]:
+        """What a driver of one's own offers, and where."""
+        return getattr(self, "_held_out", (None, None))
+
+    @_offered.setter
+    def _offered(self: Any, offered: tuple[str | None, Any]) -> None:
+        self._held_out = offered
+
+    @property
+    def defer_exceptions(self) -> bool:
+        """Whether what a block raises ends that block only, and is kept as its ``deferred_exception``; false by default.
+
+        For runs that serve several users: the error of one must not end the run of the others. Whoever sets it has to look.
+        """
+        return getattr(self, "_defers", False)
+
+    @defer_exceptions.setter
+    def defer_exceptions(self: Any, defers: bool) -> None:
+        self._defers = defers
+
+    def wrap_module(self: Any, module: torch.nn.Module, path: str | None = None) -> None:
+        """Let blocks wait for the calls of a module that is no part of the model, from now to the end of this run.
+
+        The modules of the model need no preparation: they are intercepted while the run is active. A graph
+        that a compiled trace has captured does not contain the locations: trace with ``compile=False``.
+
+        Args:
+            module: The module.
+            path: Prefix of its locations, ``<path>.input`` and ``<path>.output``.
+
+        Raises:
+            ValueError: If the run is not active, if ``path`` is missing for a module that the model does not have, or if the
+                module is known by another path.
+        """
+        from .instrumentation import intercept_alone
+
+        if not self.interleaving or not self.mediators:
+            raise ValueError("A module is intercepted for the time of a run: wrap it in a block, or in `with interleaver:`.")
+        known = None if self.tree is None else self.tree.paths.get(module)
+        if known is not None and path in (None, known):
+            return
+        if known is not None:
+            raise ValueError(f"The {type(module).__name__} is `{known}` in this model: it cannot be `{path}` too.")
+        if path is None:
+            raise ValueError(f"The {type(module).__name__} is no module of this model: say by what `path` its calls are known.")
+        (self.current or self.mediators[0]).hooks.append(types.SimpleNamespace(remove=intercept_alone(module, path)))
+
+    def check_cache_full(self: Any) -> None:
+        """Warn of the modules that a cache of this run was to keep, and that have not been called since it was made."""
+        for mediator in self.mediators:
+            for cache in mediator.user_cache:
+                missed = cache._missed()
+                if missed:
+                    warnings.warn(
+                        f"A cache of {mediator.name!r} has nothing of {', '.join(f'`{path}`' for path in missed)}: not called "
+                        "in this run since the cache was made.",
+                        UserWarning,
+                        stacklevel=2,
+                    )
+
+    def initialize(self: Any, mediators: list[Mediator], tracer: Any = None, batcher: Batcher | None = None) -> None:
         """Prepare for a new run, with nothing of an earlier one.
 
         Raises:
@@ -76,6 +137,7 @@ class InterleaverSurface:
         if self.interleaving:
             raise ValueError("This interleaver is in the middle of a run; initialize it before or after.")
         type(self).__init__(self, mediators, tracer, batcher)
+        self.defer_exceptions, self._offered = False, (None, None)
 
     def iterate_requester(self: Any, requester: str) -> str:
         """Return ``requester`` with the number of the passage that the running block asks for now.
@@ -97,153 +159,3 @@ class InterleaverSurface:
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Return one without blocks: a run belongs to its model and its thread, and cannot be copied."""
         return type(self)([])
-
-
-class MediatorSurface:
-    """Members of :class:`~nnsight.runtime.mediator.Mediator` for extensions."""
-
-    __slots__ = ()
-
-    _hooks: list[Any] | None
-
-    # -- what it knows ------------------------------------------------------------------------------------------
-
-    @property
-    def idx(self: Any) -> int | None:
-        """Position among the blocks of the run; ``None`` outside of one."""
-        run = self.interleaver
-        return run.mediators.index(self) if run is not None and self in run.mediators else None
-
-    @property
-    def worker(self: Any) -> greenlet | None:
-        """The greenlet that runs the block."""
-        return self._greenlet
-
-    @property
-    def frame(self: Any) -> types.FrameType | None:
-        """The frame of the block's function; ``None`` before it has started and after it has ended."""
-        if self._greenlet is None or not self._greenlet:
-            return None
-        inner: types.FrameType | None = self._greenlet.gr_frame or sys._getframe(1)
-        main = type(self)._main.__code__
-        while inner is not None:
-            outer = inner.f_back
-            if outer is not None and outer.f_code is main and outer.f_locals.get("self") is self:
-                return inner
-            inner = outer
-        return None
-
-    @property
-    def history(self: Any) -> set[str]:
-        """The passages that the run has made so far, such as ``model.layer.output.i0``."""
-        counts = {} if self.interleaver is None else self.interleaver.counts
-        return {f"{location}.i{number}" for location, count in counts.items() for number in range(count)}
-
-    @property
-    def iteration_tracker(self: Any) -> Counter[str]:
-        """How often the run has passed each location so far; 0 for others. A copy."""
-        return Counter({} if self.interleaver is None else self.interleaver.counts)
-
-    @property
-    def hooks(self: Any) -> list[Any]:
-        """Handles with a method ``remove()``, called when the run ends. For hooks that the author of a property registers."""
-        if self._hooks is None:
-            self._hooks = []
-        return self._hooks
-
-    def remove_hooks(self: Any) -> None:
-        """Remove the :attr:`hooks`."""
-        hooks, self._hooks = self._hooks or [], None
-        for hook in hooks:
-            hook.remove()
-
-    @property
-    def transform(self: Any) -> Callable[[], Any] | None:
-        """Called without arguments when the block moves on; what it returns replaces the value of this visit."""
-        return self._on_leave[-1] if self._on_leave else None
-
-    @transform.setter
-    def transform(self: Any, function: Callable[[], Any]) -> None:
-        self.on_leave(function)
-
-    # -- the model's side ---------------------------------------------------------------------------------------
-
-    def handle(self: Any, provider: str, value: Any = None) -> Any:
-        """Offer ``value`` to this block alone, without counting the passage; return what it made of it.
-
-        Args:
-            provider: The location; without a number it is the passage that comes next.
-            value: What the model has there.
-        """
-        location, occurrence = split_requester(provider)
-        run = self.interleaver
-        if run is None:
-            return value
-        if occurrence is None:
-            occurrence = run.counts.get(location, 0)
-        if not self.waits_at(location, occurrence):
-            return value
-        outer, run.at = run.at, (location, occurrence)
-        value = self.visit(location, occurrence, value)
-        run.run_ready()
-        run.at = outer
-        return value
-
-    def respond(self: Any, value: Any = None) -> Any:
-        """Give the block the value it waits for, wherever that is; return what it made of it.
-
-        Raises:
-            ValueError: If it does not wait.
-        """
-        if self.waiting is None:
-            raise ValueError("The block does not wait for a value, so there is nothing to respond to.")
-        return self.visit(*self.waiting, value)
-
-    # -- the block's side ---------------------------------------------------------------------------------------
-
-    def send(self: Any, event: Events, requester: Any = None) -> Any:
-        """Ask the run for something.
-
-        Args:
-            event: What is asked for.
-            requester: A requester for a value; requester and value for a swap or a skip; the error for an exception. For a
-                barrier the names of the mediators to release, or ``None`` to wait for that.
-        """
-        if event is Events.VALUE:
-            return self.request(requester)
-        if event is Events.SWAP:
-            return self.swap(*requester)
-        if event is Events.SKIP:
-            return self.skip(*requester)
-        if event is Events.BARRIER:
-            return self._barrier(requester)
-        return self.end() if event is Events.END else self.exception(requester)
-
-    def _barrier(self: Any, names: set[str] | None) -> None:
-        run = self.interleaver
-        assert run is not None
-        if names is None:
-            self.pause(_BARRIER)
-            return
-        waiting = [mediator for mediator in run.mediators if mediator.waits_at(_BARRIER, 0)]
-        run.ready.extend(mediator for mediator in waiting if mediator.name in names)
-
-    def stop(self: Any) -> NoReturn:
-        """End the run here, without an error."""
-        raise EarlyStopException()
-
-    def end(self: Any) -> NoReturn:
-        """End this block here; the model and the other blocks go on."""
-        raise GreenletExit()
-
-    def exception(self: Any, exception: BaseException) -> NoReturn:
-        """End the run with an error."""
-        raise exception
-
-    def push(self: Any) -> None:
-        """Show the variables of the block to the others now, and not only where it waits."""
-        if self._publish is not None:
-            self._publish()
-
-
-_BARRIER = "barrier()"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -152,18 +151,15 @@ class InterleavingTracer(RunControls, Tracer):
             ValueError: Outside a block, in a backward pass, for a module that is not part of the model, or if nothing is
                 to be kept.
         """
-        run, model = running_mediator("tracer.cache()").interleaver, self._model
+        mediator, model = running_mediator("tracer.cache()"), self._model
         if not (include_output or include_inputs):
             raise ValueError("tracer.cache() was asked to keep neither outputs nor inputs.")
-        if run is None or model is None:
+        if model is None:
             raise ValueError("tracer.cache() was called on a tracer whose trace has ended: use the one of this block.")
         paths = paths_to_cache(modules, list(model.location_paths()), model.alias_paths())
-        made = Cache(paths, model.alias_paths(), device, dtype, detach)
-        for path in paths:
-            for key, wanted in (("input", include_inputs), ("output", include_output)):
-                if wanted:
-                    run.check_request(f"{path}.{key}")
-                    run.observe(f"{path}.{key}", partial(made.observe, path, key))
+        keys = ["input"] * include_inputs + ["output"] * include_output
+        made = Cache(paths, model.alias_paths(), device, dtype, detach, keys)
+        mediator.set_user_cache(made)
         return save(made)
 
     # -- the run -----------------------------------------------------------------------------------------------------
@@ -264,7 +260,7 @@ class InterleavingTracer(RunControls, Tracer):
         else:
             prepared, groups = self._join(model, with_input, kwargs)
         for number, invoke in enumerate(invokes):
-            interleaver.add(Mediator(invoke.function, None, f"invoke {number}", groups.get(invoke), invoke.publish))
+            interleaver.add(Mediator(invoke.function, None, f"invoke {number}", groups.get(invoke), publish=invoke.publish))
         return prepared[0], prepared[1]
 
     def _join(

@@ -22,6 +22,7 @@ import copy
 import ctypes
 import dis
 import inspect
+import linecache
 import sys
 import types
 import weakref
@@ -33,7 +34,7 @@ from .assertions import rewritten
 from .body import GRADIENT_NAME, RESULT_NAME, SAVE_NAME, Rewriter, refuse_jumps
 from .errors import BLOCK_NAME, WithBlockNotFoundError
 from .saving import save_method, saves
-from .source import WithSite, find_with
+from .source import WithSite, body_lines, find_with
 
 SCOPE_NAME = "__nnsight_scope__"
 TRACER_NAME = "__nnsight_tracer__"
@@ -70,11 +71,11 @@ class Scope:
     cells: dict[str, types.CellType] = field(default_factory=dict)
     inner: frozenset[str] = frozenset()
 
-    def branch(self, block: Block) -> Scope:
+    def branch(self, block: Block) -> Branch:
         """Return the scope of one of several blocks in here that take turns.
 
-        What ``block`` assigns is its own, so that blocks may use the same names; :meth:`publish` shows it to the others. What
-        it only reads is what others assign, or else what it is now: a loop variable keeps its value.
+        What ``block`` assigns is its own, so that blocks may use the same names; :meth:`Branch.publish` shows it to the others.
+        What it only reads is what others assign, or else what it is now: a loop variable keeps its value.
         """
         cells: dict[str, types.CellType] = {}
         for name in block.shared:
@@ -84,14 +85,7 @@ class Scope:
                 cells[name] = types.CellType(cell.cell_contents) if bound else types.CellType()
             else:
                 cells[name] = cell
-        return Scope(cells, block.inner)
-
-    def publish(self, branch: Scope, names: Iterable[str]) -> None:
-        """Bind here what ``branch`` has bound among ``names``."""
-        for name in names:
-            cell = branch.cells.get(name)
-            if cell is not None and is_bound(cell):
-                self.cells[name].cell_contents = cell.cell_contents
+        return Branch(cells, block.inner, self, block.stored)
 
     def bound(self) -> set[str]:
         """Return the names of the variables that have a value."""
@@ -132,6 +126,33 @@ class Scope:
         self.cells.clear()
 
 
+@dataclass(eq=False)
+class Branch(Scope):
+    """The scope of a block that takes turns with others.
+
+    Attributes:
+        around: The variables of all of them.
+        names: Those that this block assigns.
+    """
+
+    around: Scope = field(default_factory=Scope)
+    names: frozenset[str] = frozenset()
+
+    def publish(self) -> None:
+        """Show the others what is bound here."""
+        for name in self.names:
+            cell = self.cells.get(name)
+            if cell is not None and is_bound(cell):
+                self.around.cells[name].cell_contents = cell.cell_contents
+
+    def pull(self) -> None:
+        """Bind those of its own variables that the block has not bound to what others have shown."""
+        for name in self.names:
+            cell, shown = self.cells.get(name), self.around.cells.get(name)
+            if cell is not None and shown is not None and is_bound(shown) and not is_bound(cell):
+                cell.cell_contents = shown.cell_contents
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """A compiled body, ready to be bound to a scope.
@@ -155,6 +176,12 @@ class Block:
     inner: frozenset[str]
     target: str | tuple[str, ...] | None
     body: tuple[ast.stmt, ...] = ()
+
+    @property
+    def source(self) -> list[str]:
+        """The lines of the body; empty where the text is not to be had any more."""
+        lines = linecache.getlines(self.filename)
+        return body_lines(lines, self.line)[1] if lines else []
 
     def bindings(self, value: Any) -> dict[str, Any]:
         """Return the variables that ``as`` binds if the context manager gives ``value``."""
@@ -202,6 +229,14 @@ def called(value: Any) -> Any:
 def _is_function(frame: types.FrameType) -> bool:
     """Whether the frame is that of a function, whose variables are not a dictionary."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+
+
+def variables_of(frame: types.FrameType) -> dict[str, Any]:
+    """Return the variables of a frame, leaving no snapshot of them in it."""
+    variables = frame.f_locals
+    found = dict(variables)
+    _forget_snapshot(frame, variables)
+    return found
 
 
 def _scope_of(frame: types.FrameType) -> Scope:

@@ -16,9 +16,10 @@ import ast
 import dis
 import linecache
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import StringIO
+from textwrap import dedent
 
 from .assertions import are_rewritten
 from .errors import WithBlockNotFoundError
@@ -171,6 +172,30 @@ def _recovered_site(frame: types.FrameType) -> WithSite | None:
             _trees[name] = (tuple(lines), tree)
         return replace(site, filename=name)
     return None
+
+
+def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
+    """Return the number of the first line of a block in ``source``, and its lines.
+
+    Args:
+        source: A text, or its lines, with the ends of the lines.
+        line: Where its ``with`` statement begins; the first line is 1.
+
+    Raises:
+        WithBlockNotFoundError: If no ``with`` statement begins there.
+    """
+    lines = StringIO(source if isinstance(source, str) else "".join(source)).readlines()
+    tree = _parsed(dedent("".join(lines)))
+    found = [] if tree is None else [node for node, _, _ in _with_statements(tree) if node.lineno == line]
+    if not found:
+        context = "".join(
+            f"  {'->' if number == line else '  '} {number}: {lines[number - 1].rstrip()}\n"
+            for number in range(max(1, line - 2), min(len(lines), line + 2) + 1)
+        )
+        raise WithBlockNotFoundError(f"No `with` statement begins at line {line} of the source.\n{context}")
+    node = found[0]
+    first = node.body[0].lineno
+    return first, lines[first - 1 : node.end_lineno]
 
 
 def calls_for_with(frame: types.FrameType) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 from .block import Block, Scope, block_at, write_back
 from .errors import BLOCK_NAME, ignore_new_frames, is_internal, show_only_users_frames
 from .saving import mount, saves
+from .source import body_lines
 
 
 class _SkipBody(BaseException):
@@ -91,6 +92,9 @@ class Tracer:
         scope: Its variables, likewise.
     """
 
+    #: What :attr:`info` is.
+    Info = Block
+
     #: Whether an object that is never entered is a mistake.
     must_be_entered = True
 
@@ -118,13 +122,13 @@ class Tracer:
         frame = sys._getframe(1)
         while frame.f_code.co_name == "__enter__" and is_internal(frame.f_code) and frame.f_back is not None:
             frame = frame.f_back
+        self._frame = frame
         try:
-            self.info = block_at(frame)
-            self.scope = self.info.open_scope(frame)
+            self.capture()
         except BaseException as error:
+            self._close()
             show_only_users_frames(error, frame)
             raise
-        self._frame = frame
         self._previous = (sys.gettrace(), frame.f_trace, frame.f_trace_opcodes)
         frame.f_trace = _raise_skip
         frame.f_trace_opcodes = True
@@ -161,6 +165,25 @@ class Tracer:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def capture(self) -> Block:
+        """Find and compile the block that is being entered, set :attr:`info` and :attr:`scope`, and return the former.
+
+        A subclass may override it, to look at the block before anything runs.
+
+        Raises:
+            WithBlockNotFoundError: If the source of the block is not to be had.
+            SyntaxError: If the block contains a statement that cannot be deferred.
+            ValueError: If the tracer is not being entered by a ``with`` statement.
+        """
+        if self._frame is None:
+            raise ValueError(f"This {type(self).__name__} is not entered: it captures the block of its `with` statement.")
+        self.info = block_at(self._frame)
+        self.scope = self.info.open_scope(self._frame)
+        return self.info
+
+    #: ``parse(source, line)``: number and text of the lines of the block whose ``with`` statement begins at ``line``.
+    parse = staticmethod(body_lines)
 
     def run(self) -> None:
         """Call the backend inside a table of saves, then bring saved names home.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +13,14 @@ import nnsight
 from nnsight import LanguageModel, NNsight, fx
 from nnsight.runtime import OutOfOrderError
 
-from .test_batching import both, same
+from .conftest import both, same
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 LONG = "The Colosseum is in the city of"
 SHORT = "The Eiffel Tower is in the"
 NEW = 4
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,27 +14,23 @@ from nnsight import LanguageModel, NNsight, demo
 from nnsight.intervention.interleaver import OutOfOrderError
 
 from .conftest import assert_no_instrumentation
-from .guide import HEADS, LAYERS, PARIS, WIDTH, Hooks, both, encoded, hooked, ids, language_model, same, tower
+from .guide import (
+    HEADS,
+    LAYERS,
+    PARIS,
+    WIDTH,
+    Hooks,
+    both,
+    encoded,
+    hooked,
+    ids,
+    language_model,
+    same,
+    tower,
+    zero_hidden,
+)
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
-
-
-def zero_hidden(value: Any) -> Any:
-    return torch.zeros_like(value[0]), value[1]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- wrapping and tracing ---------------------------------------------------------------------------------------------

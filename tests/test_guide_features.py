@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,32 +22,13 @@ from .guide import (
     encoded,
     hooked,
     ids,
-    language_model,
     new_language_model,
     new_tower,
     same,
-    tower,
+    zero_hidden,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
-
-
-def zero_hidden(value: Any) -> Any:
-    return torch.zeros_like(value[0]), value[1]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def zero_second(value: Any) -> Any:

@@ -11,14 +11,9 @@ import torch
 from nnsight import CONFIG, NNsight
 from nnsight.runtime import OutOfOrderError
 
-from .conftest import Hooks, assert_no_instrumentation
-from .test_batching import Rows, agree, both, same
+from .conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture
@@ -26,16 +21,6 @@ def model() -> Rows:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     return Rows(net, compile={"backend": "eager"})
-
-
-@pytest.fixture
-def a() -> torch.Tensor:
-    return torch.randn(2, 4)
-
-
-@pytest.fixture
-def b() -> torch.Tensor:
-    return torch.randn(2, 4)
 
 
 # -- the order of things ----------------------------------------------------------------------------------------------

@@ -361,8 +361,11 @@ def test_a_copy_shows_what_was_there_before(model: Any, compile: bool) -> None:
         before = model.layers[0].output[0].clone().save()
         model.layers[0].output[0][:] = 0
         after = model.layers[0].output[0].save()
+        out = model.output.save()
     same(before, hooked(model, ids())[1]["layers.0"][0])
     assert not after.any()
+    same(out, hooked(model, ids(), layers__0=zero_hidden)[0])
+    assert not torch.equal(out, model._module(ids()))
 
 
 @both
@@ -371,7 +374,9 @@ def test_without_a_copy_both_names_are_one_tensor(model: Any, compile: bool) -> 
         before = model.layers[0].output[0].save()
         model.layers[0].output[0][:] = 0
         after = model.layers[0].output[0].save()
+        out = model.output.save()
     assert not before.any() and not after.any()
+    same(out, hooked(model, ids(), layers__0=zero_hidden)[0])
     assert before.data_ptr() == after.data_ptr()
 
 
@@ -402,9 +407,11 @@ def test_python_decides_on_values(model: Any, compile: bool, limit: float) -> No
         if torch.all(first < limit):
             model.layers[-1].output[0][:] = 0
         last = model.layers[-1].output[0].save()
+        out = model.output.save()
     assert bool(last.any()) == (limit < 0)
-    if limit < 0:
-        same(last, hooked(model, ids())[1]["layers.2"][0])
+    expected, seen = hooked(model, ids(), **({} if limit < 0 else {"layers__2": zero_hidden}))
+    same((last, out), (seen["layers.2"][0], expected))
+    assert torch.equal(out, model._module(ids())) == (limit < 0)
 
 
 @both

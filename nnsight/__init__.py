@@ -45,13 +45,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    home = ".fx" if name == "fx" else _LAZY.get(name)
+    if home is None:
+        raise AttributeError(f"module 'nnsight' has no attribute {name!r}")
+    try:
+        module = import_module(home, __name__)
+    except AttributeError as error:  # to Python, one from here means that there is no such name, and it drops the cause
+        raise ImportError(f"`nnsight.{name}` could not be imported from `{__name__}{home}`: {error}") from error
     if name == "fx":
-        return import_module(".fx", __name__)
-    if name in _LAZY:
-        value = getattr(import_module(_LAZY[name], __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'nnsight' has no attribute {name!r}")
+        return module
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

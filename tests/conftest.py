@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: thread setting, tiny models, and an independent reference made of plain torch hooks."""
+"""What all tests share: thread setting, comparisons, tiny models, and an independent reference made of plain torch hooks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import nnsight
-from nnsight import NNsight
+from nnsight import LanguageModel, NNsight, fx
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell that runs the tests in the background
@@ -36,7 +37,66 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seed_and_counters() -> None:
     torch.manual_seed(0)
-    nnsight.fx.counters.reset()
+    fx.counters.reset()
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    """Run the test without gradients; ``pytestmark = pytest.mark.usefixtures("no_grad")`` does so for a file."""
+    with torch.no_grad():
+        yield
+
+
+both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+
+
+# -- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def same(found: Any, expected: Any) -> None:
+    """Assert equality bit by bit, through containers: structure, types, shapes, dtypes and values.
+
+    A comparison of nothing (empty containers or tensors, ``None``) is an error in the test, and fails.
+    """
+    _compare(found, expected, rtol=0.0, atol=0.0)
+
+
+def close(found: Any, expected: Any) -> None:
+    """Assert the same up to rounding: padding and batching change the order of sums.
+
+    The tolerance follows the largest number of a tensor, so that it does not hide a tensor of small numbers.
+    """
+    _compare(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _compare(found: Any, expected: Any, rtol: float, atol: float) -> None:
+    mine, structure = pytree.tree_flatten(found)
+    wanted, wanted_structure = pytree.tree_flatten(expected)
+    assert structure == wanted_structure
+    compared = 0
+    for one, other in zip(mine, wanted, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert type(one) is torch.Tensor
+            scale = min(1.0, float(other.detach().abs().max())) if other.is_floating_point() and other.numel() else 1.0
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol * scale)
+            compared += other.numel()
+        else:
+            assert type(one) is type(other)
+            assert one == other
+            compared += other is not None
+    assert compared, "nothing was compared"
+
+
+def agree(run: Callable[[bool], tuple[Any, Any]], expected: Any, graphs: int = 1) -> None:
+    """Assert that ``run(compile)`` gives ``expected``: eagerly, compiled, and compiled again without any new work."""
+    for compile in (False, True, True):
+        fx.counters.reset()
+        found, tracer = run(compile)
+        same(found, expected)
+        assert tracer.report.mode == ("compiled" if compile else "eager")
+        assert tracer.report.graphs == (graphs if compile else 0)
+        assert not tracer.report.breaks
+    assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == fx.counters.breaks == 0
 
 
 # -- an independent reference ---------------------------------------------------------------------------------------
@@ -116,6 +176,67 @@ def no_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+# -- small models and inputs -----------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """Returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.tanh(self.inner(x)), None
+
+
+class Rows(NNsight):
+    """Joins the tensors of several invokes along their first dimension."""
+
+    def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+        if batched is None:
+            return (args, kwargs), args[0].shape[0]
+        joined = tuple(torch.cat(pair) for pair in zip(batched[0], args, strict=True))
+        return (joined, kwargs), args[0].shape[0]
+
+
+@pytest.fixture
+def a() -> torch.Tensor:
+    return torch.randn(2, 4)
+
+
+@pytest.fixture
+def b() -> torch.Tensor:
+    return torch.randn(2, 4)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 3)
+
+
+@pytest.fixture
+def model() -> NNsight:
+    """The small model of the guide, which no test may change."""
+    from .guide import tower
+
+    return tower()
+
+
+@pytest.fixture
+def lm() -> LanguageModel:
+    """The random language model of the guide, which no test may change."""
+    from .guide import language_model
+
+    return language_model()
+
+
+@pytest.fixture(scope="module")
+def demo() -> LanguageModel:
+    """The demo model, one for each file."""
+    return nnsight.demo_model(compile={"backend": "eager"})
 
 
 # -- transformers models ---------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 import nnsight
 from nnsight import LanguageModel, demo
 
-from .conftest import Hooks
-from .test_batching import Rows, both, same
+from .conftest import Hooks, Rows, both, close, same
 
 ROME = "The Colosseum is in the city of"
 PARIS = "The Eiffel Tower is in the city of"
@@ -141,9 +140,9 @@ def _note(seen: dict[str, Any], path: str, value: Any) -> None:
     seen[path] = pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
-def close(found: Any, expected: Any) -> None:
-    """Assert equality up to rounding: padding and batching change the order of sums."""
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def zero_hidden(value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Edit for :func:`hooked`: the hidden state of a block becomes zero."""
+    return torch.zeros_like(value[0]), value[1]
 
 
 __all__ = [
@@ -165,4 +164,5 @@ __all__ = [
     "new_tower",
     "same",
     "tower",
+    "zero_hidden",
 ]

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight
+from .conftest import Rows, both
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 class Autoencoder(torch.nn.Module):
@@ -33,16 +32,10 @@ class Net(torch.nn.Module):
         return self.last(torch.relu(self.first(x)))
 
 
-class Batching(NNsight):
-    def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = args[0].shape[0]
-        return (((args[0],), kwargs) if batched is None else ((torch.cat([batched[0][0], args[0]]),), kwargs)), rows
-
-
 @pytest.fixture
-def model() -> Batching:
+def model() -> Rows:
     torch.manual_seed(0)
-    wrapped = Batching(Net())
+    wrapped = Rows(Net())
     wrapped._make_driver({"backend": "eager"})
     wrapped.sae = Autoencoder()
     return wrapped
@@ -57,7 +50,7 @@ def patched(module: Any, replace: Any, x: torch.Tensor = X) -> torch.Tensor:
         handle.remove()
 
 
-def test_an_added_module_is_part_of_both(model: Batching) -> None:
+def test_an_added_module_is_part_of_both(model: Rows) -> None:
     assert model.sae._module is model._module.sae
     assert model.sae.path == "model.sae"
     assert model.sae.encoder.path == "model.sae.encoder"
@@ -65,7 +58,7 @@ def test_an_added_module_is_part_of_both(model: Batching) -> None:
 
 
 @both
-def test_a_plain_call_applies_the_module(model: Batching, compile: bool) -> None:
+def test_a_plain_call_applies_the_module(model: Rows, compile: bool) -> None:
     with model.trace(X, compile=compile) as tracer:
         hidden = model.first.output
         rebuilt = model.sae(hidden).save()
@@ -79,7 +72,7 @@ def test_a_plain_call_applies_the_module(model: Batching, compile: bool) -> None
 
 
 @both
-def test_a_part_of_the_model_out_of_its_place(model: Batching, compile: bool) -> None:
+def test_a_part_of_the_model_out_of_its_place(model: Rows, compile: bool) -> None:
     with model.trace(X, compile=compile):
         early = model.last(model.first.output).save()
         where = model.last.input.clone().save()
@@ -91,7 +84,7 @@ def test_a_part_of_the_model_out_of_its_place(model: Batching, compile: bool) ->
 
 
 @both
-def test_a_plain_call_passes_no_location(model: Batching, compile: bool) -> None:
+def test_a_plain_call_passes_no_location(model: Rows, compile: bool) -> None:
     with pytest.raises(ValueError, match=r"`model\.sae\.output\.i0` was not provided"):
         with model.trace(compile=compile) as tracer:
             with tracer.invoke(X):
@@ -100,7 +93,7 @@ def test_a_plain_call_passes_no_location(model: Batching, compile: bool) -> None
                 model.sae.output.save()
 
 
-def test_a_plain_call_runs_no_hook_of_the_module(model: Batching) -> None:
+def test_a_plain_call_runs_no_hook_of_the_module(model: Rows) -> None:
     calls: list[int] = []
     model._module.sae.register_forward_hook(lambda *_: calls.append(1))
     with model.trace(X):
@@ -109,7 +102,7 @@ def test_a_plain_call_runs_no_hook_of_the_module(model: Batching) -> None:
 
 
 @both
-def test_a_hooked_call_is_read_by_a_later_invoke(model: Batching, compile: bool) -> None:
+def test_a_hooked_call_is_read_by_a_later_invoke(model: Rows, compile: bool) -> None:
     with model.trace(compile=compile) as tracer:
         with tracer.invoke(X):
             model.first.output = model.sae(model.first.output, hook=True)
@@ -125,7 +118,7 @@ def test_a_hooked_call_is_read_by_a_later_invoke(model: Batching, compile: bool)
 
 
 @both
-def test_a_hooked_call_is_edited_by_a_later_invoke(model: Batching, compile: bool) -> None:
+def test_a_hooked_call_is_edited_by_a_later_invoke(model: Rows, compile: bool) -> None:
     with model.trace(compile=compile) as tracer:
         with tracer.invoke(X):
             model.first.output = model.sae(model.first.output, hook=True)
@@ -146,7 +139,7 @@ def test_a_hooked_call_is_edited_by_a_later_invoke(model: Batching, compile: boo
 
 
 @both
-def test_a_hooked_call_with_rows(model: Batching, compile: bool) -> None:
+def test_a_hooked_call_with_rows(model: Rows, compile: bool) -> None:
     """The documented use: one invoke applies the module to its rows, another, with its own input, reads."""
     with model.trace(compile=compile) as tracer:
         with tracer.invoke(X[:1]):
@@ -163,7 +156,7 @@ def test_a_hooked_call_with_rows(model: Batching, compile: bool) -> None:
 
 
 @both
-def test_several_hooked_calls_are_occurrences(model: Batching, compile: bool) -> None:
+def test_several_hooked_calls_are_occurrences(model: Rows, compile: bool) -> None:
     with model.trace(compile=compile) as tracer:
         with tracer.invoke(X):
             hidden = model.first.output
@@ -178,7 +171,7 @@ def test_several_hooked_calls_are_occurrences(model: Batching, compile: bool) ->
 
 
 @both
-def test_an_edit_calls_and_the_trace_reads(model: Batching, compile: bool) -> None:
+def test_an_edit_calls_and_the_trace_reads(model: Rows, compile: bool) -> None:
     with model.edit() as edited:
         model.first.output = model.sae(model.first.output, hook=True)
     with edited.trace(X, compile=compile):
@@ -190,7 +183,7 @@ def test_an_edit_calls_and_the_trace_reads(model: Batching, compile: bool) -> No
 
 
 @both
-def test_a_cache_sees_hooked_calls(model: Batching, compile: bool) -> None:
+def test_a_cache_sees_hooked_calls(model: Rows, compile: bool) -> None:
     with model.trace(X, compile=compile) as tracer:
         cache = tracer.cache(modules=[model.sae], include_inputs=True)
         model.first.output = model.sae(model.first.output, hook=True)
@@ -200,7 +193,7 @@ def test_a_cache_sees_hooked_calls(model: Batching, compile: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_gradients_of_an_added_module(model: Batching, backend: str | None) -> None:
+def test_gradients_of_an_added_module(model: Rows, backend: str | None) -> None:
     if backend is not None:
         model._make_driver({"backend": backend})
     with model.trace(X, compile=backend is not None):
@@ -215,7 +208,7 @@ def test_gradients_of_an_added_module(model: Batching, backend: str | None) -> N
 
 
 @both
-def test_a_module_added_between_traces_of_a_compiled_model(model: Batching, compile: bool) -> None:
+def test_a_module_added_between_traces_of_a_compiled_model(model: Rows, compile: bool) -> None:
     with model.trace(X, compile=compile):
         before = model.output.save()
     model.first.adapter = torch.nn.Linear(6, 6)
@@ -227,7 +220,7 @@ def test_a_module_added_between_traces_of_a_compiled_model(model: Batching, comp
     assert torch.equal(out, patched(module, module.first.adapter))
 
 
-def test_outside_of_a_trace_a_call_is_the_modules(model: Batching) -> None:
+def test_outside_of_a_trace_a_call_is_the_modules(model: Rows) -> None:
     calls: list[int] = []
     model._module.sae.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(model.sae(X), model._module.sae(X))
@@ -235,7 +228,7 @@ def test_outside_of_a_trace_a_call_is_the_modules(model: Batching) -> None:
     assert calls == [1] * 4
 
 
-def test_arguments_by_name(model: Batching) -> None:
+def test_arguments_by_name(model: Rows) -> None:
     with model.trace() as tracer:
         with tracer.invoke(X):
             model.sae(x=model.first.output, hook=True)
@@ -246,7 +239,7 @@ def test_arguments_by_name(model: Batching) -> None:
 
 
 @both
-def test_an_error_in_an_added_module(model: Batching, compile: bool, clean: Any) -> None:
+def test_an_error_in_an_added_module(model: Rows, compile: bool, clean: Any) -> None:
     with pytest.raises((RuntimeError, ValueError)):
         with model.trace(X, compile=compile):
             model.sae(model.first.output[:, :3], hook=True).save()

@@ -15,10 +15,9 @@ from nnsight import LanguageModel, NNsight, fx
 from nnsight.runtime.carriers import register_carrier
 from nnsight.runtime.probing import counts
 
-from .conftest import Hooks, assert_no_instrumentation
-from .test_batching import agree, same
+from .conftest import Hooks, agree, assert_no_instrumentation, both, same
 
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Along(NNsight):
@@ -35,12 +34,6 @@ class Along(NNsight):
         joined = tuple(torch.cat(pair, self.along) for pair in zip(batched[0], args, strict=True))
         named = {name: torch.cat([batched[1][name], value], self.along) for name, value in kwargs.items()}
         return (joined, named), size
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def rows(x: torch.Tensor, dim: int, *which: int) -> torch.Tensor:

@@ -8,25 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.utils import _pytree as pytree
 
 from nnsight import LanguageModel, NNsight, demo_model, fx
 from nnsight.runtime.batching import BatchGroup
 from nnsight.runtime.errors import ReplacementShapeError
 
-from .conftest import Hooks, assert_no_instrumentation
+from .conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-
-
-class Rows(NNsight):
-    """Joins the tensors of several invokes along their first dimension."""
-
-    def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        if batched is None:
-            return (args, kwargs), args[0].shape[0]
-        joined = tuple(torch.cat(pair) for pair in zip(batched[0], args, strict=True))
-        return (joined, kwargs), args[0].shape[0]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Pair(torch.nn.Module):
@@ -48,46 +37,10 @@ class Small(torch.nn.Module):
         return self.last(y + steps.mean())
 
 
-def same(found: Any, expected: Any) -> None:
-    """Assert equality bit by bit, through containers."""
-    mine, structure = pytree.tree_flatten(found)
-    wanted, wanted_structure = pytree.tree_flatten(expected)
-    assert structure == wanted_structure
-    for one, other in zip(mine, wanted, strict=True):
-        if isinstance(other, torch.Tensor):
-            assert type(one) is torch.Tensor
-            torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
-        else:
-            assert one == other
-
-
-def agree(run: Callable[[bool], tuple[Any, Any]], expected: Any, graphs: int = 1) -> None:
-    """Assert that ``run(compile)`` gives ``expected``: eagerly, compiled, and compiled again without any new work."""
-    for compile in (False, True, True):
-        fx.counters.reset()
-        found, tracer = run(compile)
-        same(found, expected)
-        assert tracer.report.mode == ("compiled" if compile else "eager")
-        assert tracer.report.graphs == (graphs if compile else 0)
-        assert not tracer.report.breaks
-    assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == fx.counters.breaks == 0
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture
 def small() -> Rows:
     torch.manual_seed(0)
     return Rows(Small(), compile={"backend": "eager"})
-
-
-@pytest.fixture
-def a() -> torch.Tensor:
-    return torch.randn(2, 4)
 
 
 @pytest.fixture

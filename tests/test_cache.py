@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import nnsight
 from nnsight import LanguageModel, NNsight
 
+from .conftest import Rows, both
+
 X = torch.linspace(-1, 1, 12).view(2, 6)
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 class Pair(torch.nn.Module):
@@ -337,15 +337,9 @@ def test_names_inside_renamed_modules() -> None:
 # -- invokes and generations ------------------------------------------------------------------------------------------
 
 
-class Batching(NNsight):
-    def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = args[0].shape[0]
-        return (((args[0],), kwargs) if batched is None else ((torch.cat([batched[0][0], args[0]]),), kwargs)), rows
-
-
 @both
 def test_an_invoke_caches_its_rows(model: NNsight, compile: bool) -> None:
-    batching = Batching(model._module)
+    batching = Rows(model._module)
     batching._make_driver({"backend": "eager"})
     with batching.trace(compile=compile) as tracer:
         with tracer.invoke(X[:1]):
@@ -369,11 +363,6 @@ def test_before_the_invokes_it_caches_the_batch(model: NNsight, compile: bool) -
         with tracer.invoke(X):
             model.layers[0].output = model.layers[0].output * 2
     assert torch.equal(cache["model.layers.0"].output, hooked(model, "layers.0")[0] * 2)
-
-
-@pytest.fixture(scope="module")
-def demo() -> LanguageModel:
-    return nnsight.demo_model(compile={"backend": "eager"})
 
 
 def test_each_token_of_a_generation(demo: LanguageModel) -> None:

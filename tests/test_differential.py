@@ -361,11 +361,11 @@ def compare(found: list[Any], expected: list[Any], exact: bool) -> None:
             torch.testing.assert_close(mine, wanted, equal_nan=True, **tolerance)
             assert mine.requires_grad == wanted.requires_grad
         else:
-            assert len(mine) == len(wanted)
+            assert type(mine) is type(wanted) and len(mine) == len(wanted)
             for one, other in zip(mine, wanted, strict=True):
                 assert type(one) is type(other)
                 same = one == other or (isinstance(one, float) and not exact and one == pytest.approx(other, rel=1e-4))
-                assert same or one != one, (one, other)
+                assert same or (one != one and other != other), (one, other)  # both are not a number
 
 
 def agree(spec: Spec, drawn: Any, grad: bool, seed: int, backend: str) -> None:

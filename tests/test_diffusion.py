@@ -23,10 +23,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import nnsight
 from nnsight import DiffusionModel, NNsight
 
+from .conftest import both
+
 #: Models with several components: captured and generated with, they take minutes in all.
 pytestmark = pytest.mark.slow
 
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 STEPS = 3
 CAT, DOG = "a cat on the mat", "a dog"
 

@@ -29,8 +29,9 @@ from torch.nn.functional import gelu
 import nnsight
 from nnsight import NNsight
 
+from .conftest import both
+
 X = torch.linspace(-1, 1, 12).view(2, 6)
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 Pair = namedtuple("Pair", "factor shift")
 
 

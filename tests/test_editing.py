@@ -15,9 +15,10 @@ import transformers
 import nnsight
 from nnsight import LanguageModel, NNsight
 
+from .conftest import both
+
 X = torch.linspace(-1, 1, 12).view(2, 6)
 PROMPT = "The Eiffel Tower is in the city of"
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 class Net(torch.nn.Module):
@@ -463,11 +464,6 @@ def test_an_edit_that_steps_along_a_generation(tiny: LanguageModel, compile: boo
     with edited.generate(IDS, **GREEDY, compile=compile) as tracer:
         ids = tracer.result.save()
     assert ids.tolist() == [[3, 4, 5, 7, 7]]
-
-
-@pytest.fixture(scope="module")
-def demo() -> LanguageModel:
-    return nnsight.demo_model(compile={"backend": "eager"})
 
 
 @both

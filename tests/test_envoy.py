@@ -12,6 +12,8 @@ import torch
 
 from nnsight import Envoy, NNsight
 
+from .conftest import both
+
 X = torch.ones(2, 4)
 
 
@@ -48,9 +50,6 @@ class Model(torch.nn.Module):
 def model() -> NNsight:
     torch.manual_seed(0)
     return NNsight(Model(), compile=False)
-
-
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 def test_printing_shows_what_torch_shows(model: NNsight) -> None:

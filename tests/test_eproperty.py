@@ -16,10 +16,9 @@ from nnsight.intervention.hooks import (
     requires_output,
 )
 
-from .conftest import Case, Hooks
+from .conftest import Case, Hooks, both
 
 X = torch.ones(2, 4)
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 class Heads(NNsight):

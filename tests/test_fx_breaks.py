@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from nnsight import NNsight, fx
 from nnsight.fx.recording import GraphBreakError
 
-from .conftest import assert_no_instrumentation
+from .conftest import assert_no_instrumentation, same
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
@@ -401,3 +402,149 @@ def test_a_cut_where_another_trace_stopped() -> None:
         assert torch.equal(hidden, stopped)
         assert torch.equal(again, stopped)
         assert torch.equal(out, net(x))
+
+
+# -- a trace inside a trace -------------------------------------------------------------------------------------------
+
+
+def operand(inner: NNsight, hidden: torch.Tensor) -> Any:
+    inner[0].output[:, 0] = hidden[:, 0]
+    return inner[2].output.save()
+
+
+def swapped_in(inner: NNsight, hidden: torch.Tensor) -> Any:
+    inner[0].output = hidden
+    return inner[2].output.save()
+
+
+def in_place(inner: NNsight, hidden: torch.Tensor) -> Any:
+    """Changes the outer run from the inner one."""
+    hidden *= inner[0].output
+    return inner[2].output.save()
+
+
+def in_a_list(inner: NNsight, hidden: torch.Tensor) -> Any:
+    inner[0].output[:] = torch.cat([hidden[:1], hidden[1:] * 2.0])
+    return inner[2].output.save()
+
+
+@pytest.mark.parametrize("use", [operand, swapped_in, in_place, in_a_list])
+@pytest.mark.parametrize("own", [True, False], ids=["the same model", "another model"])
+def test_a_compiled_trace_uses_a_tensor_of_the_one_around_it(use: Callable[[Any, Any], Any], own: bool) -> None:
+    """The outer graph is cut where the inner block uses its tensor; without that the values of the two are as by hand."""
+    torch.manual_seed(0)
+    nets = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)) for _ in range(2)]
+    model = NNsight(nets[0], compile={"backend": "eager"})
+    inner = model if own else NNsight(nets[1], compile={"backend": "eager"})
+    other = X.flip(0)
+
+    def by_hand() -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, below = nets[0][0](X) + 1.0, inner._module[0](other)
+        if use is in_place:
+            hidden = hidden * below
+        else:
+            below = {
+                operand: torch.cat([hidden[:, :1], below[:, 1:]], 1),
+                swapped_in: hidden,
+                in_a_list: torch.cat([hidden[:1], hidden[1:] * 2.0]),
+            }[use]
+        return nets[0][2](torch.tanh(hidden)), inner._module[2](torch.tanh(below))
+
+    with torch.no_grad():
+        expected = by_hand()
+        for compile in (False, True, True):
+            fx.counters.reset()
+            with model.trace(X, compile=compile) as tracer:
+                hidden = model[0].output
+                hidden += 1.0
+                with inner.trace(other, compile=compile):
+                    seen = use(inner, hidden).save()
+                out = model.output.save()
+            same((out, seen), expected)
+            assert len(tracer.report.breaks) == compile
+    (cut,) = tracer.report.breaks
+    assert cut.reason == "a trace inside the block uses a tensor of this one"
+    assert cut.location == "model.0.output" and cut.filename == __file__
+    assert fx.counters.recordings == fx.counters.compiles == 0, "both blocks were known"
+    assert not torch.equal(expected[0], nets[0](X)) and (
+        use is in_place or not torch.equal(expected[1], nets[1](other))
+    )
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["used", "as the input"])
+def test_a_trace_that_may_not_be_cut_names_the_line_that_uses_its_tensor(given: bool) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    outer, inner = (NNsight(net, compile={"backend": "eager", "fullgraph": full}) for full in (True, False))
+    with pytest.raises(GraphBreakError, match=r"test_fx_breaks\.py:\d+: a .* at `model\.0\.output`"):
+        with outer.trace(X):
+            hidden = outer[0].output
+            with inner.trace(hidden if given else X):
+                product = (inner[0].output * hidden).save()
+    assert "product" not in locals()
+    assert_no_instrumentation(net)
+
+
+def test_a_generation_inside_a_trace_uses_its_tensor() -> None:
+    from .guide import PARIS, ROME, new_language_model
+
+    lm = new_language_model()
+    found = []
+    with torch.no_grad():
+        for compile in (False, True):
+            with lm.trace(PARIS, compile=compile) as tracer:
+                hidden = lm.transformer.h[0].output
+                with lm.generate(ROME, max_new_tokens=3, do_sample=False, compile=compile):
+                    lm.transformer.h[0].output[:, -1] = hidden[:, -1] * 5.0
+                    ids = lm.generator.output.save()
+                logits = lm.lm_head.output.save()
+            found.append((ids, logits))
+        plain = lm._module(**lm.tokenizer(PARIS, return_tensors="pt")).logits
+        encoded = lm.tokenizer(ROME, return_tensors="pt")
+        unpatched = lm._module.generate(**encoded, max_new_tokens=3, do_sample=False)
+        source: list[torch.Tensor] = []
+        layer = lm._module.transformer.h[0]
+        with layer.register_forward_hook(lambda _, __, out: source.append(out[:, -1] * 5.0)):
+            lm._module(**lm.tokenizer(PARIS, return_tensors="pt"))
+        calls: list[int] = []
+
+        def patch(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return out if len(calls) > 1 else torch.cat([out[:, :-1], source[0][:, None]], 1)
+
+        with layer.register_forward_hook(patch):
+            patched = lm._module.generate(**encoded, max_new_tokens=3, do_sample=False)
+    for pair in found:
+        same(pair, (patched, plain))
+    assert not torch.equal(patched, unpatched)
+    assert len(tracer.report.breaks) == 1
+
+
+def test_a_tensor_of_a_failed_trace_has_no_value_in_another(model: NNsight) -> None:
+    kept: list[torch.Tensor] = []
+    with pytest.raises(ZeroDivisionError), model.trace(X):
+        kept.append(model[0].output)
+        1 / 0  # noqa: B018
+    with pytest.raises(RuntimeError, match="was never computed, because its trace failed"):
+        with model.trace(X):
+            model[0].output = kept[0]
+
+
+def test_a_tensor_of_a_trace_of_another_thread_has_no_value_yet(model: NNsight) -> None:
+    def elsewhere(hidden: torch.Tensor, errors: list[Exception]) -> None:
+        try:
+            with torch.no_grad(), model.trace(X):
+                model[0].output = hidden
+        except Exception as error:
+            errors.append(error)
+
+    errors: list[Exception] = []
+    with torch.no_grad():
+        with model.trace(X):
+            hidden = model[0].output
+            thread = threading.Thread(target=elsewhere, args=(hidden, errors))
+            thread.start()
+            thread.join()
+            out = model.output.save()
+        same(out, model._module(X))
+    (error,) = errors
+    assert type(error) is RuntimeError and "still running in another thread" in str(error)

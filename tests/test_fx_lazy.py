@@ -10,8 +10,9 @@ import torch
 
 from nnsight import NNsight
 
+from .conftest import both
+
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 def wrap(*modules: torch.nn.Module) -> NNsight:

@@ -180,6 +180,48 @@ def test_symbolic_sizes_bind_to_numbers() -> None:
     assert torch.equal(out, torch.relu(X) * 6)
 
 
+def test_equal_symbols_need_not_be_one_object() -> None:
+    """Sympy makes a symbol anew once its cache has let the old one go, so that only comparison by value is sound."""
+    from sympy.core.cache import clear_cache
+
+    found: list[Any] = []
+
+    class Node:
+        """A symbolic size as dynamo keeps it, of a symbol made after sympy's cache was cleared."""
+
+        def __init__(self, node: Any) -> None:
+            self._node = node
+            clear_cache()
+            self.expr = node.expr.func(node.expr.name, **node.expr._assumptions_orig)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._node, name)
+
+    def backend(graph_module: torch.fx.GraphModule, example: list[Any]) -> Any:
+        sizes = [
+            node
+            for node in graph_module.graph.nodes
+            if node.op == "placeholder" and isinstance(node.meta.get("example_value"), torch.SymInt)
+        ]
+        first, last = (node.meta["example_value"].node for node in (sizes[0], sizes[-1]))
+        again = Node(last)
+        assert again.expr == first.expr and again.expr is not first.expr
+        sizes[-1].meta["example_value"] = torch.SymInt(again)
+        found.append(CapturedGraph(graph_module, resolve_backend("eager")))
+        return lambda *args: found.append(args) or [args[-1]]
+
+    def function(x: torch.Tensor, rows: int) -> torch.Tensor:
+        torch._check(rows == x.shape[0])
+        return tapped("a.output", torch.relu(x)) * rows
+
+    torch.compile(function, backend=backend, dynamic=True)(torch.ones(5, 3), 5)
+    graph, inputs = found
+    positions = [position for position, _ in graph.symbols]
+    assert len(positions) == len({inputs[position] for position in positions}) == len(set(graph.binding(inputs)))
+    assert 5 in graph.binding(inputs)
+    assert graph.fake(graph.taps[0].leaves[0], graph.binding(inputs)).shape == (5, 3)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_backends_by_name_and_by_callable(backend: str) -> None:
     graph_module = torch.fx.symbolic_trace(lambda x: (torch.relu(x) * 2,))

@@ -14,6 +14,8 @@ from transformers.utils import ModelOutput
 from nnsight import NNsight, fx
 from nnsight.fx.taps import Opaque, describe, parse_structure
 
+from .conftest import same
+
 X = torch.ones(2, 4)
 
 
@@ -74,16 +76,6 @@ class Taker(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         value = self.identity(self.maker(x * 2))
         return value
-
-
-def same(left: Any, right: Any) -> None:
-    left_leaves, left_spec = pytree.tree_flatten(left)
-    right_leaves, right_spec = pytree.tree_flatten(right)
-    assert type(left) is type(right)
-    assert left_spec == right_spec
-    for a, b in zip(left_leaves, right_leaves, strict=True):
-        assert type(a) is type(b)
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +13,14 @@ import nnsight
 from nnsight import LanguageModel, NNsight, fx
 from nnsight.runtime import OutOfOrderError
 
-from .test_batching import both, same
+from .conftest import both, same
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 LONG = "The Colosseum is in the city of"
 SHORT = "The Eiffel Tower is in the"
 NEW = 4
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -209,14 +205,15 @@ def test_without_a_loop_a_location_is_its_first_call(model: LanguageModel, compi
 
 @both
 def test_an_open_loop_needs_an_invoke_for_what_follows(model: LanguageModel, compile: bool) -> None:
-    hooked = Hooked(model, "transformer.h.1", lambda _, h: h * 0.5)
+    hooked = Hooked(model, "transformer.h.1", lambda _, h: -h)  # the norm behind it undoes other factors
     expected = hooked(**ids_of(model, LONG))
+    assert not torch.equal(expected, model._module.generate(**ids_of(model, LONG), **GREEDY))
     with pytest.warns(UserWarning, match=rf"`model\.transformer\.h\.1\.output\.i{NEW}`, which did not occur"):  # noqa: PT031
         with model.generate(**GREEDY, compile=compile) as tracer:
             with tracer.invoke(LONG):
                 count = [].save()
                 for step in tracer.all():
-                    model.transformer.h[1].output *= 0.5
+                    model.transformer.h[1].output *= -1.0
                     count.append(step)
             with tracer.invoke():
                 result = tracer.result.save()
@@ -279,10 +276,11 @@ def test_an_edit_of_one_prompt_leaves_the_other_text(model: LanguageModel, compi
 @both
 def test_a_value_goes_from_prompt_to_prompt_by_a_barrier(model: LanguageModel, compile: bool) -> None:
     def patch(step: int, h: torch.Tensor) -> torch.Tensor:
-        return torch.cat([h[:1], h[:1]]) if step == 0 else h
+        return torch.cat([h[:1], -h[:1]]) if step == 0 else h
 
     hooked = Hooked(model, "transformer.h.0", patch)
     expected = hooked(**ids_of(model, LONG, SHORT))
+    assert not torch.equal(expected, model._module.generate(**ids_of(model, LONG, SHORT), **GREEDY))
     with model.generate(**GREEDY, compile=compile) as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(LONG):
@@ -291,7 +289,7 @@ def test_a_value_goes_from_prompt_to_prompt_by_a_barrier(model: LanguageModel, c
             one = tracer.result.save()
         with tracer.invoke(SHORT):
             barrier()
-            model.transformer.h[0].output = hidden
+            model.transformer.h[0].output = -hidden
             two = tracer.result.save()
     same(torch.cat([one, two]), expected)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,27 +14,23 @@ from nnsight import LanguageModel, NNsight, demo
 from nnsight.intervention.interleaver import OutOfOrderError
 
 from .conftest import assert_no_instrumentation
-from .guide import HEADS, LAYERS, PARIS, WIDTH, Hooks, both, encoded, hooked, ids, language_model, same, tower
+from .guide import (
+    HEADS,
+    LAYERS,
+    PARIS,
+    WIDTH,
+    Hooks,
+    both,
+    encoded,
+    hooked,
+    ids,
+    language_model,
+    same,
+    tower,
+    zero_hidden,
+)
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
-
-
-def zero_hidden(value: Any) -> Any:
-    return torch.zeros_like(value[0]), value[1]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- wrapping and tracing ---------------------------------------------------------------------------------------------
@@ -366,8 +361,11 @@ def test_a_copy_shows_what_was_there_before(model: Any, compile: bool) -> None:
         before = model.layers[0].output[0].clone().save()
         model.layers[0].output[0][:] = 0
         after = model.layers[0].output[0].save()
+        out = model.output.save()
     same(before, hooked(model, ids())[1]["layers.0"][0])
     assert not after.any()
+    same(out, hooked(model, ids(), layers__0=zero_hidden)[0])
+    assert not torch.equal(out, model._module(ids()))
 
 
 @both
@@ -376,7 +374,9 @@ def test_without_a_copy_both_names_are_one_tensor(model: Any, compile: bool) -> 
         before = model.layers[0].output[0].save()
         model.layers[0].output[0][:] = 0
         after = model.layers[0].output[0].save()
+        out = model.output.save()
     assert not before.any() and not after.any()
+    same(out, hooked(model, ids(), layers__0=zero_hidden)[0])
     assert before.data_ptr() == after.data_ptr()
 
 
@@ -407,9 +407,11 @@ def test_python_decides_on_values(model: Any, compile: bool, limit: float) -> No
         if torch.all(first < limit):
             model.layers[-1].output[0][:] = 0
         last = model.layers[-1].output[0].save()
+        out = model.output.save()
     assert bool(last.any()) == (limit < 0)
-    if limit < 0:
-        same(last, hooked(model, ids())[1]["layers.2"][0])
+    expected, seen = hooked(model, ids(), **({} if limit < 0 else {"layers__2": zero_hidden}))
+    same((last, out), (seen["layers.2"][0], expected))
+    assert torch.equal(out, model._module(ids())) == (limit < 0)
 
 
 @both

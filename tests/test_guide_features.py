@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,32 +22,13 @@ from .guide import (
     encoded,
     hooked,
     ids,
-    language_model,
     new_language_model,
     new_tower,
     same,
-    tower,
+    zero_hidden,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
-
-
-def zero_hidden(value: Any) -> Any:
-    return torch.zeros_like(value[0]), value[1]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def zero_second(value: Any) -> Any:
@@ -92,9 +72,12 @@ def test_a_saved_value_of_a_session_is_also_bound_after_it(model: Any, compile: 
         with model.trace(ids(2), compile=compile):
             model.layers[0].output[0][:] = first
             second = model.layers[0].output[0].save()
+            out = model.output.save()
     assert session is not None
     same(first, hooked(model, ids(1))[1]["layers.0"][0])
     same(second, first)
+    same(out, model._module(ids(1)))
+    assert not torch.equal(out, model._module(ids(2)))
 
 
 @both
@@ -114,8 +97,9 @@ def test_a_condition_in_a_session(model: Any, compile: bool, limit: float) -> No
         with model.trace(ids(), compile=compile):
             if torch.all(model.layers[1].output[0] < limit):
                 model.layers[-1].output[0][:] = 0
-            out = model.layers[-1].output[0].save()
-    assert bool(out.any()) == (limit < 0)
+            out = model.output.save()
+    same(out, hooked(model, ids(), **({} if limit < 0 else {"layers__2": zero_hidden}))[0])
+    assert torch.equal(out, model._module(ids())) == (limit < 0)
 
 
 # -- edits ------------------------------------------------------------------------------------------------------------
@@ -158,13 +142,13 @@ def test_an_edit_in_place_holds_until_it_is_cleared(compile: bool) -> None:
 def test_an_edit_runs_while_generating(lm: LanguageModel, compile: bool) -> None:
     own = lm
     with own.edit() as edited:
-        own.transformer.h[0].mlp.output[:] = 0
+        own.transformer.h[0].output *= -1.0
     with edited.generate(PARIS, max_new_tokens=1, do_sample=False, compile=compile) as tracer:
         text = tracer.result.save()
-    handle = own._module.transformer.h[0].mlp.register_forward_hook(lambda m, a, out: torch.zeros_like(out))
-    expected = own._module.generate(**encoded(PARIS), max_new_tokens=1, do_sample=False)
-    handle.remove()
+    with own._module.transformer.h[0].register_forward_hook(lambda m, a, out: -out):
+        expected = own._module.generate(**encoded(PARIS), max_new_tokens=1, do_sample=False)
     same(text, expected)
+    assert not torch.equal(text, own._module.generate(**encoded(PARIS), max_new_tokens=1, do_sample=False))
 
 
 # -- scans ------------------------------------------------------------------------------------------------------------

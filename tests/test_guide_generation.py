@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,19 +14,10 @@ from nnsight import LanguageModel
 
 from .guide import PARIS, ROME, WIDTH, both, close, demo_model, encoded, ids, language_model, new_tower, same, tower
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 GREEDY = {"do_sample": False}
 NEW = 4
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
 
 
 def reference(

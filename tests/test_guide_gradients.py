@@ -10,11 +10,6 @@ import torch
 from .guide import Tower, both, close, hooked, ids, same, tower
 
 
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
 class Parts:
     """The same model by hand, from a hidden state after each layer on."""
 

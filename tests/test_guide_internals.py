@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,27 +26,11 @@ from .guide import (
     encoded,
     hooked,
     ids,
-    language_model,
     new_tower,
     same,
-    tower,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- where a block can stand ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,11 @@ import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.intervention.interleaver import OutOfOrderError
 
-from .guide import PARIS, ROME, both, close, encoded, hooked, ids, language_model, new_tower, same, tower
+from .guide import PARIS, ROME, both, close, encoded, hooked, ids, language_model, new_tower, same
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 SHORT = "The Eiffel Tower is"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
 
 
 def last_logits(prompt: str) -> torch.Tensor:

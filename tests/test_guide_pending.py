@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +36,10 @@ from .guide import (
     tower,
 )
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 ROOT = Path(__file__).parent.parent
 PLAIN = {**os.environ, "TERM": "dumb", "NO_COLOR": "1", "PYTHON_BASIC_REPL": "1"}
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
 
 
 # -- sources --------------------------------------------------------------------------------------------------------------
@@ -508,7 +493,7 @@ class Turned(torch.nn.Module):
 
 @both
 def test_rows_in_another_dimension(compile: bool) -> None:
-    from .test_batching import Rows
+    from .conftest import Rows
 
     torch.manual_seed(0)
     wrapped = Rows(Turned(), compile={"backend": "eager"})

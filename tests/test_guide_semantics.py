@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,24 +18,10 @@ from nnsight.intervention import interleaver
 from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.interleaver import Mediator, MissedProviderError, OutOfOrderError
 
-from .guide import PARIS, WIDTH, both, close, encoded, hooked, ids, language_model, new_tower, same, tower
+from .guide import PARIS, WIDTH, both, close, encoded, hooked, ids, new_tower, same, tower
 from .test_language import CHAT, TEMPLATE, word_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model() -> Any:
-    return tower()
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- what comes back --------------------------------------------------------------------------------------------------
@@ -112,7 +97,7 @@ def test_bodies_run_to_their_first_access_before_the_model_starts(compile: bool)
                 events.append("model")
             return x * 2
 
-    from .test_batching import Rows
+    from .conftest import Rows
 
     model = Rows(torch.nn.Sequential(torch.nn.Identity(), Loud()), compile={"backend": "eager"})
     with model.trace(compile=compile) as tracer:

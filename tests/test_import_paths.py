@@ -97,6 +97,41 @@ def test_top_level_names() -> None:
         nnsight.nonsense  # noqa: B018
 
 
+BROKEN = """
+import sys
+import nnsight
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[2]:
+            object().gone
+sys.meta_path.insert(0, Finder())
+try:
+    exec(sys.argv[1])
+except ImportError as error:
+    assert type(error.__cause__) is AttributeError, repr(error.__cause__)
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "module"),
+    [
+        ("from nnsight import LanguageModel", "transformers"),
+        ("nnsight.LanguageModel", "transformers"),
+        ("from nnsight import NNsight", "nnsight.modeling.base"),
+        ("from nnsight import fx", "nnsight.fx"),
+        ("nnsight.fx", "nnsight.fx"),
+    ],
+)
+def test_a_module_that_fails_while_it_is_imported_shows_its_own_error(use: str, module: str) -> None:
+    """Python takes an ``AttributeError`` of a lazy name for its absence and would say nothing of the cause."""
+    done = subprocess.run([sys.executable, "-c", BROKEN, use, module], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    name = use.replace(".", " ").split()[-1]
+    assert done.stdout.startswith(f"`nnsight.{name}` could not be imported from `nnsight.")
+    assert "'object' object has no attribute 'gone'" in done.stdout
+
+
 CODE = """
 import sys
 import nnsight

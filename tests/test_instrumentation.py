@@ -12,10 +12,9 @@ import torch
 from nnsight import NNsight
 from nnsight.runtime import Instrumentation
 
-from .conftest import Hooks, assert_no_instrumentation
+from .conftest import Hooks, assert_no_instrumentation, both
 
 X = torch.ones(2, 3)
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 class Keywords(torch.nn.Module):

@@ -12,7 +12,7 @@ import torch
 from nnsight import NNsight
 from nnsight.runtime import Interleaver, Mediator, MissedProviderError, OutOfOrderError, active_interleaver
 
-from .conftest import assert_no_instrumentation
+from .conftest import assert_no_instrumentation, both
 
 
 class Shared(torch.nn.Module):
@@ -180,8 +180,6 @@ def test_blocks_that_start_before_a_failing_one_are_ended() -> None:
 
 
 # -- with a model, eager and compiled ---------------------------------------------------------------------------------
-
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 @both

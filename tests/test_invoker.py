@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import nnsight
 from nnsight import CONFIG, NNsight
 from nnsight.runtime import OutOfOrderError
 
-from .conftest import Hooks, assert_no_instrumentation
-from .test_batching import Rows, agree, both, same
+from .conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture
@@ -26,16 +22,6 @@ def model() -> Rows:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     return Rows(net, compile={"backend": "eager"})
-
-
-@pytest.fixture
-def a() -> torch.Tensor:
-    return torch.randn(2, 4)
-
-
-@pytest.fixture
-def b() -> torch.Tensor:
-    return torch.randn(2, 4)
 
 
 # -- the order of things ----------------------------------------------------------------------------------------------
@@ -280,6 +266,65 @@ def test_barriers_belong_inside_invokes(model: Rows) -> None:
         tracer.barrier(1)()
     with pytest.raises(ValueError, match="at least one participant, not 0"):
         tracer.barrier(0)
+
+
+class Box:
+    """Something with attributes."""
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_invokes_fill_one_container(model: Rows, a: torch.Tensor, b: torch.Tensor, where: str) -> None:
+    """What one invoke puts into a dict, a list or an object is there for the others, and is left after the trace."""
+    edit = Hooks(model._module).output("0", lambda h: torch.cat([h[:2] * 2.0, h[2:]]))
+    edit.output("0", edit.keep("hidden"))
+    out = edit(torch.cat([a, b]))
+    hidden = edit.seen["hidden"]
+    assert not torch.equal(hidden, model._module[0](torch.cat([a, b])))
+
+    def run(compile: bool) -> tuple[Any, Any]:
+        table, items, box = {}, [], Box()
+        with model.trace(compile=compile) as tracer:
+            if where == "inside":
+                table, items, box = {}.save(), [].save(), nnsight.save(Box())
+            with tracer.invoke(a):
+                model[0].output *= 2.0
+                table["a"] = model[0].output.save()
+                table["of both"] = {"a": table["a"].sum()}
+                items.append(model[2].output)
+                box.a = model.output
+            with tracer.invoke(b):
+                table["b"] = model[0].output.save()
+                table["of both"]["b"] = table["b"].sum()
+                items.append(model[2].output)
+                box.b = items[-1] * 1.0
+        return (table, items, box.a, box.b), tracer
+
+    agree(
+        run,
+        (
+            {"a": hidden[:2], "of both": {"a": hidden[:2].sum(), "b": hidden[2:].sum()}, "b": hidden[2:]},
+            [out[:2], out[2:]],
+            out[:2],
+            out[2:],
+        ),
+    )
+
+
+@both
+def test_an_invoke_uses_what_another_put_into_a_container(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    expected = Hooks(model._module).output("2", lambda h: h + model._module[0](torch.cat([a, a])))
+    patched = expected(torch.cat([a, b]))[2:]
+    assert not torch.equal(patched, model._module(b))
+    table: dict[str, torch.Tensor] = {}
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            table["hidden"] = model[0].output
+        with tracer.invoke(b):
+            model[2].output += table["hidden"]
+            out = model.output.save()
+    same(out, patched)
 
 
 @pytest.fixture

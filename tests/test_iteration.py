@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import torch
 from nnsight import NNsight
 from nnsight.runtime import OutOfOrderError
 
-from .conftest import assert_no_instrumentation
-from .test_batching import Rows, agree, both, same
+from .conftest import Rows, agree, assert_no_instrumentation, both, same
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 STEPS = 5
 ENDED = "which did not occur: the model had finished"
@@ -54,12 +55,6 @@ def reference(
     return [h.clone() for h in seen], out
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture
 def net() -> Recurrent:
     torch.manual_seed(0)
@@ -69,11 +64,6 @@ def net() -> Recurrent:
 @pytest.fixture
 def model(net: Recurrent) -> NNsight:
     return Rows(net, compile={"backend": "eager"})
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(2, 3)
 
 
 SELECTIONS: dict[str, tuple[Any, list[int]]] = {

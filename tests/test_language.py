@@ -18,6 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 import nnsight
 from nnsight import LanguageModel, demo_model
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TEXT = "the cat sat on the mat"
 SHORT = "a dog ran"
 TEXTS = [TEXT, SHORT, "the dog"]
@@ -121,12 +123,6 @@ def model(gpt2: Module, tokenizer: Any) -> LanguageModel:
 def ids(tokenizer: Any) -> torch.Tensor:
     """Ids of ``TEXT``."""
     return torch.tensor([tokenizer(TEXT)["input_ids"]])
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def logits_of(model: LanguageModel, *inputs: Any, **kwargs: Any) -> torch.Tensor:

@@ -24,17 +24,7 @@ from greenlet import greenlet
 from nnsight.runtime import OutOfOrderError, active_interleaver
 from nnsight.tracing.saving import saves
 
-from .conftest import assert_no_instrumentation
-from .test_batching import Rows, both
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.tanh(self.inner(x)), None
+from .conftest import Layer, Rows, assert_no_instrumentation, both
 
 
 class Net(torch.nn.Module):

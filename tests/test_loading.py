@@ -7,7 +7,6 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from nnsight import Envoy, LanguageModel, NNsight
 from nnsight.modeling.mixins import LoadableMixin, LoadingError, MetaMixin
 
 from .conftest import Case, Hooks
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -55,12 +56,6 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.fixture
 def lazy(loads: list[Any]) -> LanguageModel:
     return LanguageModel(nnsight.demo.path())
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def logits_of(model: Any, *inputs: Any, **options: Any) -> torch.Tensor:

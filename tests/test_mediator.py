@@ -11,7 +11,8 @@ import torch
 from nnsight import NNsight
 from nnsight.runtime import Mediator
 
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+from .conftest import both
+
 X = torch.ones(2, 3)
 
 

@@ -29,21 +29,9 @@ from nnsight.runtime.errors import MissedProviderError, ReplacementShapeError
 from nnsight.tracing import WithBlockNotFoundError
 from nnsight.tracing.saving import saves
 
-from .conftest import assert_no_instrumentation
-from .test_batching import Rows, both
+from .conftest import Layer, Rows, assert_no_instrumentation, both
 
 FILE = __file__
-
-
-class Layer(torch.nn.Module):
-    """Returns a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.tanh(self.inner(x)), None
 
 
 class Constant(torch.nn.Module):

@@ -11,7 +11,10 @@ from nnsight import NNsight, fx
 
 from .conftest import Case, Hooks, assert_no_instrumentation, output_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers")
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers"),
+]
 
 
 def first(value: Any) -> torch.Tensor:
@@ -20,12 +23,6 @@ def first(value: Any) -> torch.Tensor:
 
 def is_one_graph(tracer: Any) -> bool:
     return tracer.report.mode == "compiled" and tracer.report.graphs == 1 and not tracer.report.breaks
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def test_unedited_model_is_bit_identical(case: Case) -> None:

@@ -12,8 +12,9 @@ import nnsight
 from nnsight import Envoy, NNsight
 from nnsight.eproperty import eproperty
 
+from .conftest import both
+
 X = torch.linspace(-1, 1, 8).view(2, 4)
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 
 
 class Attention(torch.nn.Linear):

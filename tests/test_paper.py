@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,9 @@ import torch
 import nnsight
 from nnsight import LanguageModel, NNsight
 
-from .guide import PARIS, ROME, WIDTH, Hooks, both, close, encoded, hooked, ids, language_model, new_tower, same, tower
+from .guide import PARIS, ROME, WIDTH, Hooks, both, close, encoded, hooked, ids, new_tower, same, tower
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def lm() -> LanguageModel:
-    return language_model()
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @both

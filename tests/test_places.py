@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import linecache
 import multiprocessing
@@ -17,7 +16,6 @@ import re
 import subprocess
 import sys
 import threading
-import types
 import zipapp
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +29,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from nnsight import NNsight, WithBlockNotFoundError
 from nnsight.tracing import Tracer
 from nnsight.tracing.unfiled import command_text
+
+from .test_tracing import load, make
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "NO_COLOR": "1", "PYTHONWARNINGS": "error"}
@@ -56,16 +56,6 @@ def python(*arguments: str, executable: str = sys.executable, fails: bool = Fals
     )
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr if fails else done.stdout
-
-
-def load(path: Path, text: str | bytes) -> types.ModuleType:
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    linecache.checkcache(str(path))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the language -----------------------------------------------------------------------------------------------------
@@ -624,11 +614,6 @@ def test_a_file_edited_after_it_was_loaded(tmp_path: Path, edit: str) -> None:
 
 
 # -- async, threads, processes ----------------------------------------------------------------------------------------
-
-
-def make() -> NNsight:
-    torch.manual_seed(0)
-    return NNsight(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
 
 
 def traced(model: NNsight, number: int) -> torch.Tensor:

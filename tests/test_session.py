@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +10,9 @@ import torch
 import nnsight
 from nnsight import NNsight, fx
 
-from .conftest import Hooks, assert_no_instrumentation
-from .test_batching import both, same
+from .conftest import Hooks, assert_no_instrumentation, both, same
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture
@@ -26,16 +20,6 @@ def model() -> NNsight:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     return NNsight(net, compile={"backend": "eager"})
-
-
-@pytest.fixture
-def a() -> torch.Tensor:
-    return torch.randn(2, 4)
-
-
-@pytest.fixture
-def b() -> torch.Tensor:
-    return torch.randn(2, 4)
 
 
 @both

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,26 +11,16 @@ import torch
 from nnsight import NNsight
 from nnsight.runtime import OutOfOrderError
 
-from .conftest import Case, Hooks, assert_no_instrumentation
-from .test_batching import Rows, agree, both, same
+from .conftest import Case, Hooks, Layer, Rows, agree, assert_no_instrumentation, both, same
 
-
-class Block(torch.nn.Module):
-    """Returns a tuple, and counts its eager runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.tanh(self.inner(x)), None
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Stack(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = Block()
-        self.second = Block()
+        self.first = Layer()
+        self.second = Layer()
         self.head = torch.nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,12 +38,6 @@ class Repeated(torch.nn.Module):
         return x
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture
 def net() -> Stack:
     torch.manual_seed(0)
@@ -63,16 +47,6 @@ def net() -> Stack:
 @pytest.fixture
 def model(net: Stack) -> Rows:
     return Rows(net, compile={"backend": "eager"})
-
-
-@pytest.fixture
-def a() -> torch.Tensor:
-    return torch.randn(2, 4)
-
-
-@pytest.fixture
-def b() -> torch.Tensor:
-    return torch.randn(2, 4)
 
 
 def test_a_skipped_module_returns_the_value(model: Rows, net: Stack, a: torch.Tensor) -> None:

@@ -16,9 +16,7 @@ from nnsight import NNsight, fx
 from nnsight.runtime.errors import MissedProviderError, OutOfOrderError
 from nnsight.runtime.listing import SourceError
 
-from .conftest import Case, assert_no_instrumentation
-
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+from .conftest import Case, assert_no_instrumentation, both
 
 
 def scores_of(query: torch.Tensor, key: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

@@ -31,9 +31,8 @@ from nnsight.intervention.tracing.globals import Globals
 from nnsight.intervention.tracing.tracer import InterleavingTracer
 from nnsight.intervention.tracing.util import WithBlockNotFoundError, wrap_exception
 
-from .conftest import Hooks, assert_no_instrumentation
+from .conftest import Hooks, assert_no_instrumentation, both
 
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 X = torch.arange(6.0).reshape(2, 3)
 
 

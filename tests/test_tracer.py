@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 from nnsight import NNsight
 from nnsight.runtime import OutOfOrderError
 
-from .conftest import Hooks, assert_no_instrumentation
-from .test_batching import agree, both, same
+from .conftest import Hooks, agree, assert_no_instrumentation, both, same
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Counted(torch.nn.Module):
@@ -27,21 +27,10 @@ class Counted(torch.nn.Module):
         return {"out": self.second(torch.tanh(self.first(x))) * scale}
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture
 def model() -> NNsight:
     torch.manual_seed(0)
     return NNsight(Counted(), compile={"backend": "eager"})
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(2, 3)
 
 
 # -- stop -------------------------------------------------------------------------------------------------------------

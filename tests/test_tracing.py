@@ -527,10 +527,11 @@ class Body:
 """
 
 
-def load(path: Path, text: str, name: str = "nnsight_test_module") -> types.ModuleType:
-    path.write_text(text)
+def load(path: Path, text: str | bytes) -> types.ModuleType:
+    """Write a file and import it, under its name."""
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
     linecache.checkcache(str(path))
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -731,7 +732,7 @@ def test_an_error_that_is_gone_keeps_nothing(model: NNsight) -> None:
 
 def test_body_on_the_line_of_the_with(model: NNsight, tmp_path: Path) -> None:
     text = "def run(model, x):\n    with model.trace(x): y = model[0].output.save()\n"
-    module = load(tmp_path / "oneline.py", text, "oneline")
+    module = load(tmp_path / "oneline.py", text)
     with pytest.raises(WithBlockNotFoundError, match=r"oneline.py:2.*on the line of its `with`"):
         module.run(model, X)
 
@@ -756,7 +757,7 @@ def test_source_registered_with_linecache(model: NNsight) -> None:
 def test_a_file_edited_after_it_was_loaded(model: NNsight, tmp_path: Path) -> None:
     path = tmp_path / "edited.py"
     text = "def run(model, x):\n    with model.trace(x):\n        y = model[0].output.save()\n    return y\n"
-    module = load(path, text, "edited")
+    module = load(path, text)
     path.write_text("# a new line\n# another\n\n" + text)
     linecache.checkcache(str(path))
     with pytest.raises(WithBlockNotFoundError, match="edited after it was loaded"):
@@ -786,7 +787,7 @@ JUMPS = {
 
 @pytest.mark.parametrize("name", JUMPS)
 def test_jumps_out_of_the_block(model: NNsight, tmp_path: Path, name: str) -> None:
-    module = load(tmp_path / f"jump_{name}.py", JUMPS[name], f"jump_{name}")
+    module = load(tmp_path / f"jump_{name}.py", JUMPS[name])
     with pytest.raises(SyntaxError, match=rf"jump_{name}.py:\d"):
         result = module.run(model, X)
         if name == "yield":

@@ -15,12 +15,12 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from nnsight import LanguageModel, VisionLanguageModel
-from tests.conftest import Hooks
+
+from .conftest import Hooks, both
 
 #: Models with several components: captured and generated with, they take minutes in all.
 pytestmark = pytest.mark.slow
 
-both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 WORDS = (
     "<pad> <eos> <unk> <image> what is this a cat dog ? and <fake_token_around_image> <global-img> <end_of_utterance> "
     "<|vision_start|> <|vision_end|> <|image_pad|> user: assistant:"

@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 #: Sizes of a graph's symbols for which a call's fake result is kept.
 _KEPT_SIZES = 64
 
+#: Message about a lazy tensor that outlived its trace.
+NEVER_COMPUTED = (
+    "This tensor was never computed, because its trace failed before the model ran. Fix the error of the trace and run it "
+    "again."
+)
+
 _TORCH_DIRECTORY = torch.__file__.rsplit("/", 1)[0]
 
 
@@ -106,6 +112,10 @@ class CallRecorder(TorchFunctionMode):
         """Make values concrete and then call ``function`` on them."""
         raise NotImplementedError
 
+    def compute_for_nested(self) -> None:
+        """Make the lazy tensors real, because the block of a run inside this one uses one of them."""
+        raise NotImplementedError
+
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -138,10 +148,7 @@ class CallRecorder(TorchFunctionMode):
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, answer it from metadata, or cut the graph for it."""
         if self.closed:
-            raise RuntimeError(
-                "This tensor was never computed, because its trace failed before the model ran. Fix the error of the "
-                "trace and run it again."
-            )
+            raise RuntimeError(NEVER_COMPUTED)
         if function in SPECIAL:
             handled, result = self._answer(function, args, kwargs)
             if handled:
@@ -267,9 +274,9 @@ class CallRecorder(TorchFunctionMode):
     def refer(self, tensor: torch.Tensor) -> Value | Input | External:
         """Return the reference to a tensor, declaring it as an external when it is new."""
         if isinstance(tensor, LazyTensor):
-            if tensor._recording is not self:
-                raise RuntimeError("A lazy tensor of another run is used here; save it and use it after its trace.")
-            return Value(tensor._index)
+            if tensor._recording is self:
+                return Value(tensor._index)
+            tensor._recording.compute_for_nested()  # the tensor is real now, and comes from outside
         index = self.external_index.get(id(tensor))
         if index is not None:
             return External(index)

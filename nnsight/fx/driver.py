@@ -101,7 +101,7 @@ class CompiledDriver:
             interleaver.offer = _offer_uncompiled
             token, routed = _report.set(report), _routed.set(self)
             try:
-                with self.tree.instrumentation, self._route():
+                with suspended(args, kwargs), self.tree.instrumentation, self._route():
                     return function(*args, **kwargs)
             finally:
                 _routed.reset(routed)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException
 from ..runtime.report import Break, Report
 from ..tracing.saving import saves
-from .calls import CallRecorder, storage_of, user_position
+from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
 from .counters import counters
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become
@@ -76,6 +77,7 @@ class Recording(CallRecorder):
         self.run = run
         self.report = report
         self.fullgraph = fullgraph
+        self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
         self._begin(graph.whole)
@@ -305,6 +307,33 @@ class Recording(CallRecorder):
         self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
         self._begin(behind)
 
+    def compute_for_nested(self) -> None:
+        """Make the lazy tensors real, because the block of a run inside this one uses one of them.
+
+        Raises:
+            GraphBreakError: If this run was compiled with ``fullgraph=True``.
+            RuntimeError: If this run failed, or is not around the one that asks but beside it, in another thread.
+        """
+        if self.closed:
+            raise RuntimeError(NEVER_COMPUTED)
+        if self.suspended_in != threading.get_ident():
+            raise RuntimeError(
+                "This tensor belongs to a compiled trace that is still running in another thread, and has no value yet. "
+                "Use it after that trace."
+            )
+        with suspended():  # the recording of the nested run
+            self.cut("a trace inside the block uses a tensor of this one")
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Record nothing meanwhile; what runs may still ask for values, by :meth:`compute_for_nested`."""
+        outer, self.suspended_in = self.suspended_in, threading.get_ident()
+        try:
+            with torch.overrides._pop_mode_temporarily():
+                yield
+        finally:
+            self.suspended_in = outer
+
     def finish(self) -> list[Any]:
         """Run the rest of the graph and return what the captured graph returns."""
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, list(self.graph.outputs))
@@ -380,8 +409,7 @@ class Recording(CallRecorder):
                 marked.pop(id(lazy), None)
 
 
-@contextlib.contextmanager
-def suspended(*values: Any) -> Iterator[None]:
+def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
     """Leave the recording that is going on for a call that must not be recorded, such as a run of another model.
 
     Args:
@@ -389,12 +417,10 @@ def suspended(*values: Any) -> Iterator[None]:
     """
     mode = torch.overrides._get_current_function_mode()
     if not isinstance(mode, Recording):
-        yield
-        return
+        return contextlib.nullcontext()
     if any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves(values)):
         mode.cut("a compiled model was called")
-    with torch.overrides._pop_mode_temporarily():
-        yield
+    return mode.set_aside()
 
 
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:

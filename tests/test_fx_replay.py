@@ -14,8 +14,7 @@ import torch
 
 from nnsight import NNsight, fx
 
-from .conftest import Hooks
-from .test_batching import same
+from .conftest import Hooks, same
 
 ACTIVATION = torch.relu
 FACTOR = 2.0
@@ -49,10 +48,7 @@ class Env(types.SimpleNamespace):
     """What a block reads from outside."""
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture
@@ -142,6 +138,16 @@ def draws(model: Any, env: Env, compile: bool) -> Any:
     return out, tracer
 
 
+def slices(model: Any, env: Env, compile: bool) -> Any:
+    vector, part = env.vector, env.part
+    with model.trace(env.x, compile=compile) as tracer:
+        h = model.layers[0].output[0]
+        h[:, part] += vector[1:][part] + vector[:2].sum()
+        h[part] = 0.5
+        out = model.output.save()
+    return out, tracer
+
+
 def skips(model: Any, env: Env, compile: bool) -> Any:
     with model.trace(env.x, compile=compile) as tracer:
         h = model.layers[1].input
@@ -212,6 +218,7 @@ REPLAYED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any
         [{"other": VECTOR * 2}, {"memory": torch.ones(3, 2)}, {}],
     ),
     "random numbers": (draws, {"seed": 0}, [{"seed": 1}, {"seed": 0}]),
+    "slices": (slices, {"vector": VECTOR, "part": slice(0, 2)}, [{"part": slice(1, 3)}, {"vector": VECTOR + 1}]),
     "skips": (skips, {}, [{"x": x(3) + 1}, {"x": x(4)}]),
     "saved from outside": (saved_from_outside, {"vector": VECTOR}, [{"vector": VECTOR - 3}, {}]),
     "parameters": (parameters, {"probe": torch.nn.Linear(4, 1)}, [{"probe": torch.nn.Linear(4, 1)}, {}]),

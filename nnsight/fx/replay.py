@@ -526,7 +526,7 @@ def _effects(
             if isinstance(leaf, torch.Tensor):
                 slots.append((position, _slot(leaf, slot_of)))
                 leaves[position] = None
-            elif leaf in DRAWN_LIKE:
+            elif callable(leaf) and leaf in DRAWN_LIKE:
                 continue
             elif kind_of(leaf) != "constant" or (isinstance(leaf, slice) and not _plain_slice(leaf)):
                 raise Undetermined(f"a call with a {type(leaf).__name__}")

@@ -8,6 +8,7 @@ raises at the user's line. Which tensors there are, and what happens when a valu
 
 from __future__ import annotations
 
+import linecache
 import weakref
 from typing import Any
 
@@ -360,4 +361,5 @@ def user_position() -> tuple[str, int]:
 
 def _user_line() -> str:
     filename, line = user_position()
-    return f'  File "{filename}", line {line}, in block\n'
+    code = linecache.getline(filename, line).strip() or "..."  # torch shows a position with its code, or not at all
+    return f'  File "{filename}", line {line}, in block\n    {code}\n'

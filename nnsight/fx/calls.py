@@ -138,19 +138,25 @@ class CallRecorder(TorchFunctionMode):
             return self.demand(function, args, kwargs)
         if torch._C._is_any_autocast_enabled() != self.autocast:
             return self.demand(function, args, kwargs, "`torch.autocast` differs between block and model")
+        event = reason = None
         try:
             event = self._event(function, args, kwargs)
-        except _NotLowerable as reason:
-            return self.demand(function, args, kwargs, str(reason))
+        except _NotLowerable as error:
+            reason = str(error)
+        if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
+            return self.demand(function, args, kwargs, reason or "")
         known = self.state.edges.get(event)
         outcome = None if known is None else known.outcomes.get(self.binding)
         if outcome is None:
+            answered, result = True, None
             try:
                 result = self._on_fakes(event)
             except UNANSWERABLE:
-                return self.demand(function, args, kwargs)
+                answered = False
             except Exception as error:  # the user's mistake: its traceback ends at the user's line
                 raise error.with_traceback(None) from None
+            if not answered:
+                return self.demand(function, args, kwargs)
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
                 return result
             outcome = self._outcome(event, result)

@@ -43,8 +43,8 @@ class Kind(Enum):
 
 
 _ARITHMETIC = (
-    "add sub mul truediv floordiv mod pow neg invert and_ or_ xor eq ne lt le gt ge matmul abs pos lshift rshift".split()
-)
+    "add sub mul truediv floordiv mod pow neg pos abs matmul invert and_ or_ xor lshift rshift eq ne lt le gt ge"
+).split()
 
 #: Functions without a schema.
 _KINDS: dict[Any, Kind] = {
@@ -60,7 +60,9 @@ _METHODS = dict.fromkeys(
 )
 
 #: Operators that are made of others, so that their schema does not say that they return new memory.
-_NEW = frozenset("linear matmul layer_norm rms_norm group_norm softmax log_softmax scaled_dot_product_attention".split())
+_NEW = frozenset(
+    "linear matmul layer_norm rms_norm group_norm softmax log_softmax scaled_dot_product_attention".split()
+)
 
 #: Operators that edit their statistics without saying so in their schema.
 _EDITING = frozenset(

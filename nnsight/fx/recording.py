@@ -33,12 +33,15 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException
 from ..runtime.report import Break, Report
 from ..tracing.saving import saves
+from . import debug
 from .calls import CallRecorder, storage_of, user_position
 from .counters import counters
+from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become
 from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .splice import Piece
+from .stages import note_position, stage
 from .variant import Variant
 
 logger = logging.getLogger("nnsight.fx")
@@ -85,7 +88,7 @@ class Recording(CallRecorder):
         self.report.graphs += 1
         run.check_replacement, run.check_location = self._check_replacement, self._check_location
         try:
-            with self:
+            with stage("record"), self:
                 waited, counts = run.waited, run.counts
                 behind = 0
                 for tap in self.graph.taps:
@@ -288,7 +291,7 @@ class Recording(CallRecorder):
         behind = Piece.of(self.graph, stop)
         behind = behind.without_duplicates([self._resolve(node) for node in behind.inputs])
         wanted: list[Any] = list(behind.inputs[len(self.graph.placeholders) :])
-        alive, carried = self._run_piece(stop, wanted)
+        alive, carried = self._run_piece(stop, wanted, cut)
         self.state = self.step(Cut(self.tap.index, alive))
         self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
         self._begin(behind)
@@ -298,12 +301,13 @@ class Recording(CallRecorder):
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, list(self.graph.outputs))
         return outputs
 
-    def _run_piece(self, stop: int, wanted: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
+    def _run_piece(self, stop: int, wanted: list[Any], cut: Break | None = None) -> tuple[tuple[int, ...], list[Any]]:
         """Run the graph from the piece's start to node number ``stop``.
 
         Args:
             stop: The first node that does not run.
             wanted: Captured nodes (or constants) whose values are needed.
+            cut: Why the piece ends there, if it is not its end.
 
         Returns:
             The numbers of the values that became real tensors, and the value of each of ``wanted``.
@@ -313,21 +317,28 @@ class Recording(CallRecorder):
         key = (stop, alive, len(wanted))
         variant = self.state.variants.get(key)
         if variant is None:
-            with self.graph.lock:
+            with stage("splice"), self.graph.lock:
                 variant = self.state.variants.get(key)
                 if variant is None:
                     resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
                     program = self.state.program()
                     variant = Variant(self.graph, self.piece, program, stop, alive, resolved)
                     self.state.variants[key] = variant
-        self.report._code.append(variant.spliced.code)
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
         lowered = variant.find(self.binding)
         if lowered is None:
-            lowered, made = variant.lower(self.binding, arguments)
+            with stage("lower"):
+                lowered, made = variant.lower(self.binding, arguments)
             self.report.compiles += made
-        with torch._C.DisableTorchFunction():
-            computed = list(lowered.function(*arguments))
+        ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
+        self.report.pieces.append(ran)
+        function, filename = debug.dumped(self.report, ran)
+        with torch._C.DisableTorchFunction(), stage("run"):
+            try:
+                computed = list(function(*arguments))
+            except Exception as error:
+                note_position(error, variant.spliced, filename)
+                raise
         del arguments
         self._fill(alive, computed, variant.positions)
         return alive, variant.deliver(computed, self.inputs, self.externals)

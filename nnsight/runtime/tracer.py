@@ -29,7 +29,7 @@ from .mediator import EarlyStopException, Mediator
 from .mentions import Chains, mentioned_chains
 from .probing import Modules, find_batch_dims
 from .replacing import Replacements
-from .report import Report
+from .report import Report, trace_starts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -191,6 +191,9 @@ class InterleavingTracer(RunControls, Tracer):
         """Run the model with ``function`` as its block, or as what opens its blocks."""
         assert self._call is not None
         driver, model, args, kwargs = self._call
+        if self.info is not None:
+            self.report.where = f"{self.info.filename}:{self.info.line}"
+        trace_starts(self.report)
         self._invokes = [] if not args else None
         main = Mediator(function, self.info, "trace")
         edits = [] if self._model is None else self._model.edits

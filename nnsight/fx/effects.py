@@ -43,7 +43,7 @@ class Kind(Enum):
 
 
 _ARITHMETIC = (
-    "add sub mul truediv floordiv mod pow neg pos abs matmul invert and_ or_ xor lshift rshift eq ne lt le gt ge"
+    "add sub mul truediv floordiv mod pow neg abs matmul invert and_ or_ xor lshift rshift eq ne lt le gt ge"
 ).split()
 
 #: Functions without a schema.
@@ -60,14 +60,23 @@ _METHODS = dict.fromkeys(
 )
 
 #: Operators that are made of others, so that their schema does not say that they return new memory.
-_NEW = frozenset(
-    "linear matmul layer_norm rms_norm group_norm softmax log_softmax scaled_dot_product_attention".split()
-)
+_NEW = frozenset("linear matmul layer_norm rms_norm group_norm softmax log_softmax".split())
 
 #: Operators that edit their statistics without saying so in their schema.
 _EDITING = frozenset(
     "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index _native_batch_norm_legit "
     "instance_norm sync_batch_norm".split()
+)
+
+#: Operators that share memory with their arguments without saying so in their schema.
+_SHARING = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk lift _reshape_alias".split())
+
+#: Operators that may fail because of values, or whose fakes check their arguments less than they do themselves.
+_FAILING = frozenset(
+    "bincount cholesky cholesky_inverse cholesky_solve cross_entropy embedding embedding_bag gather histc index index_add "
+    "index_copy index_fill index_put index_reduce index_select inverse log_softmax logdet lu_solve masked_scatter "
+    "masked_select multi_margin_loss multilabel_margin_loss nll_loss one_hot pinverse put repeat_interleave scatter "
+    "scatter_add scatter_reduce searchsorted select_scatter slogdet softmax svd take take_along_dim".split()
 )
 
 #: Modules whose functions are operators under the same name.
@@ -79,7 +88,7 @@ _MODULES: dict[str, Any] = {
 
 #: Functions of ``torch.nn.functional`` in Python that do what the operator of their name does, save for switches.
 _FUNCTIONAL = frozenset(
-    "celu cosine_similarity cross_entropy_loss dropout elu embedding group_norm hardsigmoid hardswish hardtanh layer_norm "
+    "celu cosine_similarity dropout elu embedding group_norm hardsigmoid hardswish hardtanh layer_norm "
     "leaky_relu log_softmax mish mse_loss pad relu relu6 rms_norm scaled_dot_product_attention selu sigmoid silu softmax "
     "tanh".split()
 )
@@ -119,13 +128,22 @@ def kind_of(node: torch.fx.Node) -> Kind:
     return kind
 
 
+def may_fail(node: torch.fx.Node) -> bool:
+    """Whether the call at ``node`` may raise an error although it was made on fakes without one."""
+    if node.target is operator.getitem:
+        return not is_basic_index(node.args[1])
+    target: Any = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "").partition(".")[0]
+    return name in _FAILING or "linalg" in name
+
+
 def _without_randomness(node: torch.fx.Node, name: str) -> Kind:
     position, argument, values = _NOT_RANDOM[name]
     default = 0.0 if name == "scaled_dot_product_attention" else True
     given = node.args[position] if len(node.args) > position else node.kwargs.get(argument, default)
     if not any(given is value or (type(given) is type(value) and given == value) for value in values):
         return Kind.RANDOM
-    return Kind.NEW if name in _NEW else Kind.READ
+    return Kind.READ
 
 
 @functools.cache
@@ -170,9 +188,9 @@ def _kind_of_overloads(overloads: list[Any], namespace: str) -> Kind:
 
 
 def _kind_of_overload(overload: Any) -> Kind | None:
-    if torch.Tag.out in overload.tags:
-        return None
     schema, name = overload._schema, overload._schema.name.removeprefix("aten::")
+    if any(argument.is_out for argument in schema.arguments):
+        return None
     try:
         composite = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
     except RuntimeError:  # an overload of TorchScript alone
@@ -185,7 +203,7 @@ def _kind_of_overload(overload: Any) -> Kind | None:
         return Kind.RANDOM
     if name in _NEW:
         return Kind.NEW
-    if composite:
+    if composite or name in _SHARING:
         return Kind.READ
     shares = any(returned.alias_info is not None for returned in schema.returns)
     if not shares:
@@ -254,6 +272,9 @@ class Memory:
 
     Args:
         graph: Not changed.
+
+    Attributes:
+        order: Number of each node.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
@@ -265,7 +286,7 @@ class Memory:
             elif node.op != "output" and kind_of(node) is not Kind.NEW:
                 for argument in node.all_input_nodes:
                     self._join(node, argument)
-        self._nodes = list(graph.nodes)
+        self.order = {node: number for number, node in enumerate(graph.nodes)}
 
     def _find(self, item: Any) -> Any:
         while (parent := self._parent.get(item, item)) is not item:
@@ -288,7 +309,7 @@ class Memory:
         """Return the nodes that may share memory with ``node``, itself among them."""
         if self._members is None:
             self._members = {}
-            for item in self._nodes:
+            for item in self.order:
                 self._members.setdefault(self._find(item), []).append(item)
         return self._members[self._find(node)]
 

@@ -9,7 +9,7 @@ No pass changes a result, bit for bit. What keeps that true is in :mod:`~nnsight
 
 * A call is removed only if it is known to do nothing but return a value. In-place edits, draws of random numbers, assertions,
   switches of the grad mode, operators of other libraries all stay where they are. So does every input, used or not.
-* A call that nobody needs does not run, so it cannot fail either, when it would fail because of a value.
+* A call that may fail because of values, such as an index that is out of range, stays as well: the error is a result, too.
 * Two calls count as the same only without an effect of any kind between them, and only if nobody could tell their results
   apart later, by editing one of them.
 * Where autograd follows the graph, only unneeded calls are removed: merging two calls would sum their gradients in another
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .effects import Kind, Memory, effects, is_basic_index, is_differentiated, kind_of
+from .effects import Kind, Memory, effects, is_basic_index, is_differentiated, kind_of, may_fail
 
 logger = logging.getLogger("nnsight.fx.passes")
 
@@ -36,7 +36,7 @@ Pass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
 def drop_unused_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove the calls whose value nobody needs and that have no effect.
+    """Remove the calls whose value nobody needs, and that have no effect and cannot fail.
 
     They come from values a block read and did not keep, and from what a model computes for a module that is skipped, or behind
     the last value that is needed before a stop. ``Graph.eliminate_dead_code`` is not used: it takes every method for pure, in-place
@@ -44,7 +44,7 @@ def drop_unused_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
     """
     removed = 0
     for node in reversed(graph_module.graph.nodes):
-        if not node.users and kind_of(node) in (Kind.READ, Kind.VIEW, Kind.NEW):
+        if not node.users and kind_of(node) in (Kind.READ, Kind.VIEW, Kind.NEW) and not may_fail(node):
             graph_module.graph.erase_node(node)
             removed += 1
     return _finished(graph_module, removed)
@@ -91,13 +91,16 @@ def drop_needless_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
         if _is_self_copy(node):
             graph.erase_node(node)
             dropped += 1
-    for node in graph.find_nodes(op="call_method", target="clone") + graph.find_nodes(
+    copies = graph.find_nodes(op="call_method", target="clone") + graph.find_nodes(
         op="call_function", target=torch.clone
-    ):
-        if len(node.args) == 1 and not node.kwargs and _is_last_look(node, Memory(graph)):
+    )
+    memory = Memory(graph) if copies else None
+    for node in copies:
+        if memory is not None and len(node.args) == 1 and not node.kwargs and _is_last_look(node, memory):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             dropped += 1
+            memory = Memory(graph)
     return _finished(graph_module, dropped)
 
 
@@ -153,7 +156,8 @@ def _is_last_look(clone: torch.fx.Node, memory: Memory) -> bool:
         return False
     if memory.group(source) == memory.of_inputs():
         return False
-    return all(user is clone or user < clone for item in memory.sharing(source) for user in item.users)
+    last = memory.order[clone]
+    return all(memory.order[user] <= last for item in memory.sharing(source) for user in item.users)
 
 
 def _frozen(argument: Any) -> Any:

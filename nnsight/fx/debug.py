@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.graph_module import _format_import_block
-from torch.package import sys_importer
+from torch.package.importer import sys_importer
 
 from ..runtime.report import Report
 
@@ -66,7 +66,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         if _open is not None:
             raise ValueError(f"Graphs are being written to {_open.path} already; close that debug_dir first.")
         self._decompile = None if bytecode is False else _decompiler(required=bytecode is True)
-        self.path = Path(path).resolve()
+        self.path: Path = Path(path).resolve()
         self.path.mkdir(parents=True, exist_ok=True)
         self._step = step
         self._lock = threading.Lock()
@@ -107,17 +107,18 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         self._numbers[name] = self._numbers.get(name, 0) + 1
         return self._numbers[name]
 
-    def _write_bytecode(self, old: types.CodeType, new: types.CodeType) -> None:
-        """Write the code object that dynamo made of another one."""
+    def _write_bytecode(self, code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
+        """Write the code object that dynamo made of another one; return none to run in its place."""
         with self._lock:
-            path = self.path / f"bytecode_{self._next('bytecode')}_{_plain(old.co_name)}.py"
+            path = self.path / f"bytecode_{self._next('bytecode')}_{_plain(code.co_name)}.py"
         try:
-            text = self._decompile(new)  # type: ignore[misc]
+            text = self._decompile(new_code)  # type: ignore[misc]
         except Exception as error:
             text = f"# depyf could not decompile this: {type(error).__name__}: {error}\n"
         path.write_text(
-            f"# {old.co_name}, {old.co_filename}:{old.co_firstlineno}, as dynamo made it\n{text}\n", "utf-8"
+            f"# {code.co_name}, {code.co_filename}:{code.co_firstlineno}, as dynamo made it\n{text}\n", "utf-8"
         )
+        return None
 
     def write(self, report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
         """Write the files of ``ran``; return what to run in its place, and the file it runs from."""

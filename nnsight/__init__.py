@@ -14,6 +14,7 @@ from .tracing import WithBlockNotFoundError, save
 
 if TYPE_CHECKING:
     from .envoy import Envoy
+    from .fx.debug import debug_dir
     from .modeling.base import NNsight
     from .modeling.diffusion import DiffusionModel
     from .modeling.language import LanguageModel, demo_model
@@ -28,6 +29,7 @@ _LAZY = {
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
     "VisionLanguageModel": ".modeling.vision",
+    "debug_dir": ".fx.debug",
     "demo_model": ".modeling.language",
 }
 
@@ -39,6 +41,7 @@ __all__ = [
     "NNsight",
     "VisionLanguageModel",
     "WithBlockNotFoundError",
+    "debug_dir",
     "demo_model",
     "save",
 ]

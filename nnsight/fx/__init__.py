@@ -9,11 +9,29 @@ In the order in which a compiled trace meets them:
   calls :mod:`~nnsight.fx.calls` writes down, sorted by :mod:`~nnsight.fx.functions`;
 * :mod:`~nnsight.fx.program` is what is written: what is called, where it reads and writes;
 * :mod:`~nnsight.fx.splice` puts a program into a captured graph, :mod:`~nnsight.fx.lowering` makes it callable, and
-  :mod:`~nnsight.fx.variant` keeps the result.
+  :mod:`~nnsight.fx.variant` keeps the result;
+* :mod:`~nnsight.fx.passes` removes what is superfluous in a spliced graph, as far as :mod:`~nnsight.fx.effects` allows;
+* :mod:`~nnsight.fx.explaining`, :mod:`~nnsight.fx.debug` and :mod:`~nnsight.fx.stages` show all this.
 
 Captured graphs, programs and splices are plain values with plain functions on them; no envoy is needed.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .counters import counters
 
-__all__ = ["counters"]
+if TYPE_CHECKING:
+    from .explaining import explain
+
+__all__ = ["counters", "explain"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":  # imports torch's compiler, which is slow
+        value = import_module(".explaining", __name__).explain
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

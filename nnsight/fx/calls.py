@@ -8,6 +8,7 @@ raises at the user's line. Which tensors there are, and what happens when a valu
 
 from __future__ import annotations
 
+import linecache
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -158,19 +159,25 @@ class CallRecorder(TorchFunctionMode):
             return self.demand(function, args, kwargs)
         if torch._C._is_any_autocast_enabled() != self.autocast:
             return self.demand(function, args, kwargs, "`torch.autocast` differs between block and model")
+        event = reason = None
         try:
             event = self._event(function, args, kwargs)
-        except _NotLowerable as reason:
-            return self.demand(function, args, kwargs, str(reason))
+        except _NotLowerable as error:
+            reason = str(error)
+        if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
+            return self.demand(function, args, kwargs, reason or "")
         known = self.state.edges.get(event)
         outcome = None if known is None else known.outcomes.get(self.binding)
         if outcome is None:
+            answered, result = True, None
             try:
                 result = self._on_fakes(event)
             except UNANSWERABLE:
-                return self.demand(function, args, kwargs)
+                answered = False
             except Exception as error:  # the user's mistake: its traceback ends at the user's line
                 raise error.with_traceback(None) from None
+            if not answered:
+                return self.demand(function, args, kwargs)
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
                 return result
             outcome = self._outcome(event, result)
@@ -394,4 +401,5 @@ def user_position() -> tuple[str, int]:
 
 def _user_line() -> str:
     filename, line = user_position()
-    return f'  File "{filename}", line {line}, in block\n'
+    code = linecache.getline(filename, line).strip() or "..."  # torch shows a position with its code, or not at all
+    return f'  File "{filename}", line {line}, in block\n    {code}\n'

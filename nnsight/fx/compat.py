@@ -9,7 +9,7 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import skip_code
 
-__all__ = ["BackendCallable", "compile_lock", "options_of_compiled", "resolve_backend", "skip_code"]
+__all__ = ["BackendCallable", "backend_name", "compile_lock", "options_of_compiled", "resolve_backend", "skip_code"]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock
@@ -28,6 +28,12 @@ def resolve_backend(
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+def backend_name(backend: BackendCallable) -> str:
+    """Return how a user calls ``backend``."""
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+    return str(name or type(backend).__name__)
 
 
 def options_of_compiled(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Any]]:

@@ -13,6 +13,7 @@ own Python always runs, exactly once, so no assumption about its side effects is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -193,6 +194,10 @@ class Step(NamedTuple):
     event: Event
     outcome: Outcome | None
     stack_trace: str
+
+    def __str__(self) -> str:
+        found = re.search(r'File "([^"]*)", line (\d+)', self.stack_trace) if isinstance(self.event, Call) else None
+        return _shown(self.event) + (f"  # {found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "")
 
 
 @dataclass(frozen=True)

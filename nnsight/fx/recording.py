@@ -36,10 +36,12 @@ from ..runtime.report import Break, Report
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
 from .counters import counters
+from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become
 from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .splice import Piece
+from .stages import run_lowered, stage
 from .variant import Variant
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class Recording(CallRecorder):
         self.report.graphs += 1
         run.check_replacement, run.check_location = self._check_replacement, self._check_location
         try:
-            with self:
+            with stage("record"), self:
                 waited, counts = run.waited, run.counts
                 behind = 0
                 for tap in self.graph.taps:
@@ -302,7 +304,7 @@ class Recording(CallRecorder):
         behind = Piece.of(self.graph, stop)
         behind = behind.without_duplicates([self._resolve(node) for node in behind.inputs])
         wanted: list[Any] = list(behind.inputs[len(self.graph.placeholders) :])
-        alive, carried = self._run_piece(stop, wanted)
+        alive, carried = self._run_piece(stop, wanted, cut)
         self.state = self.step(Cut(self.tap.index, alive))
         self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
         self._begin(behind)
@@ -339,12 +341,13 @@ class Recording(CallRecorder):
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, list(self.graph.outputs))
         return outputs
 
-    def _run_piece(self, stop: int, wanted: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
+    def _run_piece(self, stop: int, wanted: list[Any], cut: Break | None = None) -> tuple[tuple[int, ...], list[Any]]:
         """Run the graph from the piece's start to node number ``stop``.
 
         Args:
             stop: The first node that does not run.
             wanted: Captured nodes (or constants) whose values are needed.
+            cut: Why the piece ends there, if it is not its end.
 
         Returns:
             The numbers of the values that became real tensors, and the value of each of ``wanted``.
@@ -354,23 +357,23 @@ class Recording(CallRecorder):
         key = (stop, alive, len(wanted))
         variant = self.state.variants.get(key)
         if variant is None:
-            with self.graph.lock:
+            with stage("splice"), self.graph.lock:
                 variant = self.state.variants.get(key)
                 if variant is None:
                     resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
                     program = self.state.program()
                     variant = Variant(self.graph, self.piece, program, stop, alive, resolved)
                     self.state.variants[key] = variant
-        self.report._code.append(variant.spliced.code)
         if self.journal is not None:
-            self.journal.ran(self, variant, alive)
+            self.journal.ran(self, variant, alive, stop)
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
         lowered = variant.find(self.binding)
         if lowered is None:
-            lowered, made = variant.lower(self.binding, arguments)
+            with stage("lower"):
+                lowered, made = variant.lower(self.binding, arguments)
             self.report.compiles += made
-        with torch._C.DisableTorchFunction():
-            computed = list(lowered.function(*arguments))
+        ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
+        computed = run_lowered(self.report, ran, arguments)
         del arguments
         self._fill(alive, computed, variant.positions)
         return alive, variant.deliver(computed, self.inputs, self.externals)

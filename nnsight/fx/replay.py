@@ -39,8 +39,10 @@ from ..tracing.block import is_bound
 from ..tracing.saving import saves
 from .counters import counters
 from .determinate import Root, Undetermined, kind_of, look_up, roots_of
+from .explaining import RanPiece
 from .functions import ABOUT_GRADIENTS, DRAWN_LIKE, METADATA, edits_in_place
-from .program import Call
+from .program import Call, State
+from .stages import run_lowered
 from .variant import Variant
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class Journal:
         self.recording: Recording | None = None
         self.variant: Variant | None = None
         self.alive: tuple[int, ...] = ()
+        self.stop = 0
         self.numbers: dict[int, int] = {}
         self.externals: list[Any] = []
         self.inputs: list[Any] = []
@@ -99,13 +102,13 @@ class Journal:
             self.spoil(f"the block looks at a value from outside, with `{getattr(function, '__name__', function)}`")
         self.calls.append((function, args, kwargs, result))
 
-    def ran(self, recording: Recording, variant: Variant, alive: tuple[int, ...]) -> None:
+    def ran(self, recording: Recording, variant: Variant, alive: tuple[int, ...], stop: int) -> None:
         """Note that a piece of a graph is about to run."""
         if self.recording is not None:
             self.spoil("the graph was cut, or the model has several")
         if any(mediator.alive for mediator in recording.run.mediators):
             self.spoil("the block goes on behind the graph")
-        self.recording, self.variant, self.alive = recording, variant, alive
+        self.recording, self.variant, self.alive, self.stop = recording, variant, alive, stop
         self.externals, self.inputs = list(recording.externals), list(recording.inputs)
         for index in alive:
             reference = recording.lazies[index]
@@ -186,6 +189,8 @@ class _Effects(NamedTuple):
 
     Attributes:
         variant: The compiled program.
+        state: Where the program ends.
+        stop: Number of the node at which the graph ends.
         steps: Calls on tensors from outside.
         externals: For each external the number of its slot, or the tensor itself in a tuple.
         alive: Numbers of the values that are saved.
@@ -197,6 +202,8 @@ class _Effects(NamedTuple):
     """
 
     variant: Variant
+    state: State
+    stop: int
     steps: tuple[_Step, ...]
     externals: tuple[Any, ...]
     alive: tuple[int, ...]
@@ -212,10 +219,14 @@ class Replay:
     Args:
         effects: Known effects in this environment, by graph and sizes.
         tensors: The tensors among what the block reads.
+        report: Of the trace.
     """
 
-    def __init__(self, effects: dict[tuple[Any, tuple[int, ...]], _Effects], tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, effects: dict[tuple[Any, tuple[int, ...]], _Effects], tensors: list[torch.Tensor], report: Report
+    ) -> None:
         self._effects = effects
+        self._report = report
         self._tensors = tensors
         self.found: _Effects | None = None
         self._slots: list[Any] = []
@@ -239,7 +250,11 @@ class Replay:
         for step in effects.steps:
             step.run(slots)
         externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
-        computed = list(lowered.function(*[inputs[index] for index in variant.spliced.inputs], *externals))
+        report = self._report
+        report.mode, report.graphs, report.replayed = "compiled", 1, True
+        report.spliced += effects.spliced
+        ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
+        computed = run_lowered(report, ran, [*[inputs[index] for index in variant.spliced.inputs], *externals])
         if effects.alive:
             # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
             held = {*map(id, inputs), *map(id, externals)}
@@ -251,12 +266,9 @@ class Replay:
                 held.add(id(real))
         return variant.deliver(computed, inputs, externals)
 
-    def bring_home(self, scope: Scope, report: Report) -> None:
-        """Bind the saved names of the block, with what was computed now; fill the report."""
+    def bring_home(self, scope: Scope) -> None:
+        """Bind the saved names of the block, with what was computed now."""
         assert self.found is not None
-        report.mode, report.graphs, report.replayed = "compiled", 1, True
-        report.spliced += self.found.spliced
-        report._code.append(self.found.variant.spliced.code)
         table = saves.get()
         assert table is not None
         for name, sources, structure in self.found.saved:
@@ -368,16 +380,17 @@ class Attempt:
         self._replays, self._memory, self._block = replays, memory, block
         self._key, self._tensors, self._objects = key, tensors, objects
 
-    def replay(self, call: Callable[[], Any]) -> Replay | None:
+    def replay(self, call: Callable[[], Any], report: Report) -> Replay | None:
         """Call the model with the effects of the block if they are known; return ``None`` if nothing was done.
 
         Args:
             call: Calls the compiled model.
+            report: Of the trace.
         """
         known = self._memory.environments.get(self._key)
         if known is None or any(reference() is None for reference in known[0]):
             return None
-        replay = Replay(known[1], self._tensors)
+        replay = Replay(known[1], self._tensors, report)
         token = replay_of_run.set(replay)
         try:
             call()
@@ -552,6 +565,8 @@ def _effects(
         raise Undetermined("a container is saved in two places")
     effects = _Effects(
         journal.variant,
+        recording.state,
+        journal.stop,
         tuple(steps),
         tuple(externals),
         journal.alive,

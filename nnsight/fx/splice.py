@@ -3,6 +3,7 @@
 The result is a new graph module. Captured nodes are copied in order; where a tap stood, the program's calls of that tap
 follow, and uses of a replaced tensor go to its replacement. Taps themselves are gone. In-place edits need no
 special treatment: they are calls on the same value that the model uses, and lowering functionalizes them as it does the model's own.
+What is superfluous then is removed by :mod:`~nnsight.fx.passes`.
 
 The inputs are the captured graph's inputs, then the values carried over from the piece before (if the graph was
 cut), then the program's externals.
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 
+from .effects import REQUIRES_GRAD
 from .graph import CapturedGraph
+from .passes import PassRun, run_passes
 from .program import (
     Call,
     Constant,
@@ -94,12 +97,14 @@ class SplicedGraph:
         inputs: Positions of those inputs of the piece that it takes, before its externals.
         externals: Number of externals it takes.
         marks: Names of the nodes that come from the user's block, with the user's line.
+        passes: What the passes over it did.
     """
 
     graph_module: torch.fx.GraphModule
     inputs: tuple[int, ...]
     externals: int
     marks: dict[str, str]
+    passes: tuple[PassRun, ...] = ()
 
     def copy(self) -> torch.fx.GraphModule:
         """Return a copy of the graph module, for a backend to consume."""
@@ -114,13 +119,18 @@ class SplicedGraph:
         source = self.graph_module.graph.python_code("self").src
         lines = []
         for line in source.splitlines():
-            assigned = re.match(r"\s*(\w+)(?: :[^=]*)? = ", line) or re.search(r";\s+(\w+) = None$", line)
-            mark = self.marks.get(assigned.group(1)) if assigned else None
-            if mark is None:
-                names = re.findall(r"\b(\w+) = None\b", line)
-                mark = next((self.marks[name] for name in names if name in self.marks and "] =" in line), None)
-            lines.append(f"{line}  # <-- {mark}" if mark else line)
+            name = self.node_of(line)
+            lines.append(f"{line}  # <-- {self.marks[name]}" if name in self.marks else line)
         return "\n".join(lines).strip()
+
+    def node_of(self, line: str) -> str | None:
+        """Return the name of the node that ``line`` of the generated source computes, if it can be told."""
+        assigned = re.match(r"\s*(\w+)(?: :[^=]*)? = ", line) or re.search(r";\s+(\w+) = None$", line)
+        name = assigned.group(1) if assigned else None
+        if name not in self.marks and "] =" in line:  # an assignment to an index names its node among those that end
+            ended = re.findall(r"\b(\w+) = None\b", line)
+            name = next((other for other in ended if other in self.marks), name)
+        return name
 
 
 def splice(
@@ -177,7 +187,8 @@ class _Splicer:
         self.new.output(tuple(returned))
         self.new.lint()
         module = torch.fx.GraphModule(self.graph.graph_module, self.new, class_name="Spliced")
-        return SplicedGraph(module, tuple(self.used_inputs), len(self.external_nodes), self.marks)
+        module, passes = run_passes(module)
+        return SplicedGraph(module, tuple(self.used_inputs), len(self.external_nodes), self.marks, passes)
 
     def _add_inputs(self, results: Sequence[Result]) -> None:
         needed = self._needed_inputs(results)
@@ -255,6 +266,7 @@ class _Splicer:
         if call.grad is not None:
             self._mark(self.new.call_function(torch._C._set_grad_enabled, (not call.grad,)), step)
         assert step.outcome is not None
+        node.meta[REQUIRES_GRAD] = any(step.outcome.requires_grad) or step.outcome.gains_grad is not None
         paths = step.outcome.paths
         for leaf, path in zip(step.outcome.leaves, paths, strict=True):
             if isinstance(leaf, int) and leaf == len(self.values):

@@ -74,10 +74,11 @@ class ModelTracer(InterleavingTracer):
         if attempt is None:
             return super().execute(function)
         assert self.scope is not None
+        self.note_start()
         prepared = model._prepare_input(*args, **kwargs)[:2]
-        replay = attempt.replay(lambda: driver.call_plain(*prepared))  # type: ignore[attr-defined]
+        replay = attempt.replay(lambda: driver.call_plain(*prepared), self.report)  # type: ignore[attr-defined]
         if replay is not None:
-            return replay.bring_home(self.scope, self.report)
+            return replay.bring_home(self.scope)
         self._call = (driver, _Prepared(prepared), args, kwargs)
         with attempt.written_down(function) as (journal, listened):
             super().execute(listened)

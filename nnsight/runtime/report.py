@@ -5,8 +5,11 @@ A report holds text and numbers, never tensors, so keeping a tracer keeps no act
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Break:
         return f"{self.filename}:{self.line}: {self.reason} at `{self.location}`"
 
 
-@dataclass
+@dataclass(eq=False)
 class Report:
     """Account of one trace; ``print(tracer.report)`` shows it.
 
@@ -41,6 +44,8 @@ class Report:
         recordings: Programs recorded anew; 0 when the run followed programs that were known.
         compiles: Graphs lowered anew during the run.
         replayed: Whether the block itself did not run, because its effects were known.
+        where: File and line of the ``with`` statement.
+        pieces: What ran, one piece after the other; the compiler's to fill and to explain.
     """
 
     mode: str = ""
@@ -50,12 +55,13 @@ class Report:
     recordings: int = 0
     compiles: int = 0
     replayed: bool = False
-    _code: list[Callable[[], str]] = field(default_factory=list, repr=False)
+    where: str = ""
+    pieces: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def code(self) -> str:
         """The spliced graphs as Python source, lines that come from the user's block marked; empty when eager."""
-        return "\n\n".join(render() for render in self._code)
+        return "\n\n".join(piece.code() for piece in self.pieces)
 
     def __str__(self) -> str:
         if self.mode != "compiled":
@@ -72,3 +78,25 @@ class Report:
             lines.append("  cut at")
             lines += [f"    {cut}" for cut in self.breaks]
         return "\n".join(lines)
+
+
+#: Where traces that start leave their reports, if somebody collects them.
+_collected: ContextVar[list[Report] | None] = ContextVar("nnsight_collected_reports", default=None)
+
+
+@contextlib.contextmanager
+def collected_reports() -> Iterator[list[Report]]:
+    """Collect the reports of the traces that start inside, in this context."""
+    reports: list[Report] = []
+    token = _collected.set(reports)
+    try:
+        yield reports
+    finally:
+        _collected.reset(token)
+
+
+def trace_starts(report: Report) -> None:
+    """Hand ``report`` to whoever collects reports."""
+    reports = _collected.get()
+    if reports is not None:
+        reports.append(report)

@@ -28,7 +28,7 @@ from .mediator import EarlyStopException, Mediator
 from .mentions import Chains, mentioned_chains
 from .probing import Modules, find_batch_dims
 from .replacing import Replacements
-from .report import Report
+from .report import Report, trace_starts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -187,6 +187,7 @@ class InterleavingTracer(RunControls, Tracer):
         """Run the model with ``function`` as its block, or as what opens its blocks."""
         assert self._call is not None
         driver, model, args, kwargs = self._call
+        self.note_start()
         self._invokes = [] if not args else None
         main = Mediator(function, self.info, "trace")
         edits = [] if self._model is None else self._model.edits
@@ -205,6 +206,12 @@ class InterleavingTracer(RunControls, Tracer):
             interleaver.failure = None  # its traceback has frames that hold the run
             for action in self._at_end:
                 action()
+
+    def note_start(self) -> None:
+        """Say in the report where the trace stands, once, when it starts."""
+        if self.info is not None and not self.report.where:
+            self.report.where = f"{self.info.filename}:{self.info.line}"
+            trace_starts(self.report)
 
     def _open_mentioned(self) -> None:
         """Let the run stop at the operations that its blocks mention behind ``.source``."""

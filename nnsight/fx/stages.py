@@ -1,0 +1,89 @@
+"""What a profile and a traceback tell of a compiled trace.
+
+The stages of a trace are ranges in a profile of ``torch.profiler``: ``nnsight::record``, ``nnsight::splice``, ``nnsight::lower``,
+``nnsight::run``. Without a profiler they cost one look at a flag.
+
+A graph runs when the block is over, so an error that depends on values, such as an index that is out of range, does not come
+from the block's line. The line is on the node that failed; :func:`note_position` adds it to the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..runtime.report import Report
+from ..tracing.errors import PACKAGE_DIRECTORY
+from . import debug
+from .explaining import RanPiece
+from .splice import SplicedGraph
+
+_NOTHING = contextlib.nullcontext()
+
+#: Names of the files that dynamo and FX pretend for generated code.
+_GENERATED = "<eval_with_key>"
+
+_POSITION = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
+
+
+def stage(name: str) -> Any:
+    """Return a context manager that makes a range of a profile, if there is a profiler."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(f"nnsight::{name}")
+    return _NOTHING
+
+
+def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list[Any]:
+    """Run a piece of a graph; return its results.
+
+    Args:
+        report: Of the trace.
+        ran: The piece.
+        arguments: Its inputs, then its externals.
+    """
+    report.pieces.append(ran)
+    function, filename = debug.dumped(report, ran)
+    with torch._C.DisableTorchFunction(), stage("run"):
+        try:
+            return list(function(*arguments))
+        except Exception as error:
+            note_position(error, ran.variant.spliced, filename)
+            raise
+
+
+def note_position(error: BaseException, spliced: SplicedGraph, filename: str | None = None) -> None:
+    """Add a note to ``error`` with the line of the user, or of the model, that the failed node of ``spliced`` comes from.
+
+    Backends that generate other code leave no trace of the node in the error; then the note says how to find it.
+
+    Args:
+        error: What the graph raised.
+        spliced: The graph.
+        filename: The file that its code is in, if there is one.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return
+    traceback = error.__traceback__
+    while traceback is not None:
+        generated = traceback.tb_frame.f_code.co_filename
+        if generated == filename or generated.startswith(_GENERATED):
+            name = spliced.node_of(linecache.getline(generated, traceback.tb_lineno))
+            node = next((node for node in spliced.graph_module.graph.nodes if node.name == name), None)
+            positions = _POSITION.findall((node.stack_trace or "") if node is not None else "")
+            found = [position for position in positions if not position[0].startswith(PACKAGE_DIRECTORY)]
+            if node is not None and found:
+                file, line, code = found[-1]
+                owner = "The block" if node.name in spliced.marks else "The model"
+                error.add_note(f"{owner} computes this at {file}:{line}: {code.strip()}")
+                return
+        traceback = traceback.tb_next
+    if spliced.marks:
+        error.add_note(
+            "A compiled graph raised this, which does not tell its line. To find it, run the trace inside "
+            "`nnsight.debug_dir(path, step=True)`."
+        )

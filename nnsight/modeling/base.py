@@ -13,6 +13,7 @@ import torch
 from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
+from ..runtime.instrumentation import is_compiling
 from ..runtime.interleaver import active_interleaver
 from ..runtime.mentions import Chains
 from ..runtime.scanning import ScanningTracer
@@ -309,6 +310,12 @@ class NNsight(Envoy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, compiled if :meth:`compile` was called; inside a block, apply it to the block's values."""
+        if is_compiling():
+            from ..fx.inlining import call_edited
+
+            if self._edits and active_interleaver() is None:
+                return call_edited(self, args, kwargs)
+            return super().__call__(*args, **kwargs)
         if self._compile_by_default and active_interleaver() is None:
             return self._compiled_driver().call_plain(args, kwargs)
         return super().__call__(*args, **kwargs)

@@ -1,0 +1,306 @@
+"""Edits inside the user's own ``torch.compile``: the driver that walks dynamo's symbolic execution.
+
+Where a user compiles a function that calls an edited model, dynamo has to trace model and edits into one graph. It executes
+Python symbolically, one frame inside the other, and knows nothing of greenlets, through which a block waits for the model.
+But dynamo is itself a Python program. So the *symbolic execution* of a block runs in the greenlet of a mediator: when the
+block asks for a location, that greenlet is left, dynamo goes on with the forward pass of the model, and at the location the
+block is given what dynamo knows of the value there, a ``VariableTracker``. Interleaver and mediators are those of every
+other run, and their values are variables of dynamo.
+
+Everything else is dynamo's: what a block reads of the user's objects is guarded, tensors among it are inputs of the graph, so
+new values do not recompile and a changed list of edits does, and an effect on a Python object happens after the graph has run. What dynamo
+cannot trace is a graph break around the call of the model, which then runs eagerly, or an error with ``fullgraph=True``.
+
+Only :func:`call_edited` and the look-up of the active run are foreign to dynamo; they are registered with it by their identity.
+Modules are intercepted at dynamo's variable for them, for the time of such a call: nothing is put on the modules, so no guard
+mentions it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import GreenletExit
+from torch._dynamo import exc, variables
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._guards import TracingContext
+
+from ..runtime.controls import RunControls
+from ..runtime.editing import Edit
+from ..runtime.instrumentation import intercepted
+from ..runtime.interleaver import Interleaver, active_interleaver
+from ..runtime.mediator import Mediator
+from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
+from ..tracing.body import SAVE_NAME
+
+if TYPE_CHECKING:
+    from ..modeling.base import NNsight
+
+
+@functools.partial(torch.compiler.disable, reason="an edited model runs beside its edits")
+def call_edited(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``model`` with its edits. Dynamo traces it as :class:`_CallEdited`; where it cannot, this runs eagerly."""
+    return model(*args, **kwargs)
+
+
+class _TracedRun(Interleaver):
+    """A run whose values are variables of dynamo.
+
+    Args:
+        mediators: The blocks.
+        tx: The frame of dynamo that makes the call.
+        tree: The modules of the model, as a variable.
+    """
+
+    __slots__ = ("tree_variable", "tx")
+
+    def __init__(self, mediators: list[Mediator], tx: Any, tree: VariableTracker) -> None:
+        super().__init__(mediators)
+        self.tx = tx
+        self.tree_variable = tree
+        self.offer = _offer
+
+
+def _offer(run: Any, location: str, value: Any) -> Any:
+    """Offer what an intercepted call has: the variable it returns, or a tuple and a dict of variables, its arguments."""
+    if not location.endswith(".input"):
+        return run.handle(location, value)
+    args, kwargs = value
+    named = {_constant(name): argument for name, argument in kwargs.items()}
+    pair = _tuple([_tuple(list(args)), variables.ConstDictVariable(named, mutation_type=ValueMutationNew())])
+    positional, by_name = run.handle(location, pair).unpack_var_sequence(run.tx)
+    return tuple(positional.unpack_var_sequence(run.tx)), _as_dict(by_name)
+
+
+class _TracedMediator(Mediator):
+    """A block that dynamo executes symbolically, in a greenlet.
+
+    Dynamo keeps a stack of the frames it is in. The frames of a block are taken off it while the model runs, and put
+    back when it is the block's turn. Grad mode, of which each side has its own, is switched in the graph as well.
+
+    Args:
+        tx: The frame of dynamo that makes the call.
+        function: The block, as a variable.
+        name: Tells the blocks of a run apart.
+    """
+
+    __slots__ = ("_frames", "_tx")
+
+    def __init__(self, tx: Any, function: VariableTracker, name: str) -> None:
+        super().__init__(lambda: tx.inline_user_function_return(function, [], {}), name=name)
+        self._tx = tx
+        self._frames: tuple[list[Any], ...] | None = None
+
+    def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
+        before = torch.is_grad_enabled()
+        if self._grad_enabled not in (None, before):
+            self._set_grad_enabled(bool(self._grad_enabled))
+        with self._own_frames():
+            super()._turn(switch, *arguments)
+        if self._grad_enabled != before:
+            self._set_grad_enabled(before)
+
+    def cancel(self) -> None:
+        with self._own_frames():
+            super().cancel()
+
+    def _set_grad_enabled(self, enabled: bool) -> None:
+        torch._C._set_grad_enabled(enabled)
+        self._tx.output.create_node("call_function", torch._C._set_grad_enabled, (enabled,), {})
+
+    @contextlib.contextmanager
+    def _own_frames(self) -> Iterator[None]:
+        """Exchange dynamo's frames for those of the block."""
+        context, stack = TracingContext.get(), self._tx.output._current_tx
+        outer = [*stack], [*context.frame_summary_stack], context.loc_in_frame, context.loc_in_frame_positions
+        active = self._tx.is_child_tracer_active
+        if self._frames is not None:
+            stack[:], context.frame_summary_stack[:], context.loc_in_frame, context.loc_in_frame_positions = self._frames
+        try:
+            yield
+        finally:
+            self._frames = (
+                [*stack],
+                [*context.frame_summary_stack],
+                context.loc_in_frame,
+                context.loc_in_frame_positions,
+            )
+            stack[:], context.frame_summary_stack[:], context.loc_in_frame, context.loc_in_frame_positions = outer
+            self._tx.is_child_tracer_active = active
+
+
+class _CallEdited(VariableTracker):
+    """:func:`call_edited`, as dynamo sees it."""
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        root, positional, named = args
+        arguments = positional.unpack_var_sequence(tx)
+        keywords = _as_dict(named)
+        if active_interleaver() is not None:
+            raise _unsupported("An edited model was called inside a run of another.")
+        edits = root.var_getattr(tx, "_edits").unpack_var_sequence(tx)
+        blocks = [
+            _TracedMediator(tx, _block_of(tx, edit.realize(), root), f"edit {number}")
+            for number, edit in enumerate(edits)
+        ]
+        module = root.var_getattr(tx, "_module")
+        tree = root.var_getattr(tx, "_tree").realize()
+        tree.value.refresh()
+        run = _TracedRun(blocks, tx, tree)
+        try:
+            with _intercepting(run, tree.value.paths), run:
+                output = module.call_function(tx, arguments, keywords)
+                if run.failure is not None:
+                    raise run.failure
+                run.handle("result", output)
+                run.finish()
+                return output
+        except (exc.TorchDynamoException, GreenletExit):
+            raise
+        except (ValueError, TypeError) as error:
+            raise _unsupported(f"{type(error).__name__}: {error}") from error
+        finally:
+            run.failure = None
+
+
+def _block_of(tx: Any, edit: VariableTracker, root: VariableTracker) -> VariableTracker:
+    """Return the block of an edit as a function, on variables of its own, that has the values of the definition."""
+    value: Edit = edit.value
+    source = edit.source
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+    bound: VariableTracker = root
+    if isinstance(value.block.target, tuple):
+        bound = _tuple([VariableTracker.build(tx, RunControls).call_function(tx, [], {}), root])
+    own = {TRACER_NAME: bound, SCOPE_NAME: _constant(None), SAVE_NAME: VariableTracker.build(tx, _unchanged)}
+    cells_source = AttrSource(AttrSource(source, "scope"), "cells")
+    closure = []
+    function = value.function()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+        made = tx.output.side_effects.track_cell_new()
+        closure.append(made)
+        if name in value.roots:
+            content = root
+        elif name in own:
+            content = own[name]
+        elif name not in value.scope.cells:
+            content = VariableTracker.build(tx, cell.cell_contents)
+        elif is_bound(cell):
+            content_source = AttrSource(DictGetItemSource(cells_source, name), "cell_contents")
+            content = VariableTracker.build(tx, cell.cell_contents, content_source)
+        else:
+            continue
+        tx.output.side_effects.store_cell(made, content)
+    return variables.NestedUserFunctionVariable(
+        _constant(function.__name__),
+        VariableTracker.build(tx, function.__code__),
+        function.__globals__,
+        None,
+        None,
+        _tuple(closure),
+    )
+
+
+def _unchanged(value: Any) -> Any:
+    """Do what ``.save()`` does in an edit: names of an edit do not come home."""
+    return value
+
+
+class _Handle(VariableTracker):
+    """An object of the package that blocks work with, as dynamo sees it.
+
+    Args:
+        value: The object.
+    """
+
+    def __init__(self, value: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.value = value
+
+    def var_getattr(self, tx: Any, name: str) -> VariableTracker:
+        found = getattr(self.value, name)
+        if name == "interleaver":
+            return _Handle(found)
+        if name == "current":
+            return _constant(None) if found is None else _Handle(found)
+        if name == "tree":
+            return self.value.tree_variable
+        if callable(found):
+            return variables.GetAttrVariable(self, name)
+        return _constant(found)
+
+    def call_method(
+        self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name == "__setattr__":
+            setattr(self.value, args[0].as_python_constant(), args[1].as_python_constant())
+            return _constant(None)
+        plain = [argument.as_python_constant() if argument.is_python_constant() else argument for argument in args]
+        if name == "on_leave":
+            plain = [functools.partial(args[0].call_function, tx, [], {})]
+        elif name in ("swap", "skip"):
+            plain[1] = args[1]
+        try:
+            found = getattr(self.value, name)(*plain)
+        except (ValueError, TypeError) as error:
+            raise _unsupported(f"{type(error).__name__}: {error}") from error
+        return found if isinstance(found, VariableTracker) else _constant(found)
+
+
+class _ActiveRun(VariableTracker):
+    """The look-up of the active run, as dynamo sees it: only a run that dynamo traces is active for it."""
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        run = active_interleaver()
+        return _Handle(run) if isinstance(run, _TracedRun) else _constant(None)
+
+
+_call_module = variables.UnspecializedNNModuleVariable.call_function
+
+
+@contextlib.contextmanager
+def _intercepting(run: _TracedRun, paths: dict[torch.nn.Module, str]) -> Iterator[None]:
+    """Pass the calls of modules that dynamo traces through ``run``. Dynamo holds a lock meanwhile."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        path = paths.get(self.value)
+        if path is None:
+            return _call_module(self, tx, args, kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _call_module(self, tx, list(args), kwargs)
+
+        return intercepted(path, None)(call, *args, **kwargs)
+
+    kind: Any = variables.UnspecializedNNModuleVariable
+    kind.call_function = call_function
+    try:
+        yield
+    finally:
+        kind.call_function = _call_module
+
+
+def _constant(value: Any) -> VariableTracker:
+    return variables.ConstantVariable.create(value)
+
+
+def _tuple(items: list[VariableTracker]) -> VariableTracker:
+    return variables.TupleVariable(items, mutation_type=ValueMutationNew())
+
+
+def _as_dict(mapping: VariableTracker) -> dict[str, VariableTracker]:
+    return {key.vt.as_python_constant(): value for key, value in mapping.realize().items.items()}
+
+
+def _unsupported(message: str) -> Exception:
+    return exc.Unsupported(message)
+
+
+VariableBuilder._id_dispatch()[id(active_interleaver)] = lambda builder, value: _ActiveRun()
+VariableBuilder._id_dispatch()[id(call_edited)] = lambda builder, value: _CallEdited()

@@ -23,6 +23,7 @@ import torch
 
 from .eproperty import described
 from .located import Located
+from .runtime.instrumentation import is_compiling
 from .runtime.interleaver import Interleaver, active_interleaver
 from .runtime.operations import forward_of
 from .source import Source
@@ -122,6 +123,8 @@ class Envoy(Located):
                 For modules that are not part of the forward pass, such as an autoencoder added to the model.
             **kwargs: Arguments of the module, by name.
         """
+        if is_compiling():
+            from .fx import inlining  # noqa: F401 - dynamo runs this as it traces; it then knows what the active run is
         run = active_interleaver()
         if run is None or run.current is None:
             return self._module(*args, **kwargs)
@@ -212,7 +215,7 @@ class Envoy(Located):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling() and calls_for_with(sys._getframe(1)):
+            if not is_compiling() and calls_for_with(sys._getframe(1)):
                 roots: Any = self._tree.roots
                 for root in sorted(roots, key=lambda root: len(root._edits)):  # a copy with edits comes last
                     return root._trace_method(self, name, args, kwargs)

@@ -309,16 +309,28 @@ class NNsight(Envoy):
         return EagerDriver(function or self._module, self._tree.instrumentation)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, compiled if :meth:`compile` was called; inside a block, apply it to the block's values."""
+        """Call the model with its edits, compiled if :meth:`compile` was called.
+
+        Inside a block of its own, the model is applied to the block's values, without edits: no location is passed there.
+        Inside a function under ``torch.compile``, model and edits become part of the graph of that function.
+        """
         if is_compiling():
-            from ..fx.inlining import call_edited
+            from ..fx.inlining import call_edited  # first of all: it tells dynamo what the active run is
 
             if self._edits and active_interleaver() is None:
                 return call_edited(self, args, kwargs)
             return super().__call__(*args, **kwargs)
-        if self._compile_by_default and active_interleaver() is None:
+        run = active_interleaver()
+        if self._edits and (run is None or (run.current is not None and run.tree is not self._tree)):
+            return self._call_edited(None, args, kwargs)
+        if self._compile_by_default and run is None:
             return self._compiled_driver().call_plain(args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _call_edited(self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or ``function``, which calls it, with the edits of this object."""
+        driver = self._driver(None, function)
+        return InterleavingTracer(driver, self, args, kwargs, named=_Names(self)).call_edited()
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..demo import NAME as DEMO_NAME
 from ..demo import path as demo_path
 from ..envoy import Envoy
+from ..runtime.interleaver import active_interleaver
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
 from .forms import describe
@@ -157,6 +158,8 @@ class LanguageModel(TextInput, MetaMixin):
             return self._tracer(generation, inputs, kwargs, compile, backend)
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
+        if self._edits and active_interleaver() is None:
+            return self._call_edited(generation, args, kwargs)
         return generation(*args, **kwargs)
 
     @functools.cached_property

@@ -15,6 +15,7 @@ import torch
 
 from ..eproperty import eproperty
 from ..tracing import Backend, Block, Scope, Tracer, save
+from ..tracing.saving import saves
 from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
 from .batch_dims import BatchDims
 from .batching import BatchGroup
@@ -193,10 +194,8 @@ class InterleavingTracer(RunControls, Tracer):
         driver, model, args, kwargs = self._call
         self._invokes = [] if not args else None
         main = Mediator(function, self.info, "trace")
-        edits = [] if self._model is None else self._model.edits
-        blocks = [Mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
         self._open_mentioned()
-        interleaver = Interleaver([*blocks, main], self, on_blocks_done=self._drop_unsaved)
+        interleaver = Interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
         interleaver.tree = None if self._model is None else self._model.modules
         try:
             with interleaver:
@@ -210,11 +209,42 @@ class InterleavingTracer(RunControls, Tracer):
             for action in self._at_end:
                 action()
 
+    def call_edited(self) -> Any:
+        """Run the model with its edits and no other block, on arguments as they are, and return what it returns.
+
+        Raises:
+            ValueError: If an edit stops the run, so that there is nothing to return.
+        """
+        assert self._call is not None and self._model is not None
+        driver, _, args, kwargs = self._call
+        self._entered = True
+        self._open_mentioned()
+        interleaver = Interleaver(self._edits(), self)
+        interleaver.tree = self._model.modules
+        token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
+        try:
+            with interleaver:
+                return self._run(driver, interleaver, args, kwargs)
+            raise ValueError(
+                "An edit called `tracer.stop()`, so this call of the model has no output to return. Trace the model, as in "
+                "`with model.trace(x):`, or leave out the edit with `clear_edits()`."
+            )
+        finally:
+            interleaver.failure = None
+            saves.reset(token)
+            self._close()
+
+    def _edits(self) -> list[Mediator]:
+        """Return the edits of the model as blocks of a run."""
+        edits = [] if self._model is None else self._model.edits
+        return [Mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
+
     def _open_mentioned(self) -> None:
         """Let the run stop at the operations that its blocks mention behind ``.source``."""
-        if self._model is None or self.info is None or self.scope is None or self._frame is None:
+        if self._model is None:
             return
-        self._open_mentioned_in(self._model, self.info, self.scope, self._frame.f_globals)
+        if self.info is not None and self.scope is not None and self._frame is not None:
+            self._open_mentioned_in(self._model, self.info, self.scope, self._frame.f_globals)
         for edit in self._model.edits:
             self._open_mentioned_in(self._model, edit.block, edit.scope, edit.module_globals)
 
@@ -227,7 +257,7 @@ class InterleavingTracer(RunControls, Tracer):
         if chains:
             model.open_mentioned(chains)
 
-    def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replacements = interleaver.check_replacement = Replacements()
         try:
             output = driver(interleaver, args, kwargs, self.report)
@@ -242,6 +272,7 @@ class InterleavingTracer(RunControls, Tracer):
             raise interleaver.failure
         interleaver.handle("result", output)
         interleaver.finish()
+        return output
 
     def _prepare(
         self,

@@ -44,10 +44,13 @@ if TYPE_CHECKING:
     from ..modeling.base import NNsight
 
 
-@functools.partial(torch.compiler.disable, reason="an edited model runs beside its edits")
 def call_edited(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``model`` with its edits. Dynamo traces it as :class:`_CallEdited`; where it cannot, this runs eagerly."""
+    """Call ``model`` with its edits. Dynamo traces this as :class:`_CallEdited`."""
     return model(*args, **kwargs)
+
+
+def leave_frame(what: str) -> None:
+    """Do nothing. Where dynamo traces it, see :class:`_LeaveFrame`, the function that is compiled runs as Python instead."""
 
 
 class _TracedRun(Interleaver):
@@ -170,6 +173,10 @@ class _CallEdited(VariableTracker):
             run.failure = None
 
 
+#: What an edit with two names behind ``as`` calls its tracer. It has no state.
+_CONTROLS = RunControls()
+
+
 def _block_of(tx: Any, edit: VariableTracker, root: VariableTracker) -> VariableTracker:
     """Return the block of an edit as a function, on variables of its own, that has the values of the definition."""
     value: Edit = edit.value
@@ -177,7 +184,7 @@ def _block_of(tx: Any, edit: VariableTracker, root: VariableTracker) -> Variable
     install_guard(source.make_guard(GuardBuilder.ID_MATCH))
     bound: VariableTracker = root
     if isinstance(value.block.target, tuple):
-        bound = _tuple([VariableTracker.build(tx, RunControls).call_function(tx, [], {}), root])
+        bound = _tuple([VariableTracker.build(tx, _CONTROLS), root])
     own = {TRACER_NAME: bound, SCOPE_NAME: _constant(None), SAVE_NAME: VariableTracker.build(tx, _unchanged)}
     cells_source = AttrSource(AttrSource(source, "scope"), "cells")
     closure = []
@@ -261,6 +268,20 @@ class _ActiveRun(VariableTracker):
         return _Handle(run) if isinstance(run, _TracedRun) else _constant(None)
 
 
+class _LeaveFrame(VariableTracker):
+    """:func:`leave_frame`, as dynamo sees it."""
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        what = args[0].as_python_constant()
+        if tx.one_graph or tx.error_on_graph_break:
+            raise _unsupported(
+                f"`{what}` cannot be part of a graph of torch.compile, and fullgraph=True asks for one graph. Its block runs "
+                "beside the model. Keep the block with `model.edit()` and call the edited model in the compiled function; or leave "
+                "the trace outside of it and compile the model, as in `model.compile()`; or compile without fullgraph=True."
+            )
+        raise exc.SkipFrame(f"`{what}` has a block, which is found by its frame and runs beside a model")
+
+
 _call_module = variables.UnspecializedNNModuleVariable.call_function
 
 
@@ -303,4 +324,5 @@ def _unsupported(message: str) -> Exception:
 
 
 VariableBuilder._id_dispatch()[id(active_interleaver)] = lambda builder, value: _ActiveRun()
+VariableBuilder._id_dispatch()[id(leave_frame)] = lambda builder, value: _LeaveFrame()
 VariableBuilder._id_dispatch()[id(call_edited)] = lambda builder, value: _CallEdited()

@@ -18,6 +18,7 @@ from ..runtime.interleaver import active_interleaver
 from ..runtime.mentions import Chains
 from ..runtime.scanning import ScanningTracer
 from ..runtime.tracer import Driver, InterleavingTracer
+from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
 from .methods import TracedFunction, TracedMethod
@@ -113,6 +114,7 @@ class NNsight(Envoy):
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
 
+    @uncompiled
     def trace(
         self,
         *args: Any,
@@ -167,9 +169,11 @@ class NNsight(Envoy):
             backend: Where the block runs.
             **options: Further ones of :class:`ModelTracer`.
         """
+        leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
 
+    @uncompiled
     def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
         """Run the block on fake tensors: sizes and types without values, and without computing anything.
 
@@ -195,17 +199,21 @@ class NNsight(Envoy):
             >>> model._fake_output.shape
             torch.Size([5, 3])
         """
+        leave_to_python("model.scan(...)")
         self._sync()
         return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
 
+    @uncompiled
     def session(self, backend: Backend | None = None) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
         Args:
             backend: Where the block runs; in this process by default.
         """
+        leave_to_python("model.session()")
         return Tracer(backend)
 
+    @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:
         """Keep a block and run it in every later trace.
 
@@ -218,6 +226,7 @@ class NNsight(Envoy):
             >>> with model.edit() as edited:
             ...     model.output[:] = 0
         """
+        leave_to_python("model.edit()")
         edited = self
         if not inplace:
             edited = object.__new__(type(self))
@@ -308,6 +317,7 @@ class NNsight(Envoy):
             return driver if function is None else driver.around(function)
         return EagerDriver(function or self._module, self._tree.instrumentation)
 
+    @uncompiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with its edits, compiled if :meth:`compile` was called.
 
@@ -327,6 +337,7 @@ class NNsight(Envoy):
             return self._compiled_driver().call_plain(args, kwargs)
         return super().__call__(*args, **kwargs)
 
+    @uncompiled
     def _call_edited(self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or ``function``, which calls it, with the edits of this object."""
         driver = self._driver(None, function)

@@ -26,6 +26,7 @@ from ..demo import NAME as DEMO_NAME
 from ..demo import path as demo_path
 from ..envoy import Envoy
 from ..runtime.interleaver import active_interleaver
+from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
 from .forms import describe
@@ -137,6 +138,7 @@ class LanguageModel(TextInput, MetaMixin):
 
     # -- generation ------------------------------------------------------------------------------------------
 
+    @uncompiled_itself
     def generate(self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
 
@@ -153,6 +155,7 @@ class LanguageModel(TextInput, MetaMixin):
             In a ``with`` header the tracer. Else what ``generate`` of transformers returns: token ids with the prompt,
             int64 ``[batch, sequence]``, unless it was asked for more.
         """
+        leave_to_python("model.generate(...)")
         generation = Generation(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)

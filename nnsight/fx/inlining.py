@@ -34,6 +34,7 @@ from torch._guards import TracingContext
 
 from ..runtime.controls import RunControls
 from ..runtime.editing import Edit
+from ..runtime.errors import ReplacementShapeError
 from ..runtime.instrumentation import intercepted
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.mediator import Mediator
@@ -69,6 +70,7 @@ class _TracedRun(Interleaver):
         self.tx = tx
         self.tree_variable = tree
         self.offer = _offer
+        self.check_replacement = _check_replacement
 
 
 def _offer(run: Any, location: str, value: Any) -> Any:
@@ -80,6 +82,19 @@ def _offer(run: Any, location: str, value: Any) -> Any:
     pair = _tuple([_tuple(list(args)), variables.ConstDictVariable(named, mutation_type=ValueMutationNew())])
     positional, by_name = run.handle(location, pair).unpack_var_sequence(run.tx)
     return tuple(positional.unpack_var_sequence(run.tx)), _as_dict(by_name)
+
+
+def _check_replacement(location: str, old: VariableTracker, new: VariableTracker) -> None:
+    """Refuse what would not mean the same, as :class:`~nnsight.runtime.replacing.Replacements` does."""
+    if location.endswith(".input"):
+        parts = new.items if isinstance(new, variables.BaseListVariable) and new.python_type() is tuple else []
+        if [part.python_type() for part in parts] not in ([tuple, dict], [list, dict]):
+            raise ReplacementShapeError(f"The replacement of `{location}s` is not a pair of a tuple and a dict.")
+    elif isinstance(new, variables.TensorVariable) and issubclass(old.python_type(), (tuple, list, dict)):
+        raise ReplacementShapeError(
+            f"The replacement of `{location}` has another structure than the model's value there: a tensor instead of a "
+            f"{old.python_type().__name__}. Assign a {old.python_type().__name__}, or edit its tensors in place."
+        )
 
 
 class _TracedMediator(Mediator):
@@ -109,6 +124,9 @@ class _TracedMediator(Mediator):
             super()._turn(switch, *arguments)
         if self._grad_enabled != before:
             self._set_grad_enabled(before)
+
+    def leave_loop(self) -> None:
+        raise _unsupported("An edit loops over more steps than the call of the model has: bound it, as in `tracer.iter[:1]`.")
 
     def cancel(self) -> None:
         with self._own_frames():
@@ -184,7 +202,8 @@ def _block_of(tx: Any, edit: VariableTracker, root: VariableTracker) -> Variable
     install_guard(source.make_guard(GuardBuilder.ID_MATCH))
     bound: VariableTracker = root
     if isinstance(value.block.target, tuple):
-        bound = _tuple([VariableTracker.build(tx, _CONTROLS), root])
+        controls = AttrSource(tx.import_source(__name__), "_CONTROLS")
+        bound = _tuple([VariableTracker.build(tx, _CONTROLS, controls), root])
     own = {TRACER_NAME: bound, SCOPE_NAME: _constant(None), SAVE_NAME: VariableTracker.build(tx, _unchanged)}
     cells_source = AttrSource(AttrSource(source, "scope"), "cells")
     closure = []
@@ -245,14 +264,11 @@ class _Handle(VariableTracker):
     def call_method(
         self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        if name == "__setattr__":
-            setattr(self.value, args[0].as_python_constant(), args[1].as_python_constant())
-            return _constant(None)
         plain = [argument.as_python_constant() if argument.is_python_constant() else argument for argument in args]
         if name == "on_leave":
             plain = [functools.partial(args[0].call_function, tx, [], {})]
         elif name in ("swap", "skip"):
-            plain[1] = args[1]
+            plain[1] = args[1].realize()
         try:
             found = getattr(self.value, name)(*plain)
         except (ValueError, TypeError) as error:

@@ -327,15 +327,19 @@ class NNsight(Envoy):
         if is_compiling():
             from ..fx.inlining import call_edited  # first of all: it tells dynamo what the active run is
 
-            if self._edits and active_interleaver() is None:
-                return call_edited(self, args, kwargs)
-            return super().__call__(*args, **kwargs)
-        run = active_interleaver()
-        if self._edits and (run is None or (run.current is not None and run.tree is not self._tree)):
+            return call_edited(self, args, kwargs) if self._edits_apply() else super().__call__(*args, **kwargs)
+        if self._edits_apply():
             return self._call_edited(None, args, kwargs)
-        if self._compile_by_default and run is None:
+        if self._compile_by_default and active_interleaver() is None:
             return self._compiled_driver().call_plain(args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _edits_apply(self) -> bool:
+        """Whether a call of the model, here and now, is to run its edits: outside of runs, and in a block of another model."""
+        if not self._edits:
+            return False
+        run = active_interleaver()
+        return run is None or (run.current is not None and run.tree is not self._tree)
 
     @uncompiled
     def _call_edited(self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -225,7 +225,7 @@ class DiffusionModel(MetaMixin):
             return self._tracer(generation, inputs, kwargs, compile, backend)
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
-        if self._edits and active_interleaver() is None:
+        if self._edits_apply():
             return self._call_edited(generation, args, kwargs)
         return generation(*args, **kwargs)
 

@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..demo import NAME as DEMO_NAME
 from ..demo import path as demo_path
 from ..envoy import Envoy
-from ..runtime.interleaver import active_interleaver
 from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
@@ -161,7 +160,7 @@ class LanguageModel(TextInput, MetaMixin):
             return self._tracer(generation, inputs, kwargs, compile, backend)
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
-        if self._edits and active_interleaver() is None:
+        if self._edits_apply():
             return self._call_edited(generation, args, kwargs)
         return generation(*args, **kwargs)
 

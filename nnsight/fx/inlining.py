@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,13 @@ class _CallEdited(VariableTracker):
             run.failure = None
 
 
+class _Block(variables.NestedUserFunctionVariable):
+    """The function of a block. Dynamo must not look for a Python function like it: some variables have no value yet."""
+
+    def get_function(self, _converting: set[int] | None = None) -> types.FunctionType:
+        raise NotImplementedError
+
+
 #: What an edit with two names behind ``as`` calls its tracer. It has no state.
 _CONTROLS = RunControls()
 
@@ -223,7 +231,7 @@ def _block_of(tx: Any, edit: VariableTracker, root: VariableTracker) -> Variable
         else:
             continue
         tx.output.side_effects.store_cell(made, content)
-    return variables.NestedUserFunctionVariable(
+    return _Block(
         _constant(function.__name__),
         VariableTracker.build(tx, function.__code__),
         function.__globals__,

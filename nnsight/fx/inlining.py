@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 
 def call_edited(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``model`` with its edits. Dynamo traces this as :class:`_CallEdited`."""
-    return model(*args, **kwargs)
+    """Call ``model`` with its edits. Only dynamo comes here, and traces this as :class:`_CallEdited`."""
+    return model._call_edited(None, args, kwargs)
 
 
 def leave_frame(what: str) -> None:
@@ -115,7 +115,7 @@ class _TracedMediator(Mediator):
     def __init__(self, tx: Any, function: VariableTracker, name: str) -> None:
         super().__init__(lambda: tx.inline_user_function_return(function, [], {}), name=name)
         self._tx = tx
-        self._frames: tuple[list[Any], ...] | None = None
+        self._frames: tuple[list[Any], list[Any], dict[str, Any], bool] | None = None
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
         before = torch.is_grad_enabled()
@@ -140,22 +140,26 @@ class _TracedMediator(Mediator):
     @contextlib.contextmanager
     def _own_frames(self) -> Iterator[None]:
         """Exchange dynamo's frames for those of the block."""
-        context, stack = TracingContext.get(), self._tx.output._current_tx
-        outer = [*stack], [*context.frame_summary_stack], context.loc_in_frame, context.loc_in_frame_positions
-        active = self._tx.is_child_tracer_active
+        outer = self._take_frames()
         if self._frames is not None:
-            stack[:], context.frame_summary_stack[:], context.loc_in_frame, context.loc_in_frame_positions = self._frames
+            self._put_frames(self._frames)
         try:
             yield
         finally:
-            self._frames = (
-                [*stack],
-                [*context.frame_summary_stack],
-                context.loc_in_frame,
-                context.loc_in_frame_positions,
-            )
-            stack[:], context.frame_summary_stack[:], context.loc_in_frame, context.loc_in_frame_positions = outer
-            self._tx.is_child_tracer_active = active
+            self._frames = self._take_frames()
+            self._put_frames(outer)
+
+    def _take_frames(self) -> tuple[list[Any], list[Any], dict[str, Any], bool]:
+        """Return the frames that dynamo is in, and where in the innermost it is."""
+        context = TracingContext.get()
+        place = {name: value for name, value in vars(context).items() if name.startswith("loc_in_frame")}
+        active = self._tx.is_child_tracer_active
+        return [*self._tx.output._current_tx], [*context.frame_summary_stack], place, active
+
+    def _put_frames(self, frames: tuple[list[Any], list[Any], dict[str, Any], bool]) -> None:
+        context = TracingContext.get()
+        self._tx.output._current_tx[:], context.frame_summary_stack[:], place, self._tx.is_child_tracer_active = frames
+        vars(context).update(place)
 
 
 class _CallEdited(VariableTracker):
@@ -166,7 +170,7 @@ class _CallEdited(VariableTracker):
         arguments = positional.unpack_var_sequence(tx)
         keywords = _as_dict(named)
         if active_interleaver() is not None:
-            raise _unsupported("An edited model was called inside a run of another.")
+            raise _unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
         edits = root.var_getattr(tx, "_edits").unpack_var_sequence(tx)
         blocks = [
             _TracedMediator(tx, _block_of(tx, edit.realize(), root), f"edit {number}")

@@ -215,7 +215,7 @@ class NNsight(Envoy):
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:
-        """Keep a block and run it in every later trace.
+        """Keep a block and run it in every later trace and call of the model.
 
         Args:
             inplace: Edit this object; by default the block goes to a copy, which ``as`` binds. The copy shares modules,

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ...runtime.instrumentation import is_compiling
-from ...runtime.instrumentation import is_compiling
 from ...runtime.interleaver import active_interleaver
 from ...runtime.tracer import Driver
 from .loadable import LoadableMixin

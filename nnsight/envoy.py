@@ -25,8 +25,7 @@ from .eproperty import described
 from .located import Located
 from .runtime.instrumentation import is_compiling
 from .runtime.interleaver import Interleaver, active_interleaver
-from .runtime.operations import forward_of
-from .source import Source
+from .source import Source, source_of
 from .tracing.source import calls_for_with
 from .tree import ModuleTree
 
@@ -167,7 +166,7 @@ class Envoy(Located):
             >>> with model.trace(prompt):
             ...     attention = model.transformer.h[0].attn.source.attention_interface_0.output[0].save()
         """
-        return Source(self._tree, self._path, forward_of(self._module)[1])
+        return source_of(self)
 
     def modules(self, include: Callable[[Envoy], bool] | None = None) -> list[Envoy]:
         """Return this envoy and all below it, each once, those for which ``include`` holds."""

@@ -660,12 +660,57 @@ def test_an_edited_model_called_in_a_block(model: NNsight, compile: bool) -> Non
     assert torch.equal(again, model._module(by_hand(model, first=lambda h: h * 2)))
 
 
-def test_operations_are_edited_in_plain_calls(model: NNsight) -> None:
+def test_operations_are_edited(model: NNsight) -> None:
     with model.edit() as edited:
         model.source.torch_relu_0.output[:] += 1
-    expected = model._module.second(torch.relu(model._module.first(X)) + 1)
+        operation = model.second.source.F_linear_0
+        operation.input = operation.input * 2
+    module = model._module
+    agrees(edited, module.second((torch.relu(module.first(X)) + 1) * 2))
+    with model.edit() as skipping:
+        model.source.torch_relu_0.skip(torch.ones(2, 6))
+    agrees(skipping, module.second(torch.ones(2, 6)))
+    assert torch.equal(Compiled(model)(X), module(X))
+
+
+def test_operations_of_a_function_that_is_replaced_later(model: NNsight) -> None:
+    with model.edit() as edited:
+        model.source.torch_relu_0.output[:] += 1
+    compiled = Compiled(lambda x: edited(x) * 1, fullgraph=False)
+    module = model._module
+    assert torch.equal(compiled(X), module.second(torch.relu(module.first(X)) + 1))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(module.second(x))
+
+    module.forward = forward  # type: ignore[method-assign]
+    assert torch.equal(compiled(X), torch.relu(module.second(X)) + 1)
+
+
+def test_operations_that_only_python_can_stop_at() -> None:
+    """Inside a function that an operation calls, and in a module with hooks: the graph breaks around the call."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x.mul(2)
+
+    class Calls(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return doubled(x) + 1
+
+    model = NNsight(Calls())
+    with model.edit() as edited:
+        model.source.doubled_0.source.x_mul_0.output[:] = 3
+    assert torch.equal(edited(X), torch.full((2, 6), 4.0))
+    assert torch.equal(Compiled(lambda x: edited(x) * 1, fullgraph=False)(X), torch.full((2, 6), 4.0))
+    hooked = NNsight(Net())
+    hooked._module.register_forward_hook(lambda _, __, out: out + 1)
+    with hooked.edit() as edited:
+        hooked.source.torch_relu_0.output[:] = 1
+    expected = hooked._module.second(torch.ones(2, 6)) + 1
     assert torch.equal(edited(X), expected)
-    assert torch.equal(Compiled(lambda x: edited(x) * 2, fullgraph=False)(X), expected * 2)
+    assert torch.equal(Compiled(lambda x: edited(x) * 1, fullgraph=False)(X), expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="with hooks"):
+        Compiled(lambda x: edited(x) * 1)(X)
 
 
 def test_a_plain_generation_runs_the_edits() -> None:
@@ -689,11 +734,15 @@ def test_steered_transformers_are_one_graph(cases: dict[str, Case], name: str) -
     vector, hooks = torch.randn(32), Hooks(case.module)
     model = NNsight(case.module)
     hooks.output(case.layer(1), lambda out: out + vector)
+    project = {"gpt2": "c_proj", "llama": "o_proj"}[name]  # what comes right behind the attention
+    hooks.input(f"{case.layer(2)}.{case.attention}.{project}", lambda args, kwargs: ((args[0] * 1.5,), kwargs))
     hooks.output(f"{case.layer(2)}.{case.attention}", lambda out: (out[0] * 0.5, *out[1:]))
     with model.edit() as edited:
         layers = edited.get(case.layers)
         layers[1].output = layers[1].output + vector
         attention = layers[2].get(case.attention)
+        weighted = attention.source.attention_interface_0.output
+        attention.source.attention_interface_0.output = (weighted[0] * 1.5, *weighted[1:])
         attention.output = (attention.output[0] * 0.5, *attention.output[1:])
     compiled = Compiled(lambda **inputs: edited(**inputs, use_cache=False).logits)
     with torch.no_grad():

@@ -29,8 +29,9 @@ from greenlet import GreenletExit
 from torch._dynamo import exc, variables
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
-from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.nn_module import guard_to_detect_forward_monkeypatching
 from torch._guards import TracingContext
 
 from ..runtime.controls import RunControls
@@ -38,9 +39,14 @@ from ..runtime.editing import Edit
 from ..runtime.errors import ReplacementShapeError
 from ..runtime.instrumentation import intercepted
 from ..runtime.interleaver import Interleaver, active_interleaver
+from ..runtime.listing import SourceError
 from ..runtime.mediator import Mediator
+from ..runtime.operations import Operations, forward_of, layers_of
+from ..runtime.tracer import InterleavingTracer
+from ..source import OperationEnvoy, Source, source_of
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
+from ..tree import ModuleTree
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
@@ -53,6 +59,18 @@ def call_edited(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def leave_frame(what: str) -> None:
     """Do nothing. Where dynamo traces it, see :class:`_LeaveFrame`, the function that is compiled runs as Python instead."""
+
+
+def offered_call(
+    input_location: str, output_location: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make the call of an operation. Dynamo traces what it calls as :class:`_OfferCall`."""
+    return offer_call(input_location, call, args, kwargs)
+
+
+def offer_call(input_location: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call, and offer its input and output to the run that dynamo traces."""
+    raise AssertionError("only dynamo calls this")
 
 
 class _TracedRun(Interleaver):
@@ -179,9 +197,11 @@ class _CallEdited(VariableTracker):
         module = root.var_getattr(tx, "_module")
         tree = root.var_getattr(tx, "_tree").realize()
         tree.value.refresh()
+        for edit in root.value._edits:
+            InterleavingTracer._open_mentioned_in(_Opening(tree.value), edit.block, edit.scope, edit.module_globals)
         run = _TracedRun(blocks, tx, tree)
         try:
-            with _intercepting(run, tree.value.paths), run:
+            with _intercepting(run, tree.value), run:
                 output = module.call_function(tx, arguments, keywords)
                 if run.failure is not None:
                     raise run.failure
@@ -314,15 +334,18 @@ _call_module = variables.UnspecializedNNModuleVariable.call_function
 
 
 @contextlib.contextmanager
-def _intercepting(run: _TracedRun, paths: dict[torch.nn.Module, str]) -> Iterator[None]:
+def _intercepting(run: _TracedRun, tree: ModuleTree) -> Iterator[None]:
     """Pass the calls of modules that dynamo traces through ``run``. Dynamo holds a lock meanwhile."""
+    operations = tree.operations(offered_call)
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        path = paths.get(self.value)
+        path = tree.paths.get(self.value)
         if path is None:
             return _call_module(self, tx, args, kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if path in operations.opened:
+                return _call_with_operations(tx, self, operations, path, args, kwargs)
             return _call_module(self, tx, list(args), kwargs)
 
         return intercepted(path, None)(call, *args, **kwargs)
@@ -333,6 +356,70 @@ def _intercepting(run: _TracedRun, paths: dict[torch.nn.Module, str]) -> Iterato
         yield
     finally:
         kind.call_function = _call_module
+
+
+def _call_with_operations(
+    tx: Any, module: Any, operations: Operations, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> VariableTracker:
+    """Call a module whose operations are watched.
+
+    Dynamo does not know where the rewritten ``forward`` comes from, and could not guard what it finds in a closure.
+    """
+    value = module.value
+    function = layers_of(forward_of(value)[1], path)[0]
+    hooked = value._forward_hooks or value._forward_pre_hooks or value._backward_hooks or value._backward_pre_hooks
+    if hooked or "forward" in value.__dict__ or set(function.__code__.co_freevars) - {"__class__"}:
+        raise _unsupported(f"`{path}.source`: a forward in a closure, and a module with hooks, cannot be part of a graph.")
+    guard_to_detect_forward_monkeypatching(module.source, value)
+    rewritten = operations.intercept(path, function)
+    return variables.UserFunctionVariable(rewritten).call_function(tx, [module, *args], kwargs)
+
+
+class _Opening:
+    """What :meth:`InterleavingTracer._open_mentioned_in` asks of a model."""
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self.open_mentioned = tree.open_mentioned
+
+
+class _OfferCall(VariableTracker):
+    """:func:`offer_call`, as dynamo sees it."""
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        location, function, positional, named = args
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function.call_function(tx, list(args), kwargs)
+
+        path = location.as_python_constant().removesuffix(".input")
+        return intercepted(path, None)(call, *positional.unpack_var_sequence(tx), **_as_dict(named))
+
+
+class _SourceOf(VariableTracker):
+    """:func:`~nnsight.source.source_of`, as dynamo sees it: looking into functions is done beside the symbolic execution."""
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        return _SourceVariable(source_of(args[0].realize().value))
+
+
+class _SourceVariable(VariableTracker):
+    """The operations of a function, as dynamo sees them.
+
+    Args:
+        value: The operations.
+    """
+
+    def __init__(self, value: Source, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.value = value
+
+    def var_getattr(self, tx: Any, name: str) -> VariableTracker:
+        try:
+            operation = getattr(self.value, name)
+        except (AttributeError, SourceError) as error:
+            raise _unsupported(f"{type(error).__name__}: {error}") from error
+        kind = AttrSource(tx.import_source(OperationEnvoy.__module__), OperationEnvoy.__qualname__)
+        return variables.UserDefinedObjectVariable(operation, cls_source=kind, mutation_type=AttributeMutationNew())
 
 
 def _constant(value: Any) -> VariableTracker:
@@ -352,5 +439,7 @@ def _unsupported(message: str) -> Exception:
 
 
 VariableBuilder._id_dispatch()[id(active_interleaver)] = lambda builder, value: _ActiveRun()
+VariableBuilder._id_dispatch()[id(offer_call)] = lambda builder, value: _OfferCall()
+VariableBuilder._id_dispatch()[id(source_of)] = lambda builder, value: _SourceOf()
 VariableBuilder._id_dispatch()[id(leave_frame)] = lambda builder, value: _LeaveFrame()
 VariableBuilder._id_dispatch()[id(call_edited)] = lambda builder, value: _CallEdited()

@@ -21,11 +21,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from greenlet import GreenletExit
 from torch._dynamo import exc, variables
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
@@ -42,7 +41,7 @@ from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.listing import SourceError
 from ..runtime.mediator import Mediator
 from ..runtime.operations import Operations, forward_of, layers_of
-from ..runtime.tracer import InterleavingTracer
+from ..runtime.tracer import open_mentioned
 from ..source import OperationEnvoy, Source, source_of
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
@@ -84,7 +83,7 @@ class _TracedRun(Interleaver):
 
     __slots__ = ("tree_variable", "tx")
 
-    def __init__(self, mediators: list[Mediator], tx: Any, tree: VariableTracker) -> None:
+    def __init__(self, mediators: Iterable[Mediator], tx: Any, tree: VariableTracker) -> None:
         super().__init__(mediators)
         self.tx = tx
         self.tree_variable = tree
@@ -184,32 +183,28 @@ class _CallEdited(VariableTracker):
     """:func:`call_edited`, as dynamo sees it."""
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        root, positional, named = args
-        arguments = positional.unpack_var_sequence(tx)
-        keywords = _as_dict(named)
+        positional, named = args[1:]
+        root: Any = args[0].realize()
         if active_interleaver() is not None:
             raise _unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
-        edits = root.var_getattr(tx, "_edits").unpack_var_sequence(tx)
-        blocks = [
-            _TracedMediator(tx, _block_of(tx, edit.realize(), root), f"edit {number}")
-            for number, edit in enumerate(edits)
-        ]
-        module = root.var_getattr(tx, "_module")
-        tree = root.var_getattr(tx, "_tree").realize()
+        tree: Any = root.var_getattr(tx, "_tree").realize()
         tree.value.refresh()
         for edit in root.value._edits:
-            InterleavingTracer._open_mentioned_in(_Opening(tree.value), edit.block, edit.scope, edit.module_globals)
-        run = _TracedRun(blocks, tx, tree)
+            open_mentioned(tree.value.open_mentioned, edit.block, edit.scope, edit.module_globals)
+        edits = root.var_getattr(tx, "_edits").unpack_var_sequence(tx)
+        blocks = [_block_of(tx, edit.realize(), root) for edit in edits]
+        mediators = [_TracedMediator(tx, block, f"edit {number}") for number, block in enumerate(blocks)]
+        module = root.var_getattr(tx, "_module")
+        run = _TracedRun(mediators, tx, tree)
         try:
             with _intercepting(run, tree.value), run:
-                output = module.call_function(tx, arguments, keywords)
-                if run.failure is not None:
+                output = module.call_function(tx, positional.unpack_var_sequence(tx), _as_dict(named))
+                if run.failure is not None:  # the model caught what a block raised
                     raise run.failure
                 run.handle("result", output)
                 run.finish()
                 return output
-        except (exc.TorchDynamoException, GreenletExit):
-            raise
+            raise _unsupported("An edit ended the run, so the call of the model has no output to return.")
         except (ValueError, TypeError) as error:
             raise _unsupported(f"{type(error).__name__}: {error}") from error
         finally:
@@ -227,7 +222,7 @@ class _Block(variables.NestedUserFunctionVariable):
 _CONTROLS = RunControls()
 
 
-def _block_of(tx: Any, edit: VariableTracker, root: VariableTracker) -> VariableTracker:
+def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
     """Return the block of an edit as a function, on variables of its own, that has the values of the definition."""
     value: Edit = edit.value
     source = edit.source
@@ -240,7 +235,7 @@ def _block_of(tx: Any, edit: VariableTracker, root: VariableTracker) -> Variable
     cells_source = AttrSource(AttrSource(source, "scope"), "cells")
     closure = []
     function = value.function()
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         made = tx.output.side_effects.track_cell_new()
         closure.append(made)
         if name in value.roots:
@@ -375,13 +370,6 @@ def _call_with_operations(
     return variables.UserFunctionVariable(rewritten).call_function(tx, [module, *args], kwargs)
 
 
-class _Opening:
-    """What :meth:`InterleavingTracer._open_mentioned_in` asks of a model."""
-
-    def __init__(self, tree: ModuleTree) -> None:
-        self.open_mentioned = tree.open_mentioned
-
-
 class _OfferCall(VariableTracker):
     """:func:`offer_call`, as dynamo sees it."""
 
@@ -399,7 +387,8 @@ class _SourceOf(VariableTracker):
     """:func:`~nnsight.source.source_of`, as dynamo sees it: looking into functions is done beside the symbolic execution."""
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        return _SourceVariable(source_of(args[0].realize().value))
+        envoy: Any = args[0].realize()
+        return _SourceVariable(source_of(envoy.value))
 
 
 class _SourceVariable(VariableTracker):
@@ -418,7 +407,7 @@ class _SourceVariable(VariableTracker):
             operation = getattr(self.value, name)
         except (AttributeError, SourceError) as error:
             raise _unsupported(f"{type(error).__name__}: {error}") from error
-        kind = AttrSource(tx.import_source(OperationEnvoy.__module__), OperationEnvoy.__qualname__)
+        kind: Any = AttrSource(tx.import_source(OperationEnvoy.__module__), OperationEnvoy.__qualname__)
         return variables.UserDefinedObjectVariable(operation, cls_source=kind, mutation_type=AttributeMutationNew())
 
 
@@ -431,7 +420,8 @@ def _tuple(items: list[VariableTracker]) -> VariableTracker:
 
 
 def _as_dict(mapping: VariableTracker) -> dict[str, VariableTracker]:
-    return {key.vt.as_python_constant(): value for key, value in mapping.realize().items.items()}
+    found: Any = mapping.realize()
+    return {key.vt.as_python_constant(): value for key, value in found.items.items()}
 
 
 def _unsupported(message: str) -> Exception:

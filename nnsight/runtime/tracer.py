@@ -39,6 +39,18 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _mentioned: weakref.WeakKeyDictionary[Block, Chains] = weakref.WeakKeyDictionary()
 
 
+def open_mentioned(
+    open_operations: Callable[[Chains], None], block: Block, scope: Scope, module_globals: dict[str, Any]
+) -> None:
+    """Let runs stop at the operations that a block mentions behind ``.source``; ``open_operations`` is the model's."""
+    chains = _mentioned.get(block)
+    if chains is None:
+        variables = {**module_globals, **dict(scope.items())}
+        chains = _mentioned[block] = mentioned_chains(block.code, variables.get)
+    if chains:
+        open_operations(chains)
+
+
 class Driver(Protocol):
     """Walks a model once, calling ``handle`` of the active run at its locations."""
 
@@ -225,14 +237,16 @@ class InterleavingTracer(RunControls, Tracer):
         try:
             with interleaver:
                 return self._run(driver, interleaver, args, kwargs)
-            raise ValueError(
-                "An edit called `tracer.stop()`, so this call of the model has no output to return. Trace the model, as in "
-                "`with model.trace(x):`, or leave out the edit with `clear_edits()`."
-            )
+        except EarlyStopException:  # before the model ran
+            pass
         finally:
             interleaver.failure = None
             saves.reset(token)
             self._close()
+        raise ValueError(
+            "An edit called `tracer.stop()`, so this call of the model has no output to return. Trace the model, as in "
+            "`with model.trace(x):`, or leave out the edit with `clear_edits()`."
+        )
 
     def _edits(self) -> list[Mediator]:
         """Return the edits of the model as blocks of a run."""
@@ -244,18 +258,9 @@ class InterleavingTracer(RunControls, Tracer):
         if self._model is None:
             return
         if self.info is not None and self.scope is not None and self._frame is not None:
-            self._open_mentioned_in(self._model, self.info, self.scope, self._frame.f_globals)
+            open_mentioned(self._model.open_mentioned, self.info, self.scope, self._frame.f_globals)
         for edit in self._model.edits:
-            self._open_mentioned_in(self._model, edit.block, edit.scope, edit.module_globals)
-
-    @staticmethod
-    def _open_mentioned_in(model: Named, block: Block, scope: Scope, module_globals: dict[str, Any]) -> None:
-        chains = _mentioned.get(block)
-        if chains is None:
-            variables = {**module_globals, **dict(scope.items())}
-            chains = _mentioned[block] = mentioned_chains(block.code, variables.get)
-        if chains:
-            model.open_mentioned(chains)
+            open_mentioned(self._model.open_mentioned, edit.block, edit.scope, edit.module_globals)
 
     def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replacements = interleaver.check_replacement = Replacements()

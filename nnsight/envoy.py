@@ -23,9 +23,9 @@ import torch
 
 from .eproperty import described
 from .located import Located
+from .runtime.instrumentation import is_compiling
 from .runtime.interleaver import Interleaver, active_interleaver
-from .runtime.operations import forward_of
-from .source import Source
+from .source import Source, source_of
 from .tracing.source import calls_for_with
 from .tree import ModuleTree
 
@@ -122,6 +122,8 @@ class Envoy(Located):
                 For modules that are not part of the forward pass, such as an autoencoder added to the model.
             **kwargs: Arguments of the module, by name.
         """
+        if is_compiling():
+            from .fx import inlining  # noqa: F401 - dynamo runs this as it traces; it then knows what the active run is
         run = active_interleaver()
         if run is None or run.current is None:
             return self._module(*args, **kwargs)
@@ -164,7 +166,7 @@ class Envoy(Located):
             >>> with model.trace(prompt):
             ...     attention = model.transformer.h[0].attn.source.attention_interface_0.output[0].save()
         """
-        return Source(self._tree, self._path, forward_of(self._module)[1])
+        return source_of(self)
 
     def modules(self, include: Callable[[Envoy], bool] | None = None) -> list[Envoy]:
         """Return this envoy and all below it, each once, those for which ``include`` holds."""
@@ -212,7 +214,7 @@ class Envoy(Located):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling() and calls_for_with(sys._getframe(1)):
+            if not is_compiling() and calls_for_with(sys._getframe(1)):
                 roots: Any = self._tree.roots
                 for root in sorted(roots, key=lambda root: len(root._edits)):  # a copy with edits comes last
                     return root._trace_method(self, name, args, kwargs)

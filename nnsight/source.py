@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .located import Located
 from .runtime.interleaver import active_interleaver
 from .runtime.listing import Listing, Operation, SourceError, listing_of
-from .runtime.operations import layers_of
+from .runtime.operations import forward_of, layers_of
 from .tree import ModuleTree
+
+if TYPE_CHECKING:
+    from .envoy import Envoy
 
 #: Lines shown on either side of an operation that is printed.
 _CONTEXT = 5
@@ -100,6 +103,11 @@ class Source:
             shown.append(f" {first:{width}} {arrow} {number:{digits}} {text}".rstrip())
             shown += [f" {other:{width}} -> {'+':>{digits}} {'...'}" for other in others]
         return "\n".join(shown)
+
+
+def source_of(envoy: Envoy) -> Source:
+    """Return the operations of the ``forward`` of a module."""
+    return Source(envoy._tree, envoy._path, forward_of(envoy._module)[1])
 
 
 class OperationEnvoy(Located):

@@ -135,6 +135,12 @@ class ModuleTree:
                         run.counts[f"{path}.source.{operation.name}.input"] = passed
                         run.counts[f"{path}.source.{operation.name}.output"] = passed
 
+    def operations(self, traced_call: TracedCall) -> Operations:
+        """Return the operations that are watched now, for another way of tracing them."""
+        made = Operations(traced_call)
+        made.opened |= self._operations.opened
+        return made
+
     @property
     def refused(self) -> Mapping[str, str]:
         """Why functions that operations called could not be looked into, by the path of the operation."""

@@ -238,6 +238,36 @@ class Mistakes:
     def trace(self, *args: Any) -> Any:
         return self.model.trace(*args, compile=self.compiled)
 
+    def trace_in_one_graph(self) -> None:
+        def traced(x: torch.Tensor) -> torch.Tensor:
+            with self.trace(x):
+                out = self.model.output.save()
+            return out
+
+        torch.compile(traced, backend="eager", fullgraph=True)(self.x)
+
+    def call_in_one_graph(self, edited: NNsight) -> None:
+        torch._dynamo.reset()
+        torch.compile(lambda x: edited(x) + 1, backend="eager", fullgraph=True)(self.x)
+
+    def endless_edit_in_one_graph(self) -> None:
+        with self.model.edit() as (tracer, edited):
+            for _ in tracer.iter[:]:
+                self.model[0].output = self.model[0].output * 2
+        self.call_in_one_graph(edited)
+
+    def edited_model_in_an_edit(self) -> None:
+        with NNsight(torch.nn.Linear(4, 4)).edit() as inner:
+            inner.output[:] = 0
+        with self.model.edit() as edited:
+            self.model[0].input = inner(self.model[0].input)
+        self.call_in_one_graph(edited)
+
+    def stopping_edit(self) -> None:
+        with self.model.edit() as (tracer, edited):
+            tracer.stop()
+        edited(self.x)
+
     def value_was_missed(self) -> None:
         with self.trace(self.x):
             self.model[2].output.save()
@@ -772,6 +802,10 @@ RAISED_BY: dict[str, str] = {
     "Nothing was saved": "broken_file",
     "could not be made of the value": "broken_property",
     "Globals.exit()": "unbalanced",
+    "cannot be part of a graph of torch.compile": "trace_in_one_graph",
+    "loops over more steps": "endless_edit_in_one_graph",
+    "with edits of its own": "edited_model_in_an_edit",
+    "no output to return": "stopping_edit",
 }
 
 

@@ -13,10 +13,12 @@ import torch
 from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
+from ..runtime.instrumentation import is_compiling
 from ..runtime.interleaver import active_interleaver
 from ..runtime.mentions import Chains
 from ..runtime.scanning import ScanningTracer
 from ..runtime.tracer import Driver, InterleavingTracer
+from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
 from .methods import TracedFunction, TracedMethod
@@ -112,6 +114,7 @@ class NNsight(Envoy):
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
 
+    @uncompiled
     def trace(
         self,
         *args: Any,
@@ -166,9 +169,11 @@ class NNsight(Envoy):
             backend: Where the block runs.
             **options: Further ones of :class:`ModelTracer`.
         """
+        leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
 
+    @uncompiled
     def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
         """Run the block on fake tensors: sizes and types without values, and without computing anything.
 
@@ -194,19 +199,23 @@ class NNsight(Envoy):
             >>> model._fake_output.shape
             torch.Size([5, 3])
         """
+        leave_to_python("model.scan(...)")
         self._sync()
         return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
 
+    @uncompiled
     def session(self, backend: Backend | None = None) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
         Args:
             backend: Where the block runs; in this process by default.
         """
+        leave_to_python("model.session()")
         return Tracer(backend)
 
+    @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:
-        """Keep a block and run it in every later trace.
+        """Keep a block and run it in every later trace and call of the model.
 
         Args:
             inplace: Edit this object; by default the block goes to a copy, which ``as`` binds. The copy shares modules,
@@ -217,6 +226,7 @@ class NNsight(Envoy):
             >>> with model.edit() as edited:
             ...     model.output[:] = 0
         """
+        leave_to_python("model.edit()")
         edited = self
         if not inplace:
             edited = object.__new__(type(self))
@@ -307,11 +317,35 @@ class NNsight(Envoy):
             return driver if function is None else driver.around(function)
         return EagerDriver(function or self._module, self._tree.instrumentation)
 
+    @uncompiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, compiled if :meth:`compile` was called; inside a block, apply it to the block's values."""
+        """Call the model with its edits, compiled if :meth:`compile` was called.
+
+        Inside a block of its own, the model is applied to the block's values, without edits: no location is passed there.
+        Inside a function under ``torch.compile``, model and edits become part of the graph of that function.
+        """
+        if is_compiling():
+            from ..fx.inlining import call_edited  # first of all: it tells dynamo what the active run is
+
+            return call_edited(self, args, kwargs) if self._edits_apply() else super().__call__(*args, **kwargs)
+        if self._edits_apply():
+            return self._call_edited(None, args, kwargs)
         if self._compile_by_default and active_interleaver() is None:
             return self._compiled_driver().call_plain(args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _edits_apply(self) -> bool:
+        """Whether a call of the model, here and now, is to run its edits: outside of runs, and in a block of another model."""
+        if not self._edits:
+            return False
+        run = active_interleaver()
+        return run is None or (run.current is not None and run.tree is not self._tree)
+
+    @uncompiled
+    def _call_edited(self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or ``function``, which calls it, with the edits of this object."""
+        driver = self._driver(None, function)
+        return InterleavingTracer(driver, self, args, kwargs, named=_Names(self)).call_edited()
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..runtime.interleaver import active_interleaver
+from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
 from .images import with_rows
@@ -200,6 +201,7 @@ class DiffusionModel(MetaMixin):
 
     # -- generation ----------------------------------------------------------------------------------------------
 
+    @uncompiled_itself
     def generate(self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Make images: as a context manager with a block that runs along, as a plain call without.
 
@@ -217,11 +219,14 @@ class DiffusionModel(MetaMixin):
         Returns:
             In a ``with`` header the tracer. Else what the pipeline returns, with ``images``.
         """
+        leave_to_python("model.generate(...)")
         generation = PipelineRun(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
+        if self._edits_apply():
+            return self._call_edited(generation, args, kwargs)
         return generation(*args, **kwargs)
 
 

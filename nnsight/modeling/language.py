@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..demo import NAME as DEMO_NAME
 from ..demo import path as demo_path
 from ..envoy import Envoy
+from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
 from .forms import describe
@@ -136,6 +137,7 @@ class LanguageModel(TextInput, MetaMixin):
 
     # -- generation ------------------------------------------------------------------------------------------
 
+    @uncompiled_itself
     def generate(self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
 
@@ -152,11 +154,14 @@ class LanguageModel(TextInput, MetaMixin):
             In a ``with`` header the tracer. Else what ``generate`` of transformers returns: token ids with the prompt,
             int64 ``[batch, sequence]``, unless it was asked for more.
         """
+        leave_to_python("model.generate(...)")
         generation = Generation(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
+        if self._edits_apply():
+            return self._call_edited(generation, args, kwargs)
         return generation(*args, **kwargs)
 
     @functools.cached_property

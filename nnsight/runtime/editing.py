@@ -1,7 +1,8 @@
 """Edits: blocks that run in every later trace of a model.
 
 ``with model.edit() as edited:`` does not run the model. Its block is kept, with the values its variables have now, and each
-trace of ``edited`` runs it before the blocks of the trace, as if it stood at the top of every one of them.
+trace of ``edited`` runs it before the blocks of the trace, as if it stood at the top of every one of them. A plain call,
+``edited(x)``, is a run without other blocks.
 
 An edit belongs to the model that has it, and must not keep it alive: a model whose edits lead back to it would wait for the
 cycle collector, with all its weights. So what stands for that model in the block is not a value but a name to be filled

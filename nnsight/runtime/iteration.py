@@ -51,18 +51,16 @@ class IteratorTracer(Tracer):
 
     def __iter__(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
-        before = mediator.iteration
-        mediator.loops += 1
+        before = mediator.begin_loop()
         try:
             for step in self._steps:
-                mediator.iteration = step
+                mediator.point_at(step)
                 requests = mediator.requests
                 yield step
                 if mediator.requests == requests and isinstance(self._steps, itertools.count):
                     return  # an endless loop that never waits for the model would never end
         finally:
-            mediator.loops -= 1
-            mediator.iteration = before
+            mediator.end_loop(before)
 
     def run(self) -> None:
         """Run the body of the ``with`` block once for each step; the target of ``as`` is the step."""

@@ -337,6 +337,20 @@ class Mediator(Exchange, MediatorSurface):
             here = self._occurrence
         self.iteration = here + steps
 
+    def begin_loop(self) -> int | None:
+        """Note that the block enters a loop over occurrences; return what :meth:`end_loop` is to be given."""
+        self.loops += 1
+        return self.iteration
+
+    def point_at(self, occurrence: int | None) -> None:
+        """Let requests ask for ``occurrence``; see :attr:`iteration`."""
+        self.iteration = occurrence
+
+    def end_loop(self, before: int | None) -> None:
+        """Note that the block has left a loop, and let requests ask again for what they asked for ``before`` it."""
+        self.loops -= 1
+        self.iteration = before
+
     def swap_here(self, value: Any) -> None:
         """Let the run continue with ``value`` at the location where it is stopped."""
         self._value = value

@@ -14,6 +14,7 @@ import torch
 
 from ..eproperty import eproperty
 from ..tracing import Backend, Block, Scope, Tracer, save
+from ..tracing.saving import saves
 from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
 from .batch_dims import BatchDims
 from .batching import BatchGroup
@@ -35,6 +36,18 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: The operations each block mentions.
 _mentioned: weakref.WeakKeyDictionary[Block, Chains] = weakref.WeakKeyDictionary()
+
+
+def open_mentioned(
+    open_operations: Callable[[Chains], None], block: Block, scope: Scope, module_globals: dict[str, Any]
+) -> None:
+    """Let runs stop at the operations that a block mentions behind ``.source``; ``open_operations`` is the model's."""
+    chains = _mentioned.get(block)
+    if chains is None:
+        variables = {**module_globals, **dict(scope.items())}
+        chains = _mentioned[block] = mentioned_chains(block.code, variables.get)
+    if chains:
+        open_operations(chains)
 
 
 class Driver(Protocol):
@@ -190,10 +203,8 @@ class InterleavingTracer(RunControls, Tracer):
         self.note_start()
         self._invokes = [] if not args else None
         main = Mediator(function, self.info, "trace")
-        edits = [] if self._model is None else self._model.edits
-        blocks = [Mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
         self._open_mentioned()
-        interleaver = Interleaver([*blocks, main], self, on_blocks_done=self._drop_unsaved)
+        interleaver = Interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
         interleaver.tree = None if self._model is None else self._model.modules
         try:
             with interleaver:
@@ -213,24 +224,48 @@ class InterleavingTracer(RunControls, Tracer):
             self.report.where = f"{self.info.filename}:{self.info.line}"
             trace_starts(self.report)
 
+    def call_edited(self) -> Any:
+        """Run the model with its edits and no other block, on arguments as they are, and return what it returns.
+
+        Raises:
+            ValueError: If an edit stops the run, so that there is nothing to return.
+        """
+        assert self._call is not None and self._model is not None
+        driver, _, args, kwargs = self._call
+        self._entered = True
+        self._open_mentioned()
+        interleaver = Interleaver(self._edits(), self)
+        interleaver.tree = self._model.modules
+        token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
+        try:
+            with interleaver:
+                return self._run(driver, interleaver, args, kwargs)
+        except EarlyStopException:  # before the model ran
+            pass
+        finally:
+            interleaver.failure = None
+            saves.reset(token)
+            self._close()
+        raise ValueError(
+            "An edit called `tracer.stop()`, so this call of the model has no output to return. Trace the model, as in "
+            "`with model.trace(x):`, or leave out the edit with `clear_edits()`."
+        )
+
+    def _edits(self) -> list[Mediator]:
+        """Return the edits of the model as blocks of a run."""
+        edits = [] if self._model is None else self._model.edits
+        return [Mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
+
     def _open_mentioned(self) -> None:
         """Let the run stop at the operations that its blocks mention behind ``.source``."""
-        if self._model is None or self.info is None or self.scope is None or self._frame is None:
+        if self._model is None:
             return
-        self._open_mentioned_in(self._model, self.info, self.scope, self._frame.f_globals)
+        if self.info is not None and self.scope is not None and self._frame is not None:
+            open_mentioned(self._model.open_mentioned, self.info, self.scope, self._frame.f_globals)
         for edit in self._model.edits:
-            self._open_mentioned_in(self._model, edit.block, edit.scope, edit.module_globals)
+            open_mentioned(self._model.open_mentioned, edit.block, edit.scope, edit.module_globals)
 
-    @staticmethod
-    def _open_mentioned_in(model: Named, block: Block, scope: Scope, module_globals: dict[str, Any]) -> None:
-        chains = _mentioned.get(block)
-        if chains is None:
-            variables = {**module_globals, **dict(scope.items())}
-            chains = _mentioned[block] = mentioned_chains(block.code, variables.get)
-        if chains:
-            model.open_mentioned(chains)
-
-    def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replacements = interleaver.check_replacement = Replacements()
         try:
             output = driver(interleaver, args, kwargs, self.report)
@@ -245,6 +280,7 @@ class InterleavingTracer(RunControls, Tracer):
             raise interleaver.failure
         interleaver.handle("result", output)
         interleaver.finish()
+        return output
 
     def _prepare(
         self,

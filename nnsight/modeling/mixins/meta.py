@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...runtime.instrumentation import is_compiling
 from ...runtime.interleaver import active_interleaver
 from ...runtime.tracer import Driver
 from .loadable import LoadableMixin
@@ -197,7 +198,7 @@ class MetaMixin(LoadableMixin):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its weights; see :meth:`NNsight.__call__ <nnsight.modeling.base.NNsight.__call__>`."""
-        if active_interleaver() is None:
+        if is_compiling() or active_interleaver() is None:
             self.dispatch()
         return super().__call__(*args, **kwargs)
 

@@ -1,0 +1,53 @@
+"""Code of this package in a function that a user has compiled with ``torch.compile``.
+
+Dynamo can trace a call of a model into the function around it, see :mod:`nnsight.fx.inlining`. What it cannot trace it
+leaves to Python, and then compiles the functions that are called from there, one by one. Blocks and the code that runs them are
+nothing to compile: they look at the frames of their callers, and wait in greenlets. So their code objects are
+marked, once, and dynamo leaves them, and what they call, alone. The mark costs nothing where there is no dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+from ..tracing import Backend, Tracer
+from .instrumentation import is_compiling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+
+
+def uncompiled(function: F) -> F:
+    """Mark a function that dynamo must run as Python, with all that it calls. It can still be traced into another."""
+    eval_frame.set_code_exec_strategy(_code(function), eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+    return function
+
+
+def uncompiled_itself(function: F) -> F:
+    """Mark a function that dynamo must run as Python, but not what it calls."""
+    eval_frame.set_code_exec_strategy(_code(function), eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
+    return function
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__wrapped__", function).__code__
+
+
+def leave_to_python(what: str) -> None:
+    """Let the function that dynamo is tracing, if it is, run as Python; an error if it was compiled with ``fullgraph=True``.
+
+    Args:
+        what: The call that cannot be traced.
+    """
+    if is_compiling():
+        from ..fx.inlining import leave_frame
+
+        leave_frame(what)
+
+
+for _function in (Tracer.__enter__, Tracer.__exit__, Tracer.__del__, Backend.__call__):
+    uncompiled(_function)

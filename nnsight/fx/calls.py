@@ -36,11 +36,12 @@ from .functions import (
 )
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, make_lazy
+from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
 from .splice import references
 
-#: Sizes of a graph's symbols for which a call's fake result is kept.
-_KEPT_SIZES = 64
+#: For how many sizes and integers a call's fake result is kept.
+_KEPT_SIZES = 256
 
 _TORCH_DIRECTORY = torch.__file__.rsplit("/", 1)[0]
 
@@ -88,6 +89,8 @@ class CallRecorder(TorchFunctionMode):
         self.lazies: list[weakref.ref[LazyTensor] | None] = []
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
+        self.numbers: tuple[int | float, ...] = ()
+        self.sizes = self.binding  # and behind them the integers among the numbers
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 
@@ -141,8 +144,10 @@ class CallRecorder(TorchFunctionMode):
             event = self._event(function, args, kwargs)
         except _NotLowerable as reason:
             return self.demand(function, args, kwargs, str(reason))
-        known = self.state.edges.get(event)
-        outcome = None if known is None else known.outcomes.get(self.binding)
+        lifted = lift(self.state, event, len(self.numbers))
+        known = self.state.edges.get(lifted.event)
+        sizes = self.sizes + _integers(lifted.values)
+        outcome = None if known is None else known.outcomes.get(sizes)
         if outcome is None:
             try:
                 result = self._on_fakes(event)
@@ -153,16 +158,19 @@ class CallRecorder(TorchFunctionMode):
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
                 return result
             outcome = self._outcome(event, result)
+            if lifted.values and not self._is_like(outcome, known, lifted):
+                keep_constant(self.state, event)
+                lifted, sizes = Lifted(event, (), event), self.sizes
         self.fakes += outcome.fakes
         self.lazies += [None] * len(outcome.fakes)
         self.requires_grad += outcome.requires_grad
         if outcome.gains_grad is not None:
             self.requires_grad[outcome.gains_grad] = True
         self.random = self.random or getattr(function, "__name__", "") in RANDOM
-        outcomes = self.step(event).outcomes
-        if len(outcomes) >= _KEPT_SIZES and self.binding not in outcomes:
+        outcomes = self.step_lifted(lifted).outcomes
+        if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()
-        outcomes.setdefault(self.binding, outcome)
+        outcomes.setdefault(sizes, outcome)
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
@@ -258,11 +266,14 @@ class CallRecorder(TorchFunctionMode):
                 return Input(position)
         if tensor.layout is not torch.strided:
             raise _NotLowerable(f"a tensor with layout {tensor.layout}")
-        shape: tuple[int | Symbol, ...] = tuple(tensor.shape)
         stride = None if tensor.is_contiguous() else tensor.stride()
-        if stride is None and self.symbol_of_size:
+        declared = Declare(
+            tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+        )
+        if stride is None and self.symbol_of_size and declared not in self.state.edges:
             shape = tuple(self.symbol_of_size.get(size, size) for size in tensor.shape)
-        self.step(Declare(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)))
+            declared = declared._replace(shape=shape)
+        self.step_lifted(lift(self.state, declared, len(self.numbers)))
         self.externals.append(tensor)
         self.external_index[id(tensor)] = len(self.externals) - 1
         return External(len(self.externals) - 1)
@@ -324,13 +335,33 @@ class CallRecorder(TorchFunctionMode):
         found = (sources[type(reference)][reference.index] for reference in references(call))
         return any(item if isinstance(item, bool) else item.requires_grad for item in found)
 
-    def step(self, event: Event) -> State:
-        """Go on to the state after ``event``, which is new if no earlier run did the same."""
+    def _is_like(self, outcome: Outcome, known: State | None, lifted: Lifted) -> bool:
+        """Whether a call returned what it returned with other numbers, as far as the program can see."""
+        earlier = known or twin_of(self.state, lifted.event, lifted.like)
+        other = None if earlier is None else next(iter(earlier.outcomes.values()), None)
+        return other is None or same_structure(outcome, other)
+
+    def step_lifted(self, lifted: Lifted) -> State:
+        """Go on to the state after an event with numbers."""
+        found = self.step(lifted.event, lifted.like)
+        if lifted.values:
+            self.numbers += lifted.values
+            self.sizes += _integers(lifted.values)
+        return found
+
+    def step(self, event: Event, like: Event | None = None) -> State:
+        """Go on to the state after ``event``, which is new if no earlier run did the same.
+
+        Args:
+            event: The event.
+            like: The event with the constants that it had first, if it has numbers for them.
+        """
         found = self.state.edges.get(event)
         if found is None:
             self.recorded = True
             position = -1 if self.tap is None else self.tap.index
-            made = State(self.state, event, position, stack_trace=_user_line())
+            twin = twin_of(self.state, event, event if like is None else like)
+            made = State(self.state, event, position, stack_trace=_user_line(), twin=twin)
             found = self.state.edges.setdefault(event, made)
         self.state = found
         return found
@@ -342,6 +373,10 @@ class CallRecorder(TorchFunctionMode):
             lazy = make_lazy(index, self.fakes[index], self)
             self.lazies[index] = weakref.ref(lazy)
         return lazy
+
+
+def _integers(numbers: tuple[int | float, ...]) -> tuple[int, ...]:
+    return tuple(number for number in numbers if isinstance(number, int))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

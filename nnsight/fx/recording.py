@@ -38,7 +38,7 @@ from .counters import counters
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become
 from .program import Cut, External, Input, Skip, Value, Visit, Write
-from .splice import Piece
+from .splice import Piece, as_argument
 from .variant import Variant
 
 logger = logging.getLogger("nnsight.fx")
@@ -322,9 +322,11 @@ class Recording(CallRecorder):
                     self.state.variants[key] = variant
         self.report._code.append(variant.spliced.code)
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
-        lowered = variant.find(self.binding)
+        sizes = self.binding + self.numbers
+        lowered = variant.find(sizes)
+        arguments += map(as_argument, self.numbers)
         if lowered is None:
-            lowered, made = variant.lower(self.binding, arguments)
+            lowered, made = variant.lower(sizes, arguments)
             self.report.compiles += made
         with torch._C.DisableTorchFunction():
             computed = list(lowered.function(*arguments))

@@ -25,7 +25,7 @@ from .functions import (
     PLAIN,
     RANDOM,
     READ_AS,
-    SCALAR_ARITHMETIC,
+    TAKES_SCALAR_TENSORS,
     SPECIAL,
     UNANSWERABLE,
     edits_in_place,
@@ -203,9 +203,9 @@ class CallRecorder(TorchFunctionMode):
 
     def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         name = getattr(function, "__name__", "")
-        if name in SCALAR_ARITHMETIC or name == "__setitem__":
+        if name in TAKES_SCALAR_TENSORS or name == "__setitem__":
             args = tuple(argument.item() if is_numpy_scalar(argument) else argument for argument in args)
-            args = self._lift_floats(name, args)
+            args, kwargs = self._lift_floats(name, args, kwargs)
         grad = torch.is_grad_enabled()
         return Call(
             function,
@@ -214,23 +214,32 @@ class CallRecorder(TorchFunctionMode):
             None if grad == self.grad_enabled else grad,
         )
 
-    def _lift_floats(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _lift_floats(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn Python floats into scalar tensors where torch gives both the same result."""
-        if not any(isinstance(argument, float) for argument in args):
-            return args
-        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-        dtypes = {_fake_or_self(tensor).dtype for tensor in tensors}
+        given = (*args, *kwargs.values())
+        if not any(isinstance(argument, float) for argument in given):
+            return args, kwargs
+        fakes = [_fake_or_self(argument) for argument in given if isinstance(argument, torch.Tensor)]
+        if name == "where":
+            fakes = [fake for fake in fakes if fake.dtype != torch.bool]  # the condition takes no part in promotion
+        dtypes = {fake.dtype for fake in fakes if name[:11] != "masked_fill" or fake.dtype != torch.bool}
         if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
-            return args
+            return args, kwargs
         if name == "__setitem__":
             if not isinstance(args[2], float):
-                return args
-            return (args[0], args[1], torch.tensor(args[2], dtype=next(iter(dtypes))))
-        if all(_fake_or_self(tensor).dim() == 0 for tensor in tensors):
-            return args  # a zero-dimensional tensor would take part in type promotion
-        return tuple(
-            torch.tensor(argument, dtype=torch.float64) if isinstance(argument, float) else argument
-            for argument in args
+                return args, kwargs
+            return (args[0], args[1], torch.tensor(args[2], dtype=next(iter(dtypes)))), kwargs
+        if all(fake.dim() == 0 for fake in fakes):
+            return args, kwargs  # a zero-dimensional tensor would take part in type promotion
+        if name.startswith(("clamp", "clip")):  # takes two numbers or two tensors
+            if any(isinstance(argument, int) for argument in given):
+                return args, kwargs
+        kinds = {key: value for key, value in kwargs.items() if key != "alpha"}
+        return (
+            tuple(_scalar_tensor(argument) for argument in args),
+            {**kwargs, **{key: _scalar_tensor(value) for key, value in kinds.items()}},
         )
 
     def _argument(self, argument: Any) -> Any:
@@ -373,6 +382,10 @@ class CallRecorder(TorchFunctionMode):
             lazy = make_lazy(index, self.fakes[index], self)
             self.lazies[index] = weakref.ref(lazy)
         return lazy
+
+
+def _scalar_tensor(argument: Any) -> Any:
+    return torch.tensor(argument, dtype=torch.float64) if isinstance(argument, float) else argument
 
 
 def _integers(numbers: tuple[int | float, ...]) -> tuple[int, ...]:

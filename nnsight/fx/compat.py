@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 
-__all__ = ["BackendCallable", "compile_lock", "options_of_compiled", "resolve_backend", "skip_code"]
+__all__ = ["BackendCallable", "compile_lock", "forget_fixed_floats", "options_of_compiled", "resolve_backend", "skip_code"]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock
@@ -28,6 +28,11 @@ def resolve_backend(
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+def forget_fixed_floats() -> None:
+    """Forget which symbolic floats a lowering had to take as constants; torch keeps them by name, for a second attempt."""
+    symbolic_convert.TensorifyState.clear()
 
 
 def options_of_compiled(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Any]]:

@@ -8,16 +8,17 @@ does assume about a symbol is collected afterwards as conditions of the lowering
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from .compat import BackendCallable, compile_lock
+from .compat import BackendCallable, compile_lock, forget_fixed_floats
 from .counters import counters
 from .program import Number, Symbol
 
@@ -53,7 +54,7 @@ def lower(
     symbols: Sequence[Any],
     binding: tuple[int | float, ...],
     backend: BackendCallable,
-    fix_numbers: bool = False,
+    fixed: Collection[type] = (),
 ) -> Lowered:
     """Lower ``graph_module`` with ``backend``.
 
@@ -64,7 +65,7 @@ def lower(
         symbols: Symbols of the captured graph.
         binding: The size each symbol has in ``inputs``, then the program's numbers.
         backend: What to lower with.
-        fix_numbers: Whether to lower for these numbers alone, as constants.
+        fixed: Kinds of numbers to take as constants: the result is then for these numbers alone.
     """
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, static_shapes=False)
@@ -74,34 +75,38 @@ def lower(
         fresh[symbol] = environment.create_symintnode(
             environment.create_symbol(size, source, DimDynamic.DYNAMIC), hint=size, source=source
         )
-    numbers = [_symbol(environment, index, value) for index, value in enumerate(binding[len(symbols) :])]
-    new_symbols = tuple(number.node.expr for number in (*fresh.values(), *numbers))  # before any is replaced
+    new_symbols = [number.node.expr for number in fresh.values()]
     conditions: list[Any] = []
-    if fix_numbers:
-        conditions += [_equal(number.node.expr, number.node.hint) for number in numbers]
-        inlined = [number.node.hint for number in numbers]
-    else:
-        inlined = numbers
+    numbers: list[Any] = []
+    for position, value in enumerate(binding[len(symbols) :]):
+        number = value if type(value) in fixed else _symbol(environment, position, value)
+        numbers.append(number)
+        new_symbols.append(sympy.Symbol(f"fixed_{position}") if number is value else number.node.expr)
+        if number is value:
+            conditions.append(sympy.Eq(new_symbols[-1], value))
     fakes = []
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node, actual in zip(placeholders, inputs, strict=True):
-        fake = _fake_placeholder(node, actual, mode, fresh, inlined)
+        fake = _fake_placeholder(node, actual, mode, fresh, numbers)
         node.meta["example_value"] = fake
         fakes.append(fake)
-    if fix_numbers:
-        _inline_numbers(graph_module, placeholders, inlined)
-        fakes = [fake for node, fake in zip(placeholders, fakes, strict=True) if "number" not in node.meta]
+    taken = list(range(len(inputs)))
+    if fixed:
+        constant = [node for node in placeholders if node.meta.get("number") in fixed]
+        taken = [position for position, node in enumerate(placeholders) if node not in constant]
+        _inline_numbers(graph_module, constant, numbers)
     with compile_lock, tracing(TracingContext(mode)):
-        function = backend(graph_module, fakes)
-    if fix_numbers:
-        function = _first_arguments(function, len(fakes))
+        forget_fixed_floats()
+        function = backend(graph_module, [fakes[position] for position in taken])
+    if len(taken) < len(inputs):
+        function = _with_arguments(function, taken)
     counters.add("compiles")
     conditions += [guard.expr for guard in environment.guards]
     for symbol in new_symbols:
         replaced = environment.replacements.get(symbol)
         if replaced is not None and replaced != symbol:
-            conditions.append(_equal(symbol, replaced))
-    return Lowered(function, tuple(conditions), new_symbols)
+            conditions.append(sympy.Eq(symbol, replaced))
+    return Lowered(function, tuple(conditions), tuple(new_symbols))
 
 
 def _symbol(environment: ShapeEnv, index: int, value: int | float) -> torch.SymInt | torch.SymFloat:
@@ -128,7 +133,7 @@ def _fake_placeholder(
     if kind is None:
         return _fake_input(node.meta.get("example_value"), actual, mode, fresh)
     number = numbers[int(node.name.rpartition("_")[2])]
-    if kind is int:
+    if kind is int or not isinstance(number, torch.SymFloat):
         return number
     fake = mode.from_tensor(actual, static_shapes=True)
     fake.item_memo = number  # what `item` of the fake returns
@@ -144,10 +149,8 @@ def _declared(size: Any, fresh: dict[Any, Any], numbers: Sequence[Any]) -> Any:
 def _inline_numbers(
     graph_module: torch.fx.GraphModule, placeholders: Sequence[torch.fx.Node], numbers: Sequence[Any]
 ) -> None:
-    """Write ``numbers`` into the graph in place of their placeholders."""
+    """Write numbers into the graph in place of their placeholders."""
     for node in placeholders:
-        if "number" not in node.meta:
-            continue
         value = numbers[int(node.name.rpartition("_")[2])]
         places = list(node.users) if node.meta["number"] is float else [node]  # the call that takes the tensor's value
         for place in (*places, node):
@@ -161,14 +164,9 @@ def _inline_numbers(
     graph_module.recompile()
 
 
-def _first_arguments(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    return lambda *arguments: function(*arguments[:count])
-
-
-def _equal(left: Any, right: Any) -> Any:
-    import sympy
-
-    return sympy.Eq(left, right)
+def _with_arguments(function: Callable[..., Any], taken: list[int]) -> Callable[..., Any]:
+    """Return ``function`` for a caller who passes more than the arguments ``taken``."""
+    return lambda *arguments: function(*[arguments[position] for position in taken])
 
 
 def _fake_input(example: Any, actual: Any, mode: FakeTensorMode, fresh: dict[Any, Any]) -> Any:

@@ -24,6 +24,9 @@ logger = logging.getLogger("nnsight.fx")
 #: For how many combinations of sizes and numbers the lowering is looked up rather than found by its conditions.
 _KEPT_BINDINGS = 1024
 
+#: How many lowerings of one program are kept: one that a number is a constant of is worth little when the number has gone.
+_KEPT_LOWERINGS = 64
+
 
 def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Lower a graph by not lowering it: its nodes run one by one."""
@@ -76,7 +79,7 @@ class Variant:
         self._lowerings: list[Lowered] = []
         # Positions on which the choice of a lowering depends, and the choice for each of their values.
         self._known: tuple[tuple[int, ...], dict[tuple[int | float, ...], Lowered]] = ((), {})
-        self._fixes_numbers = False
+        self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
 
     def find(self, binding: tuple[int | float, ...]) -> Lowered | None:
         """Return the lowering for these sizes and numbers, if there is one."""
@@ -113,20 +116,22 @@ class Variant:
                     str(error).strip().split("\n", 1)[0],
                 )
                 made = lower(self.spliced.copy(), arguments, symbols, binding, run_as_is)
-            self._lowerings.append(made)
+            self._lowerings = [*self._lowerings[-_KEPT_LOWERINGS:], made]
             restricted = {position for lowered in self._lowerings for position in lowered.restricted()}
             self._known = (tuple(sorted(restricted)), {})
             return made, True
 
     def _lower_numbers(self, symbols: list[Any], binding: tuple[int | float, ...], arguments: Sequence[Any]) -> Lowered:
-        """Lower for all numbers of the program or, where the backend cannot, for those of now."""
-        if len(binding) > len(symbols) and not self._fixes_numbers:
+        """Lower for all numbers of the program or, where the backend cannot, with those of now as constants."""
+        kinds = frozenset(type(number) for number in binding[len(symbols) :])
+        while True:
             try:
-                return lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend)
+                return lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend, self._fixed)
             except Exception as error:
-                logger.debug("numbers of this block become constants: %s: %s", type(error).__name__, error)
-                self._fixes_numbers = True
-        return lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend, self._fixes_numbers)
+                if kinds <= self._fixed:
+                    raise
+                self._fixed |= {float} if float in kinds - self._fixed else kinds
+                logger.debug("numbers become constants: %s: %s", type(error).__name__, error)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
         """Return the value of each wanted item."""

@@ -43,6 +43,9 @@ from .splice import references
 #: For how many sizes and integers a call's fake result is kept.
 _KEPT_SIZES = 256
 
+#: Types of scalar tensors that index as the integer in them does.
+_INDEX_TYPES = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+
 _TORCH_DIRECTORY = torch.__file__.rsplit("/", 1)[0]
 
 
@@ -206,6 +209,8 @@ class CallRecorder(TorchFunctionMode):
         if name in TAKES_SCALAR_TENSORS or name == "__setitem__":
             args = tuple(argument.item() if is_numpy_scalar(argument) else argument for argument in args)
             args, kwargs = self._lift_floats(name, args, kwargs)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._index(args[1]), *args[2:])
         grad = torch.is_grad_enabled()
         return Call(
             function,
@@ -213,6 +218,23 @@ class CallRecorder(TorchFunctionMode):
             tuple((key, self._argument(value)) for key, value in kwargs.items()),
             None if grad == self.grad_enabled else grad,
         )
+
+    def _index(self, index: Any) -> Any:
+        """Return an index with what torch makes of its arrays and scalar tensors."""
+        if isinstance(index, tuple):
+            return tuple(self._index(item) for item in index)
+        if type(index).__module__ == "numpy" and hasattr(index, "__len__"):
+            return torch.tensor(index)
+        if (
+            isinstance(index, torch.Tensor)
+            and not isinstance(index, LazyTensor)
+            and index.dim() == 0
+            and index.device.type == "cpu"
+            and index.dtype in _INDEX_TYPES
+            and storage_of(index) not in self.used_storages  # else an edit of it may be recorded, and not done yet
+        ):
+            return int(index)
+        return index
 
     def _lift_floats(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

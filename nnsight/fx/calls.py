@@ -25,8 +25,8 @@ from .functions import (
     PLAIN,
     RANDOM,
     READ_AS,
-    TAKES_SCALAR_TENSORS,
     SPECIAL,
+    TAKES_SCALAR_TENSORS,
     UNANSWERABLE,
     edits_in_place,
     has_tensor,
@@ -255,9 +255,8 @@ class CallRecorder(TorchFunctionMode):
             return (args[0], args[1], torch.tensor(args[2], dtype=next(iter(dtypes)))), kwargs
         if all(fake.dim() == 0 for fake in fakes):
             return args, kwargs  # a zero-dimensional tensor would take part in type promotion
-        if name.startswith(("clamp", "clip")):  # takes two numbers or two tensors
-            if any(isinstance(argument, int) for argument in given):
-                return args, kwargs
+        if name.startswith(("clamp", "clip")) and any(isinstance(argument, int) for argument in given):
+            return args, kwargs  # it takes two numbers or two tensors
         kinds = {key: value for key, value in kwargs.items() if key != "alpha"}
         return (
             tuple(_scalar_tensor(argument) for argument in args),
@@ -298,9 +297,7 @@ class CallRecorder(TorchFunctionMode):
         if tensor.layout is not torch.strided:
             raise _NotLowerable(f"a tensor with layout {tensor.layout}")
         stride = None if tensor.is_contiguous() else tensor.stride()
-        declared = Declare(
-            tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
-        )
+        declared = Declare(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
         if stride is None and self.symbol_of_size and declared not in self.state.edges:
             shape = tuple(self.symbol_of_size.get(size, size) for size in tensor.shape)
             declared = declared._replace(shape=shape)

@@ -9,7 +9,14 @@ import torch
 from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 
-__all__ = ["BackendCallable", "compile_lock", "forget_fixed_floats", "options_of_compiled", "resolve_backend", "skip_code"]
+__all__ = [
+    "BackendCallable",
+    "compile_lock",
+    "forget_fixed_floats",
+    "options_of_compiled",
+    "resolve_backend",
+    "skip_code",
+]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock

@@ -46,7 +46,12 @@ def _consumed(item: Any, fake_of: Callable[[Any], torch.Tensor]) -> int:
     """Return for how many dimensions an item of an index stands."""
     if item is None or item is ... or (isinstance(item, Constant) and item.kind is bool):
         return 0
-    if isinstance(item, (Number, Constant)) or (isinstance(item, Nest)):
+    depth, inner = 0, item
+    while isinstance(inner, Nest) and inner.kind != "slice" and inner.items:
+        depth, inner = depth + 1, inner.items[0]
+    if depth and isinstance(inner, Constant) and inner.kind is bool:  # a mask, written as lists
+        return depth
+    if isinstance(item, (Number, Constant, Nest)):
         return 1
     fake = fake_of(item)
     return fake.dim() if fake.dtype in (torch.bool, torch.uint8) else 1

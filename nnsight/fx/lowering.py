@@ -92,7 +92,7 @@ def lower(
         fakes.append(fake)
     taken = list(range(len(inputs)))
     if fixed:
-        constant = [node for node in placeholders if node.meta.get("number") in fixed]
+        constant = [node for node in placeholders if "number" in node.meta and node.meta["number"].kind in fixed]
         taken = [position for position, node in enumerate(placeholders) if node not in constant]
         _inline_numbers(graph_module, constant, numbers)
     with compile_lock, tracing(TracingContext(mode)):
@@ -129,11 +129,10 @@ def _fake_placeholder(
         sizes = [_declared(size, fresh, numbers) for size in declaration.shape]
         stride = declaration.stride and [_declared(size, fresh, numbers) for size in declaration.stride]
         return _fake_like(actual, sizes, stride, mode)
-    kind = node.meta.get("number")
-    if kind is None:
+    if "number" not in node.meta:
         return _fake_input(node.meta.get("example_value"), actual, mode, fresh)
-    number = numbers[int(node.name.rpartition("_")[2])]
-    if kind is int or not isinstance(number, torch.SymFloat):
+    number = numbers[node.meta["number"].index]
+    if not isinstance(number, torch.SymFloat):
         return number
     fake = mode.from_tensor(actual, static_shapes=True)
     fake.item_memo = number  # what `item` of the fake returns
@@ -150,15 +149,16 @@ def _inline_numbers(
     graph_module: torch.fx.GraphModule, placeholders: Sequence[torch.fx.Node], numbers: Sequence[Any]
 ) -> None:
     """Write numbers into the graph in place of their placeholders."""
+    constants: dict[torch.fx.Node, Any] = {}
     for node in placeholders:
-        value = numbers[int(node.name.rpartition("_")[2])]
-        places = list(node.users) if node.meta["number"] is float else [node]  # the call that takes the tensor's value
-        for place in (*places, node):
-            for user in list(place.users):
-                user.args = torch.fx.map_arg(user.args, lambda used, place=place: value if used is place else used)
-                user.kwargs = torch.fx.map_arg(user.kwargs, lambda used, place=place: value if used is place else used)
-            if place is not node:
-                graph_module.graph.erase_node(place)
+        value = numbers[node.meta["number"].index]
+        constants[node] = value
+        if node.meta["number"].kind is float:  # users take the value of the tensor
+            constants.update(dict.fromkeys(node.users, value))
+    for node in graph_module.graph.nodes:
+        node.args = torch.fx.map_arg(node.args, lambda used: constants.get(used, used))
+        node.kwargs = torch.fx.map_arg(node.kwargs, lambda used: constants.get(used, used))
+    for node in reversed(constants):
         graph_module.graph.erase_node(node)
     graph_module.graph.lint()
     graph_module.recompile()

@@ -131,9 +131,7 @@ def as_argument(number: int | float) -> int | torch.Tensor:
     return number if isinstance(number, int) else torch.tensor(number, dtype=torch.float64)
 
 
-def splice(
-    graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]
-) -> SplicedGraph:
+def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
     """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``.
 
     Args:
@@ -204,7 +202,7 @@ class _Splicer:
         used = {number for steps in self.steps.values() for step in steps for number in numbers(step.event)}
         for number in sorted(used):
             placeholder = self.new.placeholder(f"number_{number.index}")
-            placeholder.meta["number"] = number.kind
+            placeholder.meta["number"] = number
             self.numbers[number] = placeholder
         for number, placeholder in self.numbers.items():
             if number.kind is float:

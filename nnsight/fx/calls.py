@@ -27,8 +27,8 @@ from .functions import (
     PLAIN,
     RANDOM,
     READ_AS,
-    SCALAR_ARITHMETIC,
     SPECIAL,
+    TAKES_SCALAR_TENSORS,
     UNANSWERABLE,
     edits_in_place,
     has_tensor,
@@ -38,14 +38,18 @@ from .functions import (
 )
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, make_lazy
+from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
 from .splice import references
 
 if TYPE_CHECKING:
     from .replay import Journal
 
-#: Sizes of a graph's symbols for which a call's fake result is kept.
-_KEPT_SIZES = 64
+#: For how many sizes and integers a call's fake result is kept.
+_KEPT_SIZES = 256
+
+#: Types of scalar tensors that index as the integer in them does.
+_INDEX_TYPES = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 #: Message about a lazy tensor that outlived its trace.
 NEVER_COMPUTED = (
@@ -106,6 +110,8 @@ class CallRecorder(TorchFunctionMode):
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
         self.lifted: list[torch.Tensor] = []
+        self.numbers: tuple[int | float, ...] = ()
+        self.sizes = self.binding  # and behind them the integers among the numbers
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 
@@ -166,8 +172,10 @@ class CallRecorder(TorchFunctionMode):
             reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
-        known = self.state.edges.get(event)
-        outcome = None if known is None else known.outcomes.get(self.binding)
+        lifted = lift(self.state, event, len(self.numbers))
+        known = self.state.edges.get(lifted.event)
+        sizes = self.sizes + _integers(lifted.values)
+        outcome = None if known is None else known.outcomes.get(sizes)
         if outcome is None:
             answered, result = True, None
             try:
@@ -181,16 +189,19 @@ class CallRecorder(TorchFunctionMode):
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
                 return result
             outcome = self._outcome(event, result)
+            if lifted.values and not self._is_like(outcome, known, lifted):
+                keep_constant(self.state, event)
+                lifted, sizes = Lifted(event, (), event), self.sizes
         self.fakes += outcome.fakes
         self.lazies += [None] * len(outcome.fakes)
         self.requires_grad += outcome.requires_grad
         if outcome.gains_grad is not None:
             self.requires_grad[outcome.gains_grad] = True
         self.random = self.random or getattr(function, "__name__", "") in RANDOM
-        outcomes = self.step(event).outcomes
-        if len(outcomes) >= _KEPT_SIZES and self.binding not in outcomes:
+        outcomes = self.step_lifted(lifted).outcomes
+        if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()
-        outcomes.setdefault(self.binding, outcome)
+        outcomes.setdefault(sizes, outcome)
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
@@ -227,9 +238,11 @@ class CallRecorder(TorchFunctionMode):
 
     def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         name = getattr(function, "__name__", "")
-        if name in SCALAR_ARITHMETIC or name == "__setitem__":
+        if name in TAKES_SCALAR_TENSORS or name == "__setitem__":
             args = tuple(argument.item() if is_numpy_scalar(argument) else argument for argument in args)
-            args = self._lift_floats(name, args)
+            args, kwargs = self._lift_floats(name, args, kwargs)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._index(args[1]), *args[2:])
         grad = torch.is_grad_enabled()
         return Call(
             function,
@@ -238,26 +251,55 @@ class CallRecorder(TorchFunctionMode):
             None if grad == self.grad_enabled else grad,
         )
 
-    def _lift_floats(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _index(self, index: Any) -> Any:
+        """Return an index with what torch makes of its arrays and scalar tensors."""
+        if isinstance(index, tuple):
+            return tuple(self._index(item) for item in index)
+        if type(index).__module__ == "numpy" and hasattr(index, "__len__"):
+            return torch.tensor(index)
+        if (
+            isinstance(index, torch.Tensor)
+            and not isinstance(index, LazyTensor)
+            and index.dim() == 0
+            and index.device.type == "cpu"
+            and index.dtype in _INDEX_TYPES
+            and storage_of(index) not in self.used_storages  # else an edit of it may be recorded, and not done yet
+        ):
+            return int(index)
+        return index
+
+    def _lift_floats(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn Python floats into scalar tensors where torch gives both the same result."""
-        if not any(isinstance(argument, float) for argument in args):
-            return args
-        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-        dtypes = {_fake_or_self(tensor).dtype for tensor in tensors}
+        given = (*args, *kwargs.values())
+        if not any(isinstance(argument, float) for argument in given):
+            return args, kwargs
+        fakes = [_fake_or_self(argument) for argument in given if isinstance(argument, torch.Tensor)]
+        if name == "where":
+            fakes = [fake for fake in fakes if fake.dtype != torch.bool]  # the condition takes no part in promotion
+        dtypes = {fake.dtype for fake in fakes if name[:11] != "masked_fill" or fake.dtype != torch.bool}
         if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
-            return args
+            return args, kwargs
         if name == "__setitem__":
             if not isinstance(args[2], float):
-                return args
-            return (args[0], args[1], self._lifted(args[2], next(iter(dtypes))))
-        if all(_fake_or_self(tensor).dim() == 0 for tensor in tensors):
-            return args  # a zero-dimensional tensor would take part in type promotion
-        return tuple(
-            self._lifted(argument, torch.float64) if isinstance(argument, float) else argument for argument in args
+                return args, kwargs
+            return (args[0], args[1], self._scalar_tensor(args[2], next(iter(dtypes)))), kwargs
+        if all(fake.dim() == 0 for fake in fakes):
+            return args, kwargs  # a zero-dimensional tensor would take part in type promotion
+        if name.startswith(("clamp", "clip")) and any(isinstance(argument, int) for argument in given):
+            return args, kwargs  # it takes two numbers or two tensors
+        kinds = {key: value for key, value in kwargs.items() if key != "alpha"}
+        return (
+            tuple(self._scalar_tensor(argument) for argument in args),
+            {**kwargs, **{key: self._scalar_tensor(value) for key, value in kinds.items()}},
         )
 
-    def _lifted(self, number: float, dtype: torch.dtype) -> torch.Tensor:
-        self.lifted.append(torch.tensor(number, dtype=dtype))
+    def _scalar_tensor(self, argument: Any, dtype: torch.dtype = torch.float64) -> Any:
+        """Return ``argument`` as a tensor if it is a float."""
+        if not isinstance(argument, float):
+            return argument
+        self.lifted.append(torch.tensor(argument, dtype=dtype))
         return self.lifted[-1]
 
     def _argument(self, argument: Any) -> Any:
@@ -293,11 +335,12 @@ class CallRecorder(TorchFunctionMode):
                 return Input(position)
         if tensor.layout is not torch.strided:
             raise _NotLowerable(f"a tensor with layout {tensor.layout}")
-        shape: tuple[int | Symbol, ...] = tuple(tensor.shape)
         stride = None if tensor.is_contiguous() else tensor.stride()
-        if stride is None and self.symbol_of_size:
+        declared = Declare(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+        if stride is None and self.symbol_of_size and declared not in self.state.edges:
             shape = tuple(self.symbol_of_size.get(size, size) for size in tensor.shape)
-        self.step(Declare(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)))
+            declared = declared._replace(shape=shape)
+        self.step_lifted(lift(self.state, declared, len(self.numbers)))
         self.externals.append(tensor)
         self.external_index[id(tensor)] = len(self.externals) - 1
         return External(len(self.externals) - 1)
@@ -359,13 +402,33 @@ class CallRecorder(TorchFunctionMode):
         found = (sources[type(reference)][reference.index] for reference in references(call))
         return any(item if isinstance(item, bool) else item.requires_grad for item in found)
 
-    def step(self, event: Event) -> State:
-        """Go on to the state after ``event``, which is new if no earlier run did the same."""
+    def _is_like(self, outcome: Outcome, known: State | None, lifted: Lifted) -> bool:
+        """Whether a call returned what it returned with other numbers, as far as the program can see."""
+        earlier = known or twin_of(self.state, lifted.event, lifted.like)
+        other = None if earlier is None else next(iter(earlier.outcomes.values()), None)
+        return other is None or same_structure(outcome, other)
+
+    def step_lifted(self, lifted: Lifted) -> State:
+        """Go on to the state after an event with numbers."""
+        found = self.step(lifted.event, lifted.like)
+        if lifted.values:
+            self.numbers += lifted.values
+            self.sizes += _integers(lifted.values)
+        return found
+
+    def step(self, event: Event, like: Event | None = None) -> State:
+        """Go on to the state after ``event``, which is new if no earlier run did the same.
+
+        Args:
+            event: The event.
+            like: The event with the constants that it had first, if it has numbers for them.
+        """
         found = self.state.edges.get(event)
         if found is None:
             self.recorded = True
             position = -1 if self.tap is None else self.tap.index
-            made = State(self.state, event, position, stack_trace=_user_line())
+            twin = twin_of(self.state, event, event if like is None else like)
+            made = State(self.state, event, position, stack_trace=_user_line(), twin=twin)
             found = self.state.edges.setdefault(event, made)
         self.state = found
         return found
@@ -383,6 +446,10 @@ def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *a
     """Return what ``function`` draws for a tensor like this."""
     drawn: torch.Tensor = function(torch.empty_strided(size, stride, dtype=dtype, device=device), *args, **kwargs)
     return drawn
+
+
+def _integers(numbers: tuple[int | float, ...]) -> tuple[int, ...]:
+    return tuple(number for number in numbers if isinstance(number, int))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -6,10 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 
-__all__ = ["BackendCallable", "backend_name", "compile_lock", "options_of_compiled", "resolve_backend", "skip_code"]
+__all__ = [
+    "BackendCallable",
+    "backend_name",
+    "compile_lock",
+    "forget_fixed_floats",
+    "options_of_compiled",
+    "resolve_backend",
+    "skip_code",
+]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock
@@ -34,6 +42,11 @@ def backend_name(backend: BackendCallable) -> str:
     """Return how a user calls ``backend``."""
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
     return str(name or type(backend).__name__)
+
+
+def forget_fixed_floats() -> None:
+    """Forget which symbolic floats a lowering had to take as constants; torch keeps them by name, for a second attempt."""
+    symbolic_convert.TensorifyState.clear()
 
 
 def options_of_compiled(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Any]]:

@@ -51,10 +51,14 @@ RANDOM = frozenset(
     "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like".split()
 )
 
-#: Arithmetic in which a Python float may become an input of the graph, so that another value is the same program.
-SCALAR_ARITHMETIC = frozenset(
+#: Functions in which a scalar tensor in place of a Python float gives the same result, bit for bit. There a float is an input of the
+#: graph from the first time, so that another value is the same program.
+TAKES_SCALAR_TENSORS = frozenset(
     "add add_ sub sub_ subtract mul mul_ multiply div div_ divide true_divide __add__ __radd__ __iadd__ __sub__ "
-    "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ rsub".split()
+    "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ rsub "
+    "clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_ where masked_fill masked_fill_ fill_ "
+    "gt gt_ lt lt_ ge ge_ le le_ eq eq_ ne ne_ greater less greater_equal less_equal not_equal "
+    "__gt__ __lt__ __ge__ __le__ __eq__ __ne__".split()
 )
 
 PLAIN = (str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))

@@ -49,6 +49,14 @@ class Constant(NamedTuple):
     value: Any
 
 
+class Number(NamedTuple):
+    """A Python number that varies between runs, by order of first use; becomes an input of the spliced graph."""
+
+    index: int
+    kind: type
+    tag: str = "number"
+
+
 class Nest(NamedTuple):
     """A container among the arguments of a call: a tuple, list or slice."""
 
@@ -78,12 +86,12 @@ class Declare(NamedTuple):
     """The next external is a tensor like this.
 
     A size that equals one of the graph's symbolic sizes is taken to vary with it (torch calls this duck shaping), so
-    noise of the shape of a hidden state is the same program for every prompt length. ``stride`` is ``None``
-    for a contiguous tensor.
+    noise of the shape of a hidden state is the same program for every prompt length. Any other size or stride that varies is a
+    number of the program. ``stride`` is ``None`` for a contiguous tensor.
     """
 
-    shape: tuple[int | Symbol, ...]
-    stride: tuple[int, ...] | None
+    shape: tuple[int | Symbol | Number, ...]
+    stride: tuple[int | Number, ...] | None
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -155,6 +163,21 @@ class Outcome:
 
 
 @dataclass(eq=False)
+class Family:
+    """Events at one state that differ in numbers alone.
+
+    Attributes:
+        event: The first of them.
+        values: Its numbers, in order.
+        varying: Which of them have had other values; ``None`` if they must stay constants.
+    """
+
+    event: Event
+    values: tuple[int | float, ...]
+    varying: frozenset[int] | None = frozenset()
+
+
+@dataclass(eq=False)
 class State:
     """One step of a known program.
 
@@ -163,7 +186,9 @@ class State:
         event: What led here.
         position: Number of the tap at which the event happened.
         edges: The states after, by event.
-        outcomes: Result of the event's call, by the sizes the symbols of the graph had.
+        outcomes: Result of the event's call, by the sizes the symbols of the graph and the integers of the program had.
+        families: Events after this state that differ in numbers alone, by what they share.
+        twin: The state of an earlier run that did the same with constants for numbers.
         stack_trace: The user's line, as torch shows it in graphs.
         variants: Compiled graphs of the program that ends here, by what they return.
     """
@@ -173,6 +198,8 @@ class State:
     position: int = -1
     edges: dict[Event, State] = field(default_factory=dict)
     outcomes: dict[tuple[int, ...], Outcome] = field(default_factory=dict)
+    families: dict[Event, Family] = field(default_factory=dict)
+    twin: State | None = None
     stack_trace: str = ""
     variants: dict[Any, Any] = field(default_factory=dict)
 
@@ -236,8 +263,8 @@ def _shown(event: Event) -> str:
     if isinstance(event, Skip):
         return f"skip to @{event.until}"
     if isinstance(event, Declare):
-        sizes = [f"s{size.position}" if isinstance(size, Symbol) else size for size in event.shape]
-        return f"external {event.dtype} {sizes} {event.device}"
+        sizes = ", ".join(_shown_argument(size) for size in event.shape)
+        return f"external {event.dtype} [{sizes}] {event.device}"
     return "visit"
 
 
@@ -248,6 +275,10 @@ def _shown_argument(argument: Any) -> str:
         return f"input {argument.index}"
     if isinstance(argument, External):
         return f"external {argument.index}"
+    if isinstance(argument, Number):
+        return f"number {argument.index}"
+    if isinstance(argument, Symbol):
+        return f"s{argument.position}"
     if isinstance(argument, Constant):
         return repr(argument.value)
     if isinstance(argument, Nest):

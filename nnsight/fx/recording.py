@@ -40,7 +40,7 @@ from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become
 from .program import Cut, External, Input, Skip, Value, Visit, Write
-from .splice import Piece
+from .splice import Piece, as_argument
 from .stages import run_lowered, stage
 from .variant import Variant
 
@@ -181,7 +181,9 @@ class Recording(CallRecorder):
                 self.value_of[reference] = len(self.fakes) - 1
                 reference = Value(len(self.fakes) - 1)
             references.append(reference)
-        self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
+        self.step(
+            Visit(tap.index, tuple(fresh))
+        )  # also without new tensors: where a call stands is part of the program
         return [
             self._object(reference)
             if isinstance(reference, (Value, Input, External))
@@ -367,10 +369,12 @@ class Recording(CallRecorder):
         if self.journal is not None:
             self.journal.ran(self, variant, alive, stop)
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
-        lowered = variant.find(self.binding)
+        sizes = self.binding + self.numbers
+        lowered = variant.find(sizes)
+        arguments += map(as_argument, self.numbers)
         if lowered is None:
             with stage("lower"):
-                lowered, made = variant.lower(self.binding, arguments)
+                lowered, made = variant.lower(sizes, arguments)
             self.report.compiles += made
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         computed = run_lowered(self.report, ran, arguments)

@@ -42,6 +42,7 @@ from .determinate import Root, Undetermined, kind_of, look_up, roots_of
 from .explaining import RanPiece
 from .functions import ABOUT_GRADIENTS, DRAWN_LIKE, METADATA, edits_in_place
 from .program import Call, State
+from .splice import as_argument
 from .stages import run_lowered
 from .variant import Variant
 
@@ -193,6 +194,7 @@ class _Effects(NamedTuple):
         stop: Number of the node at which the graph ends.
         steps: Calls on tensors from outside.
         externals: For each external the number of its slot, or the tensor itself in a tuple.
+        numbers: The program's numbers.
         alive: Numbers of the values that are saved.
         saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
             constant in a tuple of two.
@@ -206,6 +208,7 @@ class _Effects(NamedTuple):
     stop: int
     steps: tuple[_Step, ...]
     externals: tuple[Any, ...]
+    numbers: tuple[int | float, ...]
     alive: tuple[int, ...]
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
     edits: bool
@@ -242,7 +245,7 @@ class Replay:
         if tensors and _sharing(tensors, inputs, effects.edits) != effects.sharing:
             raise _NotAsBefore
         variant = effects.variant
-        lowered = variant.find(binding)
+        lowered = variant.find(binding + effects.numbers)
         if lowered is None:
             raise _NotAsBefore
         self.found = effects
@@ -254,7 +257,8 @@ class Replay:
         report.mode, report.graphs, report.replayed = "compiled", 1, True
         report.spliced += effects.spliced
         ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
-        computed = run_lowered(report, ran, [*[inputs[index] for index in variant.spliced.inputs], *externals])
+        arguments = [*[inputs[index] for index in variant.spliced.inputs], *externals, *map(as_argument, effects.numbers)]
+        computed = run_lowered(report, ran, arguments)
         if effects.alive:
             # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
             held = {*map(id, inputs), *map(id, externals)}
@@ -569,6 +573,7 @@ def _effects(
         journal.stop,
         tuple(steps),
         tuple(externals),
+        recording.numbers,
         journal.alive,
         saved,
         edits,

@@ -6,7 +6,8 @@ special treatment: they are calls on the same value that the model uses, and low
 What is superfluous then is removed by :mod:`~nnsight.fx.passes`.
 
 The inputs are the captured graph's inputs, then the values carried over from the piece before (if the graph was
-cut), then the program's externals.
+cut), then the program's externals and its numbers. A float comes as a scalar tensor whose value the graph takes, which is how
+dynamo passes the floats of a model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from .effects import REQUIRES_GRAD
 from .graph import CapturedGraph
+from .indexing import select_numbers
 from .passes import PassRun, run_passes
 from .program import (
     Call,
@@ -29,6 +31,7 @@ from .program import (
     External,
     Input,
     Nest,
+    Number,
     Program,
     Reference,
     Skip,
@@ -133,9 +136,12 @@ class SplicedGraph:
         return name
 
 
-def splice(
-    graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]
-) -> SplicedGraph:
+def as_argument(number: int | float) -> int | torch.Tensor:
+    """Return a number of a program as the spliced graph takes it."""
+    return number if isinstance(number, int) else torch.tensor(number, dtype=torch.float64)
+
+
+def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
     """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``.
 
     Args:
@@ -158,6 +164,8 @@ class _Splicer:
         self.new = torch.fx.Graph()
         self.env: dict[torch.fx.Node, Any] = {}
         self.values: list[Any] = []
+        self.fakes: list[torch.Tensor] = []
+        self.numbers: dict[Number, torch.fx.Node] = {}
         self.marks: dict[str, str] = {}
         self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
@@ -202,6 +210,14 @@ class _Splicer:
             placeholder = self.new.placeholder(f"external_{number}")
             placeholder.meta["declaration"] = declaration
             self.external_nodes.append(placeholder)
+        used = {found for steps in self.steps.values() for step in steps for found in numbers(step.event)}
+        for taken in sorted(used):
+            placeholder = self.new.placeholder(f"number_{taken.index}")
+            placeholder.meta["number"] = taken
+            self.numbers[taken] = placeholder
+        for taken, placeholder in self.numbers.items():
+            if taken.kind is float:
+                self.numbers[taken] = self.new.call_method("item", (placeholder,))
 
     def _needed_inputs(self, results: Sequence[Result]) -> set[int]:
         """Positions of the inputs to take: all of an uncut graph, those in use behind a cut."""
@@ -239,6 +255,7 @@ class _Splicer:
             event = step.event
             if isinstance(event, Visit):
                 self.values += [self._captured(tap.leaves[leaf]) for leaf in event.fresh]
+                self.fakes += [tap.leaves[leaf].meta["example_value"] for leaf in event.fresh]
             elif isinstance(event, Call):
                 self._add_call(event, step)
             elif isinstance(event, Skip):
@@ -261,12 +278,19 @@ class _Splicer:
         kwargs = {name: self._argument(argument) for name, argument in call.kwargs}
         if call.grad is not None:
             self._mark(self.new.call_function(torch._C._set_grad_enabled, (call.grad,)), step)
+        if getattr(call.function, "__name__", "") in ("__getitem__", "__setitem__"):
+            selected, rest = select_numbers(call.args[1], self._fake)
+            for dimension, number in selected:
+                view = self.new.call_method("select", (args[0], dimension, self.numbers[number]))
+                self._mark(view, step)
+                args = (view, Ellipsis if rest is None else self._argument(rest), *args[2:])
         node = _emit(self.new, call.function, args, kwargs)
         self._mark(node, step)
         if call.grad is not None:
             self._mark(self.new.call_function(torch._C._set_grad_enabled, (not call.grad,)), step)
         assert step.outcome is not None
         node.meta[REQUIRES_GRAD] = any(step.outcome.requires_grad) or step.outcome.gains_grad is not None
+        self.fakes += step.outcome.fakes
         paths = step.outcome.paths
         for leaf, path in zip(step.outcome.leaves, paths, strict=True):
             if isinstance(leaf, int) and leaf == len(self.values):
@@ -279,11 +303,22 @@ class _Splicer:
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, (Value, Input, External)):
             return self._referred(argument)
+        if isinstance(argument, Number):
+            return self.numbers[argument]
         if isinstance(argument, Constant):
             return argument.value
         if isinstance(argument, Nest):
             return argument.build([self._argument(item) for item in argument.items])
         return argument
+
+    def _fake(self, reference: Reference) -> Any:
+        """Return a tensor with the type and the dimensions of what ``reference`` stands for."""
+        if isinstance(reference, Value):
+            return self.fakes[reference.index]
+        if isinstance(reference, External):
+            declared = self.declared[reference.index]
+            return torch.empty([1] * len(declared.shape), dtype=declared.dtype, device="meta")
+        return self.piece.inputs[reference.index].meta["example_value"]
 
     def _mark(self, node: torch.fx.Node, step: Step) -> None:
         node.stack_trace = step.stack_trace
@@ -304,6 +339,23 @@ def references(event: Any) -> list[Reference]:
     while pending:
         item = pending.pop()
         if isinstance(item, (Value, Input, External)):
+            found.append(item)
+        elif isinstance(item, Nest):
+            pending.extend(item.items)
+    return found
+
+
+def numbers(event: Any) -> list[Number]:
+    """Return the numbers of a program that an event uses."""
+    found: list[Number] = []
+    pending: list[Any] = []
+    if isinstance(event, Declare):
+        pending = [*event.shape, *(event.stride or ())]
+    elif isinstance(event, Call):
+        pending = [*event.args, *(value for _, value in event.kwargs)]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Number):
             found.append(item)
         elif isinstance(item, Nest):
             pending.extend(item.items)

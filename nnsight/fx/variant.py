@@ -21,6 +21,12 @@ from .splice import Piece, Result, splice
 
 logger = logging.getLogger("nnsight.fx")
 
+#: For how many combinations of sizes and numbers the lowering is looked up rather than found by its conditions.
+_KEPT_BINDINGS = 1024
+
+#: How many lowerings of one program are kept: one that a number is a constant of is worth little when the number has gone.
+_KEPT_LOWERINGS = 64
+
 
 def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Lower a graph by not lowering it: its nodes run one by one."""
@@ -71,22 +77,28 @@ class Variant:
             for item in wanted
         ]
         self._lowerings: list[Lowered] = []
-        self._by_binding: dict[tuple[int, ...], Lowered] = {}
+        # Positions on which the choice of a lowering depends, and the choice for each of their values.
+        self._known: tuple[tuple[int, ...], dict[tuple[int | float, ...], Lowered]] = ((), {})
+        self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
 
-    def find(self, binding: tuple[int, ...]) -> Lowered | None:
-        """Return the lowering for these sizes, if there is one."""
-        found = self._by_binding.get(binding)
+    def find(self, binding: tuple[int | float, ...]) -> Lowered | None:
+        """Return the lowering for these sizes and numbers, if there is one."""
+        restricted, by_binding = self._known
+        key = tuple(binding[position] for position in restricted)
+        found = by_binding.get(key)
         if found is None:
             found = next((lowered for lowered in self._lowerings if lowered.accepts(binding)), None)
             if found is not None:
-                self._by_binding[binding] = found
+                if len(by_binding) >= _KEPT_BINDINGS:
+                    by_binding.clear()
+                by_binding[key] = found
         return found
 
-    def lower(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> tuple[Lowered, bool]:
+    def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, bool]:
         """Return the lowering for these sizes and whether it was made now.
 
         Args:
-            binding: Sizes of the captured graph's symbols.
+            binding: Sizes of the captured graph's symbols, then the program's numbers.
             arguments: What the graph is about to be called with.
         """
         with self._graph.lock:
@@ -95,7 +107,7 @@ class Variant:
                 return found, False
             symbols = [symbol for _, symbol in self._graph.symbols]
             try:
-                made = lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend)
+                made = self._lower_numbers(symbols, binding, arguments)
             except Exception as error:
                 # A backend's own failure must not change what a trace computes.
                 logger.warning(
@@ -104,9 +116,22 @@ class Variant:
                     str(error).strip().split("\n", 1)[0],
                 )
                 made = lower(self.spliced.copy(), arguments, symbols, binding, run_as_is)
-            self._lowerings.append(made)
-            self._by_binding[binding] = made
+            self._lowerings = [*self._lowerings[-_KEPT_LOWERINGS:], made]
+            restricted = {position for lowered in self._lowerings for position in lowered.restricted()}
+            self._known = (tuple(sorted(restricted)), {})
             return made, True
+
+    def _lower_numbers(self, symbols: list[Any], binding: tuple[int | float, ...], arguments: Sequence[Any]) -> Lowered:
+        """Lower for all numbers of the program or, where the backend cannot, with those of now as constants."""
+        kinds = frozenset(type(number) for number in binding[len(symbols) :])
+        while True:
+            try:
+                return lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend, self._fixed)
+            except Exception as error:
+                if kinds <= self._fixed:
+                    raise
+                self._fixed |= {float} if float in kinds - self._fixed else kinds
+                logger.debug("numbers become constants: %s: %s", type(error).__name__, error)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
         """Return the value of each wanted item."""

@@ -1,0 +1,225 @@
+"""Sizes that change from trace to trace: every result is the model's, and nothing is compiled any more."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import nnsight
+from nnsight import LanguageModel, fx
+
+from .conftest import Hooks
+
+LENGTHS = list(range(2, 52))
+random.Random(0).shuffle(LENGTHS)
+
+
+def make_gpt2(backend: str) -> LanguageModel:
+    return nnsight.demo_model(compile={"backend": backend})
+
+
+def make_llama(backend: str) -> LanguageModel:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return LanguageModel(transformers.LlamaForCausalLM(config).eval(), compile={"backend": backend})
+
+
+MODELS: dict[str, tuple[Callable[[str], LanguageModel], str]] = {
+    "gpt2": (make_gpt2, "transformer.h.1"),
+    "llama": (make_llama, "model.layers.1"),
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((name, backend), marks=[] if default else pytest.mark.slow, id=f"{name}-{backend}")
+        for name, backend, default in (
+            ("gpt2", "eager", True),
+            ("llama", "aot_eager", True),
+            ("gpt2", "aot_eager", False),
+            ("llama", "eager", False),
+        )
+    ],
+    scope="module",
+)
+def setting(request: pytest.FixtureRequest) -> Any:
+    name, backend = request.param
+    make, path = MODELS[name]
+    torch._dynamo.reset()
+    return make(backend), path, backend
+
+
+def ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(2, 90, (batch, length), generator=torch.Generator().manual_seed(100 * batch + length))
+
+
+# -- edits, each as it is written for a hook and for a block ----------------------------------------------------------
+
+
+def front_half(h: torch.Tensor) -> None:
+    h[:, : h.shape[1] // 2] *= 0.5
+
+
+def mask_by_position(h: torch.Tensor) -> None:
+    mask = torch.arange(h.shape[1]) % 2 == 0
+    h[:] = torch.where(mask[None, :, None], h, h * 0.5)
+
+
+def external_of_the_length(h: torch.Tensor) -> None:
+    h += torch.linspace(0.0, 1.0, h.shape[1])[None, :, None]
+
+
+def external_of_half_the_length(h: torch.Tensor) -> None:
+    half = h.shape[1] // 2
+    h[:, half:] += torch.linspace(0.0, 1.0, h.shape[1] - half)[:, None].expand(-1, h.shape[2])
+
+
+def middle_token(h: torch.Tensor) -> None:
+    h[:, h.shape[1] // 2] = h[:, 0] - h[:, -1]
+
+
+def last_of_a_shorter_view(h: torch.Tensor) -> None:
+    h[:, 1:] = h[:, 1:] + h[:, : h.shape[1] - 1]
+
+
+def normalised_by_length(h: torch.Tensor) -> None:
+    h -= h.sum(1, keepdim=True) / h.shape[1]
+
+
+EDITS = [
+    front_half, mask_by_position, external_of_the_length, external_of_half_the_length, middle_token,
+    last_of_a_shorter_view, normalised_by_length,
+]  # fmt: skip
+
+
+def by_hooks(model: LanguageModel, path: str, edit: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hooks = Hooks(model._module)
+
+    def function(value: Any) -> None:
+        edit(value[0] if isinstance(value, tuple) else value)
+
+    hooks.output(path, function)
+    hooks.output(path, hooks.keep("hidden", lambda value: value[0] if isinstance(value, tuple) else value))
+    logits = hooks(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    return hooks.seen["hidden"], logits
+
+
+def by_trace(model: LanguageModel, path: str, edit: Any, tokens: torch.Tensor) -> tuple[Any, Any, Any]:
+    layer = model.get(path)
+    with model.trace(tokens) as tracer:
+        value = layer.output
+        hidden = value[0] if isinstance(value, tuple) else value
+        edit(hidden)
+        hidden = hidden.save()
+        logits = model.output.logits.save()
+    return hidden, logits, tracer.report
+
+
+def frames() -> int:
+    """Return how many graphs dynamo has captured in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_fifty_lengths_reach_a_steady_state(setting: Any, edit: Any) -> None:
+    model, path, backend = setting
+    with torch.no_grad():
+        compiles = []
+        for length in LENGTHS:
+            hidden, logits, report = by_trace(model, path, edit, ids(2, length))
+            compiles.append(fx.counters.compiles)
+            assert not report.breaks
+            expected = by_hooks(model, path, edit, ids(2, length))
+            close(hidden, expected[0], backend == "eager")
+            close(logits, expected[1], backend == "eager")
+        assert fx.counters.captures <= 2
+        assert fx.counters.recordings <= 3
+        assert compiles[-1] <= 5, compiles
+        before, captured = str(fx.counters), frames()
+        for length in LENGTHS[::4]:
+            by_trace(model, path, edit, ids(2, length))
+        assert (str(fx.counters), frames()) == (before, captured), "the second round finds everything"
+
+
+def test_batches_of_one_and_of_many(setting: Any) -> None:
+    model, path, backend = setting
+    sizes = [(1, 5), (1, 9), (3, 7), (4, 6), (1, 12), (2, 2), (5, 30)]
+    with torch.no_grad():
+        for round_number in range(2):
+            if round_number:
+                before, captured = str(fx.counters), frames()
+            for batch, length in sizes:
+                found = by_trace(model, path, front_half, ids(batch, length))
+                expected = by_hooks(model, path, front_half, ids(batch, length))
+                close(found[0], expected[0], backend == "eager")
+                close(found[1], expected[1], backend == "eager")
+    assert (str(fx.counters), frames()) == (before, captured)
+    assert fx.counters.captures <= 5
+
+
+def test_invokes_of_several_prompts(setting: Any) -> None:
+    """Each invoke has rows of its own; their numbers and lengths change, the program does not."""
+    model, path, backend = setting
+    layer = model.get(path)
+    plans = [(2, 1, 6), (3, 2, 9), (2, 3, 12), (4, 2, 7), (5, 3, 20), (2, 4, 33), (6, 2, 8), (3, 3, 5)]
+
+    def run(first: int, second: int, length: int) -> list[torch.Tensor]:
+        with model.trace() as tracer:
+            with tracer.invoke(ids(first, length)):
+                hidden = layer.output[0] if isinstance(layer.output, tuple) else layer.output
+                hidden[:, : hidden.shape[1] // 2] *= 0.5
+                one = model.output.logits.save()
+            with tracer.invoke(ids(second, length)):
+                two = model.output.logits.save()
+        assert not tracer.report.breaks
+        return [one, two]
+
+    with torch.no_grad():
+        for round_number in range(3):
+            if round_number == 2:  # an invoke of one row is a lowering of its own, also of the program for any number
+                before, captured = str(fx.counters), frames()
+            for first, second, length in plans:
+                one, two = run(first, second, length)
+                close(one, by_hooks(model, path, front_half, ids(first, length))[1], False)
+                close(two, by_hooks(model, path, lambda h: None, ids(second, length))[1], False)
+    assert (str(fx.counters), frames()) == (before, captured)
+    assert fx.counters.compiles <= 8, fx.counters
+
+
+@pytest.mark.slow
+def test_inductor_reaches_a_steady_state() -> None:
+    torch._dynamo.reset()
+    model, path = make_gpt2("inductor"), "transformer.h.1"
+    with torch.no_grad():
+        for length in (6, 9, 12, 17, 21):
+            found = by_trace(model, path, front_half, ids(2, length))
+            expected = by_hooks(model, path, front_half, ids(2, length))
+            close(found[0], expected[0], False)
+            close(found[1], expected[1], False)
+        assert fx.counters.compiles <= 4
+        before = str(fx.counters)
+        for length in (13, 30, 44):
+            by_trace(model, path, front_half, ids(2, length))
+        assert str(fx.counters) == before

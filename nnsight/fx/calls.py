@@ -163,6 +163,8 @@ class CallRecorder(TorchFunctionMode):
         if len(outcomes) >= _KEPT_SIZES and self.binding not in outcomes:
             outcomes.clear()
         outcomes.setdefault(self.binding, outcome)
+        if not outcome.structure.is_leaf():
+            self.step(outcome.results)
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 

@@ -1,0 +1,29 @@
+"""The strategy for cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .blocks import blocks, passages_of
+from .nets import specs
+from .runner import Case
+
+#: Mostly the lowering that changes no bit.
+BACKENDS = ("eager", "eager", "eager", "aot_eager")
+
+
+@st.composite
+def cases(draw: Any, backends: tuple[str, ...] = BACKENDS) -> Case:
+    """Draw a model and up to eight blocks for it."""
+    spec = draw(specs)
+    ids = draw(st.booleans())
+    returns = draw(st.sampled_from(["tensor", "tuple", "dict"]))
+    grad = draw(st.booleans())
+    backend = draw(st.sampled_from(backends))
+    passages = passages_of(spec, ids, returns)
+    drawn = [draw(blocks(passages, grad))]
+    while len(drawn) < 8 and draw(st.integers(0, 7)):  # many, as a capture costs more than a block; shrinks to one
+        drawn.append(draw(blocks(passages, grad)))
+    return Case(spec, ids, returns, grad, backend, tuple(drawn))

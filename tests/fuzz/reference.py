@@ -27,6 +27,7 @@ class Here:
         self._whole, self._rows, self._total = value, rows, total
         self._given = value if rows is None else torch.utils._pytree.tree_map(self._narrow, value)
         self._value = self._given
+        self._leaves = torch.utils._pytree.tree_leaves(self._given)  # the block may fill containers anew
         self.skipped: tuple[Any, ...] = ()
 
     def _narrow(self, leaf: Any) -> Any:
@@ -54,9 +55,9 @@ class Here:
         if self._rows is None:
             return self._value
         flat = torch.utils._pytree.tree_flatten
-        (whole, structure), (mine, _), (given, _) = flat(self._whole), flat(self._value), flat(self._given)
+        (whole, structure), (mine, _) = flat(self._whole), flat(self._value)
         merged = []
-        for leaf, new, old in zip(whole, mine, given, strict=True):
+        for leaf, new, old in zip(whole, mine, self._leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and new is not old:
                 before, after = leaf[: self._rows.start], leaf[self._rows.stop :]
                 merged.append(torch.cat([before, new, after]) if new.shape[:1] == old.shape[:1] else new)

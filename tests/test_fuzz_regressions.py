@@ -47,3 +47,30 @@ def test_a_call_may_return_another_number_of_tensors_for_another_size() -> None:
     fx.counters.reset()
     run(torch.randn(5, 4))
     assert fx.counters.recordings == fx.counters.compiles == 0, "the program of each size is known"
+
+
+class Counted(torch.nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        return x * self.calls
+
+
+def test_a_module_that_rebinds_a_buffer_in_place_can_be_skipped() -> None:
+    net = torch.nn.Sequential(Counted(), torch.nn.Tanh())
+    model = NNsight(net, compile={"backend": "eager"})
+    x = torch.randn(2, 4)
+    for compile in (False, True, True):
+        with torch.no_grad(), model.trace(x, compile=compile):
+            model[0].skip(x * 3.0)
+            out = model.output.save()
+        torch.testing.assert_close(out, torch.tanh(x * 3.0), rtol=0.0, atol=0.0)
+        assert net[0].calls == 0.0, "it did not run"
+    with torch.no_grad(), model.trace(x):
+        model.output.save()
+    assert net[0].calls == 1.0

@@ -58,7 +58,9 @@ class Here:
         (whole, structure), (mine, _) = flat(self._whole), flat(self._value)
         merged = []
         for leaf, new, old in zip(whole, mine, self._leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) and new is not old:
+            # The model goes on with the block's own view of its rows where gradients may be asked of it.
+            followed = isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+            if isinstance(leaf, torch.Tensor) and (new is not old or followed):
                 before, after = leaf[: self._rows.start], leaf[self._rows.stop :]
                 merged.append(torch.cat([before, new, after]) if new.shape[:1] == old.shape[:1] else new)
             else:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from .fuzz.__main__ import run_seed
-from .fuzz.blocks import Actor, BlockPlan, Segment, passages_of
+from .fuzz.blocks import Actor, BlockPlan, Segment
 from .fuzz.cases import BACKENDS
+from .fuzz.passages import passages_of
 from .fuzz.runner import Case, Disagreement, run_case
 
 CASES = int(os.environ.get("NNSIGHT_FUZZ_CASES", "300"))
@@ -45,7 +46,9 @@ def test_random_blocks_agree_with_hooks_when_inductor_lowers_them() -> None:
 
 
 def _case(*statements: str, grad: bool = False) -> Case:
-    passage = next(item for item in passages_of(("linear",), False, "tensor") if (item.path, item.key) == ("body", "output"))
+    passage = next(
+        item for item in passages_of(("linear",), False, "tensor") if (item.path, item.key) == ("body", "output")
+    )
     plan = BlockPlan((Actor("trace", (Segment(passage, "h", False, statements),)),))
     return Case(("linear",), False, "tensor", grad, "eager", (plan,))
 

@@ -1,12 +1,11 @@
 """Random blocks: for each of a few passages of a model, in order, some statements about the value there.
 
-A *passage* is one occurrence of a location. A block is kept as data: actors (the invokes of a trace, or the edit before it), each
+A block is kept as data: actors (the invokes of a trace, or the edit before it), each
 with segments, each with a passage and its statements. Statements are Python text in which three words are open, because the
 program and the reference write them differently: ``AT`` is the value at the passage, ``SKIP`` skips the module there, and
 ``EARLY`` is a location that has gone by.
 
-Statements are drawn from tables of templates. In a template ``T`` stands for a tensor in reach, ``V`` for another one, ``P`` for a
-part of one, and ``N`` for a new name; all but ``P`` have the shape ``[batch, length, WIDTH]``.
+Statements are drawn from the templates of :mod:`~tests.fuzz.statements`.
 """
 
 from __future__ import annotations
@@ -14,296 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
-from .nets import WIDTH, Net, OpsByHand, Spec, build, make_input
+from .passages import Passage, Place, put
+from .statements import CUTS, EDITS, EXPRESSIONS, MISTAKES, PARTS, READS
 
 Draw = Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tensor in the value at a passage.
-
-    Attributes:
-        access: Expression of the tensor; ``H`` is the value.
-        rebuild: Expression of the value with ``E`` in place of the tensor.
-    """
-
-    access: str
-    rebuild: str
-
-
-@dataclass(frozen=True)
-class Passage:
-    """One occurrence of a location.
-
-    Attributes:
-        path: Of the module, or of an operation (``body.0.source.torch_tanh_0``).
-        key: ``input`` or ``output``.
-        occurrence: How often the location was passed before.
-        places: Tensors in the value: the result, or the pair of arguments.
-        first: Tensors in the first argument, if it is an input.
-        whole: Expression of a result of this structure, with ``E`` for each tensor.
-        floating: Whether the tensors are hidden states, and not ids.
-    """
-
-    path: str
-    key: str
-    occurrence: int
-    places: tuple[Place, ...]
-    first: tuple[Place, ...]
-    whole: str
-    floating: bool = True
-
-
-def places_in(value: Any, access: str = "H", rebuild: str = "E") -> list[Place]:
-    """Return where the tensors of ``value`` are: hidden states and ids."""
-    if isinstance(value, torch.Tensor):
-        usable = value.shape[-1] == WIDTH or not value.is_floating_point()
-        return [Place(access, rebuild)] if usable else []
-    found = []
-    if isinstance(value, (tuple, list)):
-        opening, closing = "()" if isinstance(value, tuple) else "[]"
-        for index, item in enumerate(value):
-            around = f"{opening}*{access}[:{index}], E, *{access}[{index + 1}:]{closing}"
-            found += places_in(item, f"{access}[{index}]", _put(rebuild, around))
-    if isinstance(value, dict):
-        for key, item in value.items():
-            found += places_in(item, f"{access}[{key!r}]", _put(rebuild, f"{{**{access}, {key!r}: E}}"))
-    return found
-
-
-def _put(template: str, expression: str) -> str:
-    return re.sub(r"\bE\b", lambda _: expression, template)
-
-
-def whole_of(value: Any) -> str:
-    """Return an expression of a value of this structure, with ``E`` for each tensor."""
-    if isinstance(value, torch.Tensor):
-        return "E"
-    if isinstance(value, tuple):
-        return "(" + "".join(whole_of(item) + ", " for item in value) + ")"
-    if isinstance(value, list):
-        return "[" + ", ".join(whole_of(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {whole_of(item)}" for key, item in value.items()) + "}"
-    return repr(value)
-
-
-@lru_cache(maxsize=256)
-def passages_of(spec: Spec, ids: bool, returns: str) -> tuple[Passage, ...]:
-    """Return the passages of a model in the order in which a call meets them."""
-    net = build(spec, ids, returns, by_hand=True)
-    found: list[Passage] = []
-    counts: dict[tuple[str, str], int] = {}
-
-    def visit(path: str, key: str, value: Any) -> Any:
-        occurrence = counts[path, key] = counts.get((path, key), -1) + 1
-        first = ()
-        if key == "input":
-            args, kwargs = value
-            first = tuple(places_in(args[0] if args else next(iter(kwargs.values()))))
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        floating = all(leaf.is_floating_point() for leaf in tensors)
-        found.append(Passage(path, key, occurrence, tuple(places_in(value)), first, whole_of(value), floating))
-        return value
-
-    with watched(net, visit), torch.no_grad():
-        net(make_input(ids, 2, 3, 0))
-    return tuple(found)
-
-
-class watched:  # noqa: N801 - reads as a word
-    """Calls ``visit(path, key, value)`` at each input and output of the modules and operations of a model, and uses what it returns.
-
-    Plain torch hooks; operations are those of :class:`~tests.fuzz.nets.OpsByHand`.
-    """
-
-    def __init__(self, net: Net, visit: Callable[[str, str, Any], Any]) -> None:
-        self.net, self.visit = net, visit
-
-    def __enter__(self) -> None:
-        self.handles: list[Any] = []
-        for path, module in self.net.named_modules():
-
-            def before(_: Any, args: Any, kwargs: Any, path: str = path) -> Any:
-                return self.visit(path, "input", (args, kwargs))
-
-            def after(_: Any, args: Any, out: Any, path: str = path) -> Any:
-                return self.visit(path, "output", out)
-
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(after))
-            if isinstance(module, OpsByHand):
-                module.watch = lambda name, key, value, path=path: self.visit(f"{path}.source.{name}", key, value)
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for module in self.net.modules():
-            if isinstance(module, OpsByHand):
-                module.watch = None
-
-
-# -- statements -------------------------------------------------------------------------------------------------------
-
-#: What can be kept and noted.
-READS = """
-w.kept.append(T)
-w.kept.append(T.clone())
-w.kept.append(T[:, :])
-w.kept.append(T[:, -1].T)
-w.table["last"] = T * 2.0
-w.table.setdefault("all", []).append((T, {"half": T / 2}))
-w.box.value = T
-w.log.append((tuple(T.shape), T.dtype, T.dim(), len(T)))
-w.log.append((T.requires_grad, T.is_contiguous(), isinstance(T, torch.Tensor)))
-w.total += T.detach().mean((0, 1))
-w.counts += (T.detach() > 0).sum().long()
-w.kept.append(T.argmax(-1))
-w.kept.append(T.detach().sum())
-N = T.clone().save()
-""".strip().splitlines()
-
-#: Expressions of the same shape.
-EXPRESSIONS = """
-T * 2.0
-T
-T.clone()
-T + 1
-T * w.number
-T + w.vector
-V
-T - V
-T @ w.matrix
-w.number - T
-T + w.total
-T * w.scalar
-torch.softmax(T, dim=-1)
-torch.where(T > 0, T, w.vector * w.number)
-torch.cat([T[..., 2:], T[..., :2]], dim=-1)
-torch.zeros_like(T).scatter(-1, T.topk(2, dim=-1).indices, 1.0)
-T.flip(1)
-T.detach()
-w.probe(T)
-T.mean(1, keepdim=True) + T
-T.cumsum(1)
-T.transpose(1, 2).contiguous().transpose(1, 2)
-torch.einsum("bld,de->ble", T, w.matrix)
-T.double().float()
-T.sort(-1).values
-torch.stack(list(T.unbind(1)), 1)
-T[:, torch.arange(T.shape[1] - 1, -1, -1)]
-T / T.shape[1]
-T - T[:, : T.shape[1] // 2].sum(1, keepdim=True)
-T.expand_as(V)
-T.view(T.shape[0], -1).view_as(T)
-T - (T @ (w.vector / 2.0))[..., None] * w.vector
-torch.lerp(T, V, 0.25)
-T.masked_fill(T > 1.0, 0.0)
-T.to(torch.float32)
-T[:]
-torch.nn.functional.layer_norm(T, (T.shape[-1],), w.vector)
-(T > V).float()
-T.pow(2).clamp(max=3.0)
-T * torch.ones(T.shape[0], 1, 1)
-torch.maximum(T, w.vector)
-sum([T, V, w.vector])
-T.index_select(2, w.counts.new_tensor([3, 2, 1, 0]))
-torch.baddbmm(T, T, w.matrix.expand(T.shape[0], -1, -1))
-""".strip().splitlines()
-
-#: Expressions of a part that shares its memory with the tensor.
-PARTS = """
-T[:, 1:]
-T[:, -1]
-T[0]
-T[..., :2]
-T.transpose(0, 1)
-T.mT[:, 1]
-T.chunk(2, dim=-1)[1]
-T.reshape(-1, T.shape[-1])
-T.detach()[:, 0]
-T.unbind(0)[0]
-P[..., :1]
-P.unsqueeze(0)
-P[-1]
-T.view(-1)
-T.diagonal(dim1=1, dim2=2)
-""".strip().splitlines()
-
-#: Edits in place.
-EDITS = """
-T[:, -1] = 0
-T += w.vector
-T *= w.number
-T[:, 1:] += 1.0
-T[..., 0] = w.number
-T[:] = V * 0.5
-T[:] = w.vector
-T.mul_(2).clamp_(-5, 5)
-T[T > 0.5] = 0.25
-T[0] += w.vector
-T[:, 1:].transpose(1, 2)[:, 0] += w.number
-T.add_(V, alpha=2)
-T.copy_(V.flip(-1))
-T.masked_fill_(T < 0, 0.0)
-T.zero_()
-T[:, [0, -1]] = 1.0
-T -= V.mean()
-T[:, ::2, 1:3] /= 2
-T[0, 0, 0] = w.scalar
-T.select(1, 0).fill_(3.0)
-T[:, 0], T[:, -1] = T[:, -1].clone(), T[:, 0].clone()
-P += w.number
-P.mul_(0.5)
-P[...] = 0.75
-P -= P.mean()
-w.vector *= 1.5
-w.vector[0] = 1.0
-w.vector[1:].add_(1.0)
-w.total[:] = T.detach()[0, 0]
-w.counts += 1
-w.matrix.T[0] = w.vector
-if w.kept and w.kept[-1].is_floating_point(): w.kept[-1].add_(1.0)
-with torch.no_grad(): T.mul_(w.number)
-""".strip().splitlines()
-
-#: Statements that need a value, so that a compiled graph is cut.
-CUTS = """
-w.log.append(round(T.detach().sum().item(), 2))
-N = T + 1.0 if T.sum() > 0 else T - 1.0
-if (T > 0).all(): w.log.append("positive")
-w.log.append(int(T.detach()[0, 0].argmax()))
-N = T * float(T.detach().mean() > 0)
-w.log.append(T[T > 0].numel())
-w.log.append(torch.equal(T, V))
-w.log.append((T.detach() > 0).tolist())
-w.log.append(bool(w.total.sum() > 0) if T is V else T.detach().numpy().shape)
-for _ in range(int((T > 0).sum()) % 3): T.add_(1.0)
-""".strip().splitlines()
-
-#: Mistakes.
-MISTAKES = """
-T + torch.ones(9)
-T @ torch.ones(9, 9)
-T[:, 99]
-T.view(7, 7, 7)
-raise KeyError("mine")
-AT.no_such_name
-model.no_such_module
-EARLY
-torch.cat([T, torch.ones(2)])
-T.no_such_method()
-1 / 0
-w.kept.append(undefined_name)
-assert T is None
-""".strip().splitlines()
 
 
 @dataclass(frozen=True)
@@ -409,9 +126,8 @@ class _Author:
             return [line if self.may_save else line.removesuffix(".save()")]
         if kind == "edit":
             template = self.draw(st.sampled_from(EDITS))
-            if template.startswith("P "):  # `a[1:] += 1` with no name for the part would be an assignment to the tensor
-                if not self.parts:
-                    return [f"{here} += 1.0"]
+            if template.startswith("P ") and not self.parts:  # `h[:, 1:] += 1` would assign to an item of `h`
+                template = "T += 1.0"
             return [self.fill(template, here)]
         if kind in ("write", "fill"):
             if not writable:
@@ -420,7 +136,7 @@ class _Author:
                 return [f"{place.access.replace('H', value)} = {self.expression(here)}"]
             made = self.fresh("n")
             again = [f"w.kept.append({place.access.replace('H', 'AT')})"] if kind == "fill" else []
-            filled = _put(place.rebuild, made).replace("H", value)
+            filled = put(place.rebuild, made).replace("H", value)
             lines = [f"{made} = {self.expression(here)}", f"AT = {filled}", *again]
             self.full.append(made)
             return lines
@@ -457,7 +173,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
     if not passage.floating:
         statements.append(draw(st.sampled_from([f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"])))
         if draw(st.booleans()):
-            filled = _put(place.rebuild, f"{tensor}.flip(1)").replace("H", value)
+            filled = put(place.rebuild, f"{tensor}.flip(1)").replace("H", value)
             statements.append(f"AT = {filled}")
         return Segment(passage, value, inputs, tuple(statements)), ""
     if mark:
@@ -475,7 +191,9 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool) -> BlockPlan:
     form = draw(st.sampled_from(["trace", "trace", "trace", "invokes", "edit"]))
     cutting = draw(st.sampled_from([False, False, True]))
     if form == "invokes":
-        kinds = draw(st.sampled_from([["invoke"], ["invoke", "invoke"], ["invoke", "all"], ["invoke", "all", "invoke"]]))
+        kinds = draw(
+            st.sampled_from([["invoke"], ["invoke", "invoke"], ["invoke", "all"], ["invoke", "all", "invoke"]])
+        )
     else:
         kinds = ["edit", "trace"] if form == "edit" else ["trace"]
     end = draw(st.sampled_from(["", "", "", "", "stop", "skip", "mistake", "gradient" if grad else ""]))
@@ -532,11 +250,12 @@ def _skipping(
     until = next(
         later
         for later in range(number, len(passages))
-        if (passages[later].path, passages[later].key, passages[later].occurrence) == (here.path, "output", here.occurrence)
+        if (passages[later].path, passages[later].key, passages[later].occurrence)
+        == (here.path, "output", here.occurrence)
     )
     inside = {passage.path for passage in passages[number + 1 : until]}
     after = {later for later in range(until, len(passages)) if passages[later].path not in inside}
-    value = _put(passages[until].whole, "made")
+    value = put(passages[until].whole, "made")
     made = author.fresh("n")
     lines = (f"{made} = {author.expression(tensor)}", f"SKIP({value.replace('made', made)})")
     return Segment(segment.passage, segment.name, segment.inputs, (*segment.statements, *lines)), after
@@ -555,6 +274,3 @@ def _mistaken(author: _Author, passages: tuple[Passage, ...], chosen: list[int],
     here = author.full[-1] if author.full else segment.name
     wrong = re.sub(r"\bT\b", here, template)
     return Segment(segment.passage, segment.name, segment.inputs, (*segment.statements, wrong), early)
-
-
-__all__ = ["WIDTH", "Actor", "BlockPlan", "Passage", "Segment", "blocks", "passages_of", "watched"]

@@ -6,8 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from .blocks import blocks, passages_of
+from .blocks import blocks
 from .nets import specs
+from .passages import passages_of
 from .runner import ROUNDS, Case
 
 #: Mostly the lowering that changes no bit.
@@ -25,7 +26,8 @@ def cases(draw: Any, backends: tuple[str, ...] = BACKENDS) -> Case:
     passages = passages_of(spec, ids, returns)
     drawn = [draw(blocks(passages, grad))]
     cheap = backend == "eager"
-    while len(drawn) < (8 if cheap else 2) and draw(st.integers(0, 7)):  # many, as a capture costs more than a block; shrinks to one
+    # Many, as a capture costs more than a block; a smaller case has one.
+    while len(drawn) < (8 if cheap else 2) and draw(st.integers(0, 7)):
         drawn.append(draw(blocks(passages, grad)))
     rounds = ROUNDS if cheap else draw(st.sampled_from([ROUNDS[:2], ROUNDS[:2], ROUNDS]))
     return Case(spec, ids, returns, grad, backend, tuple(drawn), rounds)

@@ -10,12 +10,13 @@ import torch
 
 from nnsight.runtime import OutOfOrderError
 
-from .blocks import Actor, BlockPlan, Segment, watched
+from .blocks import Actor, BlockPlan, Segment
 from .nets import Net
+from .passages import watched
 from .source import total_of
 
 
-class Stopped(Exception):  # noqa: N818
+class Stopped(Exception):
     """Ends a call of the model."""
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .blocks import Actor, BlockPlan, Passage, Segment
+from .blocks import Actor, BlockPlan, Segment
+from .passages import Passage
 
 
 def envoy(passage: Passage, model: str = "model") -> str:

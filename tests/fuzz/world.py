@@ -123,9 +123,15 @@ def _compare(where: str, found: Any, expected: Any, exact: bool, lines: list[str
             lines.append(f"{where} has {len(found)} items instead of {len(expected)}")
         for number, (one, other) in enumerate(zip(found, expected, strict=False)):
             _compare(f"{where}[{number}]", one, other, exact, lines)
-    elif found != expected and not (found != found and expected != expected):
-        if not (isinstance(expected, float) and not exact and abs(found - expected) < 0.02):
-            lines.append(f"{where} is {found!r} instead of {expected!r}")
+    elif found != expected and not _as_good(found, expected, exact):
+        lines.append(f"{where} is {found!r} instead of {expected!r}")
+
+
+def _as_good(found: Any, expected: Any, exact: bool) -> bool:
+    """Whether two unequal values are both not a number, or numbers that are close enough."""
+    if not isinstance(expected, float):
+        return False
+    return (found != found and expected != expected) or (not exact and abs(found - expected) < 0.02)
 
 
 def _groups(values: dict[str, Any]) -> list[list[int]]:

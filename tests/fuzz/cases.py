@@ -30,4 +30,8 @@ def cases(draw: Any, backends: tuple[str, ...] = BACKENDS) -> Case:
     while len(drawn) < (8 if cheap else 2) and draw(st.integers(0, 7)):
         drawn.append(draw(blocks(passages, grad)))
     rounds = ROUNDS if cheap else draw(st.sampled_from([ROUNDS[:2], ROUNDS[:2], ROUNDS]))
+    if not cheap and any(plan.cuts for plan in drawn):
+        # A limit of the compiler, see docs/fuzzing.md: with symbolic sizes, ahead-of-time lowering gives copies of results that
+        # share memory, and a block that is cut may edit one of them afterwards.
+        drawn, rounds = [next(plan for plan in drawn if plan.cuts)], ROUNDS[:2]
     return Case(spec, ids, returns, grad, backend, tuple(drawn), rounds)

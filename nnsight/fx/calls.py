@@ -202,6 +202,8 @@ class CallRecorder(TorchFunctionMode):
         if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()
         outcomes.setdefault(sizes, outcome)
+        if not outcome.structure.is_leaf():
+            self.step(outcome.results)
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 

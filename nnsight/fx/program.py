@@ -110,6 +110,15 @@ class Call(NamedTuple):
     grad: bool | None
 
 
+class Results(NamedTuple):
+    """The call before returned a container like this: how many tensors `unbind` gives depends on sizes, which may differ
+    between runs of one graph.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+
 class Write(NamedTuple):
     """Tensor number ``leaf`` at tap number ``tap`` is replaced by ``source``."""
 
@@ -137,7 +146,7 @@ class Cut(NamedTuple):
     tag: str = "cut"
 
 
-Event = Visit | Declare | Call | Write | Skip | Cut
+Event = Visit | Declare | Call | Results | Write | Skip | Cut
 Reference = Value | Input | External
 
 
@@ -160,6 +169,11 @@ class Outcome:
     fakes: tuple[torch.Tensor, ...]
     requires_grad: tuple[bool, ...]
     gains_grad: int | None = None
+
+    @property
+    def results(self) -> Results:
+        """What tells this outcome from others of the same call."""
+        return Results(self.structure, self.leaves)
 
 
 @dataclass(eq=False)
@@ -207,9 +221,11 @@ class State:
         """Return the program that ends at this state and began at the start or the latest cut."""
         steps: list[Step] = []
         state: State | None = self
+        results: Results | None = None
         while state is not None and state.event is not None and not isinstance(state.event, Cut):
-            outcome = next(iter(state.outcomes.values()), None)
-            steps.append(Step(state.position, state.event, outcome, state.stack_trace))
+            fitting = (outcome for outcome in state.outcomes.values() if results in (None, outcome.results))
+            steps.append(Step(state.position, state.event, next(fitting, None), state.stack_trace))
+            results = state.event if isinstance(state.event, Results) else None
             state = state.parent
         return Program(tuple(reversed(steps)))
 
@@ -262,6 +278,8 @@ def _shown(event: Event) -> str:
         return f"write leaf {event.leaf} = {_shown_argument(event.source)}"
     if isinstance(event, Skip):
         return f"skip to @{event.until}"
+    if isinstance(event, Results):
+        return f"results {len(event.leaves)}"
     if isinstance(event, Declare):
         sizes = ", ".join(_shown_argument(size) for size in event.shape)
         return f"external {event.dtype} [{sizes}] {event.device}"

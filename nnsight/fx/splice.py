@@ -239,6 +239,10 @@ class _Splicer:
             if node in self.graph.identities:
                 node = self.graph.identities[node]
                 continue
+            edited = _edited_by(node)
+            if edited is not None:  # a buffer that a skipped module would have changed is what it was
+                node = edited
+                continue
             if node not in self.graph.tapped:
                 raise ValueError(
                     f"A module cannot be skipped in this compiled trace: the model uses a value that is computed inside it "
@@ -324,6 +328,19 @@ class _Splicer:
         node.stack_trace = step.stack_trace
         found = re.search(r'File "([^"]*)", line (\d+)', step.stack_trace)
         self.marks[node.name] = f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "block"
+
+
+def _edited_by(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the argument that ``node`` changes in place and returns, if it does."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    operates = node.op == "call_function" and name in _IN_PLACE and getattr(operator, name) is node.target
+    if operates or (node.op == "call_method" and name.endswith("_") and not name.endswith("__")):
+        return node.args[0] if isinstance(node.args[0], torch.fx.Node) else None
+    return None
+
+
+#: Operators that change their first argument.
+_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split())
 
 
 def references(event: Any) -> list[Reference]:

@@ -1,0 +1,276 @@
+"""Random blocks: for each of a few passages of a model, in order, some statements about the value there.
+
+A block is kept as data: actors (the invokes of a trace, or the edit before it), each
+with segments, each with a passage and its statements. Statements are Python text in which three words are open, because the
+program and the reference write them differently: ``AT`` is the value at the passage, ``SKIP`` skips the module there, and
+``EARLY`` is a location that has gone by.
+
+Statements are drawn from the templates of :mod:`~tests.fuzz.statements`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .passages import Passage, Place, put
+from .statements import CUTS, EDITS, EXPRESSIONS, MISTAKES, PARTS, READS
+
+Draw = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What an actor does at a passage.
+
+    Attributes:
+        passage: Where.
+        name: What the value is called.
+        inputs: Whether all arguments are read, rather than the first.
+        statements: What is done.
+        early: A passage that has gone by, if a statement asks for one.
+    """
+
+    passage: Passage
+    name: str
+    inputs: bool
+    statements: tuple[str, ...]
+    early: Passage | None = None
+
+
+@dataclass(frozen=True)
+class Actor:
+    """One invoke of a trace, or the edit before it.
+
+    Attributes:
+        kind: ``trace`` for a trace with its input, ``invoke``, ``all`` for an invoke without input, ``edit``.
+        segments: What it does, in the order of the passages.
+    """
+
+    kind: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """A block as data.
+
+    Attributes:
+        actors: The edit, if any, then the invokes.
+        stops: Whether the trace is stopped at the end of the last segment.
+        caches: Whether a cache is kept.
+        gradients: Names of tensors whose gradient is read in a backward pass at the end, in forward order.
+        scales: Whether these gradients are doubled on the way.
+        cuts: Whether a statement may need a value.
+    """
+
+    actors: tuple[Actor, ...]
+    stops: bool = False
+    caches: bool = False
+    gradients: tuple[str, ...] = ()
+    scales: bool = False
+    cuts: bool = False
+
+    @property
+    def saved(self) -> list[str]:
+        """Names that are saved."""
+        statements = [line for actor in self.actors for segment in actor.segments for line in segment.statements]
+        return [line.split(" = ")[0] for line in statements if line.endswith(".save()")]
+
+    @property
+    def rows(self) -> int:
+        """Number of inputs it takes."""
+        return sum(actor.kind in ("trace", "invoke") for actor in self.actors)
+
+
+class _Author:
+    """Draws the statements of one actor."""
+
+    def __init__(self, draw: Draw, prefix: str, cutting: bool, noise: bool, may_save: bool) -> None:
+        self.may_save = may_save
+        self.draw, self.prefix, self.cutting = draw, prefix, cutting
+        self.full: list[str] = ["w.noise"] if noise else []
+        self.parts: list[str] = []
+        self.count = 0
+        self.cuts = False
+
+    def fresh(self, letter: str) -> str:
+        self.count += 1
+        return f"{letter}{self.prefix}{self.count}"
+
+    def fill(self, template: str, here: str, new: str = "") -> str:
+        """Put names into a template."""
+        found = template
+        if re.search(r"\bP\b", template):
+            part = self.draw(st.sampled_from(self.parts)) if self.parts else f"{here}[:, 1:]"
+            found = re.sub(r"\bP\b", part, found)
+        if re.search(r"\bV\b", template):
+            found = re.sub(r"\bV\b", self.draw(st.sampled_from([here, *self.full])), found)
+        if re.search(r"\bT\b", template):
+            target = self.draw(st.sampled_from([here, here, *self.full[-3:]]))
+            found = re.sub(r"(?<!\.)\bT\b", target, found)
+        return re.sub(r"\bN\b", new, found)
+
+    def expression(self, here: str) -> str:
+        return self.fill(self.draw(st.sampled_from(EXPRESSIONS)), here)
+
+    def statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
+        kinds = ["read", "edit", "write", "new", "part", "fill", *(["cut"] if self.cutting else [])]
+        kind = self.draw(st.sampled_from(kinds))
+        if kind == "read":
+            line = self.fill(self.draw(st.sampled_from(READS)), here, self.fresh("s"))
+            return [line if self.may_save else line.removesuffix(".save()")]
+        if kind == "edit":
+            template = self.draw(st.sampled_from(EDITS))
+            if template.startswith("P ") and not self.parts:  # `h[:, 1:] += 1` would assign to an item of `h`
+                template = "T += 1.0"
+            return [self.fill(template, here)]
+        if kind in ("write", "fill"):
+            if not writable:
+                return [f"w.log.append(tuple({here}.shape))"]
+            if kind == "fill" and "{**H" in place.rebuild and place.access.count("[") == 1 and ".input" not in value:
+                return [f"{place.access.replace('H', value)} = {self.expression(here)}"]
+            made = self.fresh("n")
+            again = [f"w.kept.append({place.access.replace('H', 'AT')})"] if kind == "fill" else []
+            filled = put(place.rebuild, made).replace("H", value)
+            lines = [f"{made} = {self.expression(here)}", f"AT = {filled}", *again]
+            self.full.append(made)
+            return lines
+        if kind == "new":
+            made = self.fresh("v")
+            lines = [f"{made} = {self.expression(here)}"]
+            self.full.append(made)
+            return lines
+        if kind == "part":
+            made = self.fresh("p")
+            lines = [f"{made} = {self.fill(self.draw(st.sampled_from(PARTS)), here)}"]
+            self.parts.append(made)
+            return lines
+        self.cuts = True
+        made = self.fresh("c")
+        lines = [self.fill(self.draw(st.sampled_from(CUTS)), here, made)]
+        if lines[0].startswith(made):
+            self.full.append(made)
+        return lines
+
+
+def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tuple[Segment, str]:
+    """Draw what happens at a passage; return it and the name of the tensor there."""
+    draw = author.draw
+    inputs = passage.key == "input" and draw(st.booleans())
+    places = passage.first if passage.key == "input" and not inputs else passage.places
+    value = f"h{author.prefix}{number}"
+    place = draw(st.sampled_from(places))
+    tensor = value
+    statements: list[str] = []
+    if place.access != "H":
+        tensor = f"t{author.prefix}{number}"
+        statements.append(f"{tensor} = {place.access.replace('H', value)}")
+    if not passage.floating:
+        statements.append(draw(st.sampled_from([f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"])))
+        if draw(st.booleans()):
+            filled = put(place.rebuild, f"{tensor}.flip(1)").replace("H", value)
+            statements.append(f"AT = {filled}")
+        return Segment(passage, value, inputs, tuple(statements)), ""
+    if mark:
+        statements.append(f"{tensor}.requires_grad_()")
+        author.cuts = True
+    for _ in range(draw(st.integers(1, 3))):
+        statements += author.statement(tensor, place, value, True)
+    author.full.append(tensor)
+    return Segment(passage, value, inputs, tuple(statements)), tensor
+
+
+@st.composite
+def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool) -> BlockPlan:
+    """Draw a block for a model with these passages."""
+    form = draw(st.sampled_from(["trace", "trace", "trace", "invokes", "edit"]))
+    cutting = draw(st.sampled_from([False, False, True]))
+    if form == "invokes":
+        kinds = draw(
+            st.sampled_from([["invoke"], ["invoke", "invoke"], ["invoke", "all"], ["invoke", "all", "invoke"]])
+        )
+    else:
+        kinds = ["edit", "trace"] if form == "edit" else ["trace"]
+    end = draw(st.sampled_from(["", "", "", "", "stop", "skip", "mistake", "gradient" if grad else ""]))
+    actors, cuts, gradients = [], False, []
+    for position, kind in enumerate(kinds):
+        author = _Author(draw, "abc"[position], cutting and kind != "edit", kind == "trace", kind != "edit")
+        able = [
+            number
+            for number, passage in enumerate(passages)
+            if (passage.first if passage.key == "input" else passage.places)
+            and (kind != "edit" or passage.occurrence == 0)
+        ]
+        chosen = sorted(draw(st.lists(st.sampled_from(able), min_size=kind == "trace", max_size=4, unique=True)))
+        segments: list[Segment] = []
+        last = position == len(kinds) - 1
+        for order, number in enumerate(chosen):
+            passage = passages[number]
+            mark = end == "gradient" and kinds == ["trace"] and passage.floating
+            segment, tensor = _segment(author, passage, order, mark)
+            segments.append(segment)
+            if mark and tensor:
+                gradients.append(tensor)
+            if end == "skip" and kinds == ["trace"] and _can_skip(passages, number, segment):
+                segments[-1], after = _skipping(author, passages, number, segment, tensor)
+                segments += [
+                    _segment(author, passages[later], order + 1 + more, False)[0]
+                    for more, later in enumerate(later for later in chosen if later in after)
+                ]
+                break
+        if end == "mistake" and last and segments:
+            segments[-1] = _mistaken(author, passages, chosen, segments[-1])
+        actors.append(Actor(kind, tuple(segments)))
+        cuts = cuts or author.cuts
+    return BlockPlan(
+        tuple(actors),
+        stops=end == "stop" and kinds == ["trace"],
+        caches=kinds == ["trace"] and end == "" and draw(st.sampled_from([False, False, False, True])),
+        gradients=tuple(gradients),
+        scales=bool(gradients) and draw(st.booleans()),
+        cuts=cuts or bool(gradients),
+    )
+
+
+def _can_skip(passages: tuple[Passage, ...], number: int, segment: Segment) -> bool:
+    passage = passages[number]
+    return passage.key == "input" and passage.floating and ".source." not in passage.path
+
+
+def _skipping(
+    author: _Author, passages: tuple[Passage, ...], number: int, segment: Segment, tensor: str
+) -> tuple[Segment, set[int]]:
+    """Let the module at passage ``number`` be skipped; return the segment, and the passages that keep their numbers."""
+    here = passages[number]
+    until = next(
+        later
+        for later in range(number, len(passages))
+        if (passages[later].path, passages[later].key, passages[later].occurrence)
+        == (here.path, "output", here.occurrence)
+    )
+    inside = {passage.path for passage in passages[number + 1 : until]}
+    after = {later for later in range(until, len(passages)) if passages[later].path not in inside}
+    value = put(passages[until].whole, "made")
+    made = author.fresh("n")
+    lines = (f"{made} = {author.expression(tensor)}", f"SKIP({value.replace('made', made)})")
+    return Segment(segment.passage, segment.name, segment.inputs, (*segment.statements, *lines)), after
+
+
+def _mistaken(author: _Author, passages: tuple[Passage, ...], chosen: list[int], segment: Segment) -> Segment:
+    template = author.draw(st.sampled_from(MISTAKES))
+    early = None
+    if template == "EARLY":
+        if not chosen[-1]:
+            template = "1 / 0"
+        else:
+            early = passages[author.draw(st.integers(0, chosen[-1] - 1))]
+            if early.occurrence or (early.path, early.key) == (segment.passage.path, segment.passage.key):
+                template, early = "1 / 0", None
+    here = author.full[-1] if author.full else segment.name
+    wrong = re.sub(r"\bT\b", here, template)
+    return Segment(segment.passage, segment.name, segment.inputs, (*segment.statements, wrong), early)

@@ -1,0 +1,141 @@
+"""Passages: where a block can do something in a model, found out by running the model once.
+
+A *passage* is one occurrence of a location.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .nets import WIDTH, Net, OpsByHand, Spec, build, make_input
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in the value at a passage.
+
+    Attributes:
+        access: Expression of the tensor; ``H`` is the value.
+        rebuild: Expression of the value with ``E`` in place of the tensor.
+    """
+
+    access: str
+    rebuild: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One occurrence of a location.
+
+    Attributes:
+        path: Of the module, or of an operation (``body.0.source.torch_tanh_0``).
+        key: ``input`` or ``output``.
+        occurrence: How often the location was passed before.
+        places: Tensors in the value: the result, or the pair of arguments.
+        first: Tensors in the first argument, if it is an input.
+        whole: Expression of a result of this structure, with ``E`` for each tensor.
+        floating: Whether the tensors are hidden states, and not ids.
+    """
+
+    path: str
+    key: str
+    occurrence: int
+    places: tuple[Place, ...]
+    first: tuple[Place, ...]
+    whole: str
+    floating: bool = True
+
+
+def places_in(value: Any, access: str = "H", rebuild: str = "E") -> list[Place]:
+    """Return where the tensors of ``value`` are: hidden states and ids."""
+    if isinstance(value, torch.Tensor):
+        usable = value.shape[-1] == WIDTH or not value.is_floating_point()
+        return [Place(access, rebuild)] if usable else []
+    found = []
+    if isinstance(value, (tuple, list)):
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        for index, item in enumerate(value):
+            around = f"{opening}*{access}[:{index}], E, *{access}[{index + 1}:]{closing}"
+            found += places_in(item, f"{access}[{index}]", put(rebuild, around))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found += places_in(item, f"{access}[{key!r}]", put(rebuild, f"{{**{access}, {key!r}: E}}"))
+    return found
+
+
+def put(template: str, expression: str) -> str:
+    return re.sub(r"\bE\b", lambda _: expression, template)
+
+
+def whole_of(value: Any) -> str:
+    """Return an expression of a value of this structure, with ``E`` for each tensor."""
+    if isinstance(value, torch.Tensor):
+        return "E"
+    if isinstance(value, tuple):
+        return "(" + "".join(whole_of(item) + ", " for item in value) + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(whole_of(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {whole_of(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+@lru_cache(maxsize=256)
+def passages_of(spec: Spec, ids: bool, returns: str) -> tuple[Passage, ...]:
+    """Return the passages of a model in the order in which a call meets them."""
+    net = build(spec, ids, returns, by_hand=True)
+    found: list[Passage] = []
+    counts: dict[tuple[str, str], int] = {}
+
+    def visit(path: str, key: str, value: Any) -> Any:
+        occurrence = counts[path, key] = counts.get((path, key), -1) + 1
+        first = ()
+        if key == "input":
+            args, kwargs = value
+            first = tuple(places_in(args[0] if args else next(iter(kwargs.values()))))
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        floating = all(leaf.is_floating_point() for leaf in tensors)
+        found.append(Passage(path, key, occurrence, tuple(places_in(value)), first, whole_of(value), floating))
+        return value
+
+    with watched(net, visit), torch.no_grad():
+        net(make_input(ids, 2, 3, 0))
+    return tuple(found)
+
+
+class watched:  # noqa: N801 - reads as a word
+    """Calls ``visit(path, key, value)`` at each input and output of the modules and operations of a model, and uses what it returns.
+
+    Plain torch hooks; operations are those of :class:`~tests.fuzz.nets.OpsByHand`.
+    """
+
+    def __init__(self, net: Net, visit: Callable[[str, str, Any], Any]) -> None:
+        self.net, self.visit = net, visit
+
+    def __enter__(self) -> None:
+        self.handles: list[Any] = []
+        for path, module in self.net.named_modules():
+
+            def before(_: Any, args: Any, kwargs: Any, path: str = path) -> Any:
+                return self.visit(path, "input", (args, kwargs))
+
+            def after(_: Any, args: Any, out: Any, path: str = path) -> Any:
+                return self.visit(path, "output", out)
+
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(after))
+            if isinstance(module, OpsByHand):
+                module.watch = lambda name, key, value, path=path: self.visit(f"{path}.source.{name}", key, value)
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for module in self.net.modules():
+            if isinstance(module, OpsByHand):
+                module.watch = None

@@ -1,0 +1,253 @@
+"""One case: a model and a few blocks, each run by hooks, eagerly and compiled, several times.
+
+The blocks of a case follow each other on one model, so that they share captured graphs and the tree of known programs. Each block
+runs with the sizes and the values of several *rounds*. In a round the program that was known from an earlier one must be found:
+see :data:`ROUNDS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nnsight import NNsight, fx
+
+from ..conftest import assert_no_instrumentation
+from . import reference
+from .blocks import BlockPlan
+from .nets import Net, Spec, build, make_input
+from .source import compiled, text_of, total_of
+from .world import Outcome, World, differences
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of a block.
+
+    Attributes:
+        batches: Rows of each input of the block.
+        length: Positions.
+        seed: Of the values from outside.
+        known: Whether graph and program must be known by now, if the block needs no values.
+    """
+
+    batches: tuple[int, int]
+    length: int
+    seed: int
+    known: bool = False
+
+
+#: Again with other values; with other sizes, which become symbolic; with further sizes and values; and with the first ones.
+ROUNDS = (
+    Round((3, 2), 5, 0),
+    Round((3, 2), 5, 1, known=True),
+    Round((2, 5), 7, 0),
+    Round((6, 3), 8, 1),
+    Round((6, 3), 8, 0, known=True),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A model and blocks for it.
+
+    Attributes:
+        spec: The body of the model.
+        ids: Whether its input is token ids.
+        returns: What the model returns.
+        grad: Whether gradients are enabled.
+        backend: What compiled graphs are lowered with.
+        blocks: The blocks.
+        rounds: With which sizes and values they run.
+    """
+
+    spec: Spec
+    ids: bool
+    returns: str
+    grad: bool
+    backend: str
+    blocks: tuple[BlockPlan, ...]
+    rounds: tuple[Round, ...] = ROUNDS
+
+    def __repr__(self) -> str:
+        return f"<{len(self.blocks)} blocks>"  # a failure prints the program
+
+    def program(self, number: int, round: Round) -> str:
+        """Return a program that runs one block in one round."""
+        plan = self.blocks[number]
+        inputs = ", ".join(
+            f"make_input({self.ids}, {round.batches[row]}, {round.length}, {row})" for row in range(plan.rows)
+        )
+        return "\n".join(
+            [
+                "import torch",
+                "from tests.fuzz.nets import build, make_input",
+                "from tests.fuzz.runner import Rows",
+                "from tests.fuzz.source import total_of",
+                "from tests.fuzz.world import World",
+                "",
+                text_of(plan),
+                f"net = build({self.spec!r}, ids={self.ids}, returns={self.returns!r})",
+                f"model = Rows(net, compile={{'backend': {self.backend!r}}})",
+                f"inputs = [{inputs}]",
+                "for compile in (False, True, True):",
+                f"    w = World.make({round.batches[0]}, {round.length}, {round.seed})",
+                f"    with torch.set_grad_enabled({self.grad}):",
+                "        out, cache, tracer, saved = block(model, w, *(x.clone() for x in inputs), compile=compile)",
+                "    print(tracer.report, out, saved, w.kept, w.log, sep='\\n')",
+            ]
+        )
+
+
+class Rows(NNsight):
+    """Joins the inputs of several invokes along their first dimension."""
+
+    def _batch(self, batched: Any, x: torch.Tensor) -> Any:
+        return (((x if batched is None else torch.cat([batched[0][0], x])),), {}), len(x)
+
+
+class Disagreement(AssertionError):
+    """A run differed from the reference; the message has a program to paste."""
+
+
+def run_case(case: Case) -> None:
+    """Run all blocks of a case in all ways.
+
+    Raises:
+        Disagreement: If one differs.
+    """
+    torch._dynamo.reset()
+    net = build(case.spec, case.ids, case.returns)
+    by_hand = build(case.spec, case.ids, case.returns, by_hand=True)
+    pristine = {name: value.clone() for name, value in net.state_dict().items()}
+    model = Rows(net, compile={"backend": case.backend})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        for number, plan in enumerate(case.blocks):
+            function = compiled(text_of(plan))
+            for order, round in enumerate(case.rounds):
+                expected = _observe(by_hand, pristine, case, plan, round, None)
+                for compile in (False, True) if order in (0, 2) else (True,):
+                    found = _observe(net, pristine, case, plan, round, (model, function, compile))
+                    lines = _complaints(net, case, plan, round, found, expected, compile)
+                    if lines:
+                        way = "compiled" if compile else "eager"
+                        head = [f"block {number} of {len(case.blocks)}, round {order}, {way}:", *lines]
+                        raise Disagreement("\n".join(["", *head, "", case.program(number, round)]))
+            with _clean(net, pristine), torch.set_grad_enabled(case.grad):
+                x = make_input(case.ids, 3, 5, 9)
+                out = torch.utils._pytree.tree_leaves(model(x.clone()))
+                net.load_state_dict(pristine)
+                wanted = torch.utils._pytree.tree_leaves(net(x.clone()))
+                for one, other in zip(out, wanted, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
+            assert_no_instrumentation(net)
+            linecache.cache.pop(function.__code__.co_filename, None)
+
+
+@contextlib.contextmanager
+def _clean(net: Net, pristine: dict[str, torch.Tensor]) -> Any:
+    """Give the model its first weights and buffers, without gradients."""
+    net.load_state_dict(pristine)
+    net.zero_grad()
+    yield
+    net.zero_grad()
+
+
+_report: Any = None
+
+
+def _observe(
+    net: Net, pristine: dict[str, torch.Tensor], case: Case, plan: BlockPlan, round: Round, way: Any
+) -> Outcome:
+    """Run a block once: by the reference without ``way``, else with ``(model, function, compile)``."""
+    global _report
+    _report = None
+    w = World.make(round.batches[0], round.length, round.seed)
+    inputs = [make_input(case.ids, round.batches[row], round.length, row) for row in range(plan.rows)]
+    out = cache = error = saved = None
+    gradients: Any = {}
+    with _clean(net, pristine):
+        fx.counters.reset()
+        try:
+            with torch.set_grad_enabled(case.grad):
+                if way is None:
+                    out, cache, saved = reference.run(net, plan, w, inputs)
+                else:
+                    model, function, compile = way
+                    out, cache, tracer, saved = function(model, w, *inputs, compile=compile)
+                    _report = tracer.report
+                    cache = None if cache is None else _read(cache)
+        except Exception as raised:
+            error = raised
+        if error is None and case.grad and not plan.stops and not plan.gradients:
+            try:
+                loss = total_of(out)
+                if loss.requires_grad:
+                    loss.backward()
+                gradients = {name: value.grad for name, value in net.named_parameters()}
+            except RuntimeError as raised:  # a tensor was edited that the backward pass needs
+                gradients = raised
+        elif error is None and plan.gradients:
+            gradients = {name: value.grad for name, value in net.named_parameters()}
+        values = {
+            "result": out,
+            "inputs": inputs,
+            "externals": [w.vector, w.matrix, w.scalar, w.noise, w.total, w.counts],
+            "saved": saved,
+            "kept": w.kept,
+            "table": w.table,
+            "box": vars(w.box),
+            "buffers": {name: value.clone() for name, value in net.named_buffers()},
+            "gradients": gradients,
+            "cache": cache,
+        }
+        return Outcome(error, w.log, values)
+
+
+def _read(cache: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, entry in cache.items():
+        kept = {key: list(values) for key, values in entry._values.items() if values}
+        if kept:
+            found[path] = kept
+    return found
+
+
+def _complaints(
+    net: Net, case: Case, plan: BlockPlan, round: Round, found: Outcome, expected: Outcome, compile: bool
+) -> list[str]:
+    if isinstance(expected.values["gradients"], Exception):  # torch itself refuses; a backend may not
+        expected.values["gradients"] = found.values["gradients"]
+    if expected.values["cache"] is not None and found.values["cache"] is not None:
+        for outcome in (found, expected):
+            outcome.values["cache"] = dict(sorted(outcome.values["cache"].items()))
+    exact = not compile or case.backend == "eager"
+    if not exact and isinstance(expected.values["gradients"], dict):
+        # Ahead-of-time autograd gives zeros where autograd gives nothing.
+        for outcome in (found, expected):
+            gradients = outcome.values["gradients"]
+            outcome.values["gradients"] = {
+                name: torch.zeros_like(parameter) if gradients.get(name) is None else gradients[name]
+                for name, parameter in net.named_parameters()
+            }
+    lines = differences(found, expected, exact, sharing=exact, partial=compile)
+    if found.error is not None and expected.error is None:
+        lines += traceback.format_exception(found.error)[-6:]
+    if lines or not compile or _report is None:
+        return lines
+    if _report.mode != "compiled" or _report.graphs != 1:
+        lines.append(f"the report says {_report}")
+    if _report.breaks and not plan.cuts:
+        lines.append(f"the graph was cut: {_report.breaks}")
+    work = {name: getattr(fx.counters, name) for name in ("captures", "recordings", "compiles")}
+    if round.known and not plan.cuts and any(work.values()):
+        lines.append(f"the block was known, but there were {work}")
+    return lines

@@ -1,0 +1,158 @@
+"""What a block may do at a passage, as templates.
+
+In a template ``T`` stands for a tensor in reach, ``V`` for another one, ``P`` for a part of one, and ``N`` for a new name; all but
+``P`` have the shape ``[batch, length, WIDTH]``. ``w`` is a :class:`~tests.fuzz.world.World`.
+"""
+
+#: What can be kept and noted.
+READS = """
+w.kept.append(T)
+w.kept.append(T.clone())
+w.kept.append(T[:, :])
+w.kept.append(T[:, -1].T)
+w.table["last"] = T * 2.0
+w.table.setdefault("all", []).append((T, {"half": T / 2}))
+w.box.value = T
+w.log.append((tuple(T.shape), T.dtype, T.dim(), len(T)))
+w.log.append((T.requires_grad, T.is_contiguous(), isinstance(T, torch.Tensor)))
+w.total += T.detach().mean((0, 1))
+w.counts += (T.detach() > 0).sum().long()
+w.kept.append(T.argmax(-1))
+w.kept.append(T.detach().sum())
+N = T.clone().save()
+""".strip().splitlines()
+
+#: Expressions of the same shape.
+EXPRESSIONS = """
+T * 2.0
+T
+T.clone()
+T + 1
+T * w.number
+T + w.vector
+V
+T - V
+T @ w.matrix
+w.number - T
+T + w.total
+T * w.scalar
+torch.softmax(T, dim=-1)
+torch.where(T > 0, T, w.vector * w.number)
+torch.cat([T[..., 2:], T[..., :2]], dim=-1)
+torch.zeros_like(T).scatter(-1, T.topk(2, dim=-1).indices, 1.0)
+T.flip(1)
+T.detach()
+w.probe(T)
+T.mean(1, keepdim=True) + T
+T.cumsum(1)
+T.transpose(1, 2).contiguous().transpose(1, 2)
+torch.einsum("bld,de->ble", T, w.matrix)
+T.double().float()
+T.sort(-1).values
+torch.stack(list(T.unbind(1)), 1)
+T[:, torch.arange(T.shape[1] - 1, -1, -1)]
+T / T.shape[1]
+T - T[:, : T.shape[1] // 2].sum(1, keepdim=True)
+T.expand_as(V)
+T.view(T.shape[0], -1).view_as(T)
+T - (T @ (w.vector / 2.0))[..., None] * w.vector
+torch.lerp(T, V, 0.25)
+T.masked_fill(T > 1.0, 0.0)
+T.to(torch.float32)
+T[:]
+torch.nn.functional.layer_norm(T, (T.shape[-1],), w.vector)
+(T > V).float()
+T.pow(2).clamp(max=3.0)
+T * torch.ones(T.shape[0], 1, 1)
+torch.maximum(T, w.vector)
+sum([T, V, w.vector])
+T.index_select(2, w.counts.new_tensor([3, 2, 1, 0]))
+torch.baddbmm(T, T, w.matrix.expand(T.shape[0], -1, -1))
+""".strip().splitlines()
+
+#: Expressions of a part that shares its memory with the tensor.
+PARTS = """
+T[:, 1:]
+T[:, -1]
+T[0]
+T[..., :2]
+T.transpose(0, 1)
+T.mT[:, 1]
+T.chunk(2, dim=-1)[1]
+T.reshape(-1, T.shape[-1])
+T.detach()[:, 0]
+T.unbind(0)[0]
+P[..., :1]
+P.unsqueeze(0)
+P[-1]
+T.view(-1)
+T.diagonal(dim1=1, dim2=2)
+""".strip().splitlines()
+
+#: Edits in place.
+EDITS = """
+T[:, -1] = 0
+T += w.vector
+T *= w.number
+T[:, 1:] += 1.0
+T[..., 0] = w.number
+T[:] = V * 0.5
+T[:] = w.vector
+T.mul_(2).clamp_(-5, 5)
+T[T > 0.5] = 0.25
+T[0] += w.vector
+T[:, 1:].transpose(1, 2)[:, 0] += w.number
+T.add_(V, alpha=2)
+T.copy_(V.flip(-1))
+T.masked_fill_(T < 0, 0.0)
+T.zero_()
+T[:, [0, -1]] = 1.0
+T -= V.mean()
+T[:, ::2, 1:3] /= 2
+T[0, 0, 0] = w.scalar
+T.select(1, 0).fill_(3.0)
+T[:, 0], T[:, -1] = T[:, -1].clone(), T[:, 0].clone()
+P += w.number
+P.mul_(0.5)
+P[...] = 0.75
+P -= P.mean()
+w.vector *= 1.5
+w.vector[0] = 1.0
+w.vector[1:].add_(1.0)
+w.total[:] = T.detach()[0, 0]
+w.counts += 1
+w.matrix.T[0] = w.vector
+if w.kept and w.kept[-1].is_floating_point(): w.kept[-1].add_(1.0)
+with torch.no_grad(): T.mul_(w.number)
+""".strip().splitlines()
+
+#: Statements that need a value, so that a compiled graph is cut.
+CUTS = """
+w.log.append(round(T.detach().sum().item(), 2))
+N = T + 1.0 if T.sum() > 0 else T - 1.0
+if (T > 0).all(): w.log.append("positive")
+w.log.append(int(T.detach()[0, 0].argmax()))
+N = T * float(T.detach().mean() > 0)
+w.log.append(T[T > 0].numel())
+w.log.append(torch.equal(T, V))
+w.log.append((T.detach() > 0).tolist())
+w.log.append(bool(w.total.sum() > 0) if T is V else T.detach().numpy().shape)
+for _ in range(int((T > 0).sum()) % 3): T.add_(1.0)
+""".strip().splitlines()
+
+#: Mistakes.
+MISTAKES = """
+T + torch.ones(9)
+T @ torch.ones(9, 9)
+T[:, 99]
+T.view(7, 7, 7)
+raise KeyError("mine")
+AT.no_such_name
+model.no_such_module
+EARLY
+torch.cat([T, torch.ones(2)])
+T.no_such_method()
+1 / 0
+w.kept.append(undefined_name)
+assert T is None
+""".strip().splitlines()

@@ -1,0 +1,76 @@
+"""Programs that the fuzzer found, each as small as it could be made; the names say what was wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight import NNsight, fx
+
+
+class Twin(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def _model() -> tuple[Twin, NNsight]:
+    torch.manual_seed(0)
+    net = Twin()
+    return net, NNsight(net, compile={"backend": "eager"})
+
+
+def test_a_call_may_return_another_number_of_tensors_for_another_size() -> None:
+    net, model = _model()
+
+    def run(x: torch.Tensor) -> tuple[Any, Any, Any]:
+        with torch.no_grad(), model.trace(x) as tracer:
+            hidden = model.body.output
+            rows = [part * 2.0 for part in hidden.unbind(0)]
+            first = rows[0].save()
+            last = rows[-1].save()
+            doubled = (hidden + 1.0).save()
+        return (first, last, doubled), tracer, x
+
+    for batch in (2, 3, 5, 4, 5, 3):
+        found, _, x = run(torch.randn(batch, 4))
+        with torch.no_grad():
+            hidden = net.body(x)
+        expected = (hidden[0] * 2.0, hidden[-1] * 2.0, hidden + 1.0)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+    fx.counters.reset()
+    run(torch.randn(5, 4))
+    assert fx.counters.recordings == fx.counters.compiles == 0, "the program of each size is known"
+
+
+class Counted(torch.nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        return x * self.calls
+
+
+def test_a_module_that_rebinds_a_buffer_in_place_can_be_skipped() -> None:
+    net = torch.nn.Sequential(Counted(), torch.nn.Tanh())
+    model = NNsight(net, compile={"backend": "eager"})
+    x = torch.randn(2, 4)
+    for compile in (False, True, True):
+        with torch.no_grad(), model.trace(x, compile=compile):
+            model[0].skip(x * 3.0)
+            out = model.output.save()
+        torch.testing.assert_close(out, torch.tanh(x * 3.0), rtol=0.0, atol=0.0)
+        assert net[0].calls == 0.0, "it did not run"
+    with torch.no_grad(), model.trace(x):
+        model.output.save()
+    assert net[0].calls == 1.0

@@ -169,6 +169,7 @@ def _backward(plan: BlockPlan, names: dict[str, Any], value: Any) -> None:
     for name in plan.gradients:
         if not names[name].requires_grad:
             raise ValueError("no gradient")
+        names[name].grad_fn  # noqa: B018 - torch crashes on a hook for a view of what was edited, unless this is made anew
         names[name].register_hook(lambda gradient, name=name: keep(name, gradient))
     loss.backward()
     for name in reversed(plan.gradients):

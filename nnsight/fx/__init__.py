@@ -9,11 +9,14 @@ In the order in which a compiled trace meets them:
   calls :mod:`~nnsight.fx.calls` writes down, sorted by :mod:`~nnsight.fx.functions`;
 * :mod:`~nnsight.fx.program` is what is written: what is called, where it reads and writes;
 * :mod:`~nnsight.fx.splice` puts a program into a captured graph, :mod:`~nnsight.fx.lowering` makes it callable, and
-  :mod:`~nnsight.fx.variant` keeps the result.
+  :mod:`~nnsight.fx.variant` keeps the result;
+* :mod:`~nnsight.fx.regions` lowers the repeated :mod:`~nnsight.fx.blocks` of a model once,
+  :mod:`~nnsight.fx.background` whole graphs beside the program, and :mod:`~nnsight.fx.artifacts` sees what an earlier process left.
 
 Captured graphs, programs and splices are plain values with plain functions on them; no envoy is needed.
 """
 
+from .background import wait
 from .counters import counters
 
-__all__ = ["counters"]
+__all__ = ["counters", "wait"]

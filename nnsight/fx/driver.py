@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -26,10 +27,12 @@ from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.report import Report
 from ..runtime.tracer import Driver
 from ..tree import ModuleTree
+from .blocks import mark_stretches
 from .compat import BackendCallable, resolve_backend, skip_code
 from .counters import counters
 from .graph import CapturedGraph
 from .recording import Recording, run_plain, suspended
+from .regions import KnownRegions
 
 skip_code(INTERCEPTED_CODE)
 
@@ -52,21 +55,32 @@ class CompiledDriver:
 
     Args:
         tree: The modules of the model.
-        options: Keyword arguments of ``torch.compile``.
+        options: Keyword arguments of ``torch.compile``, and two of our own:
+
+            * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.regions`).
+            * ``background``: Lower whole graphs in the background, and run in the meantime what is there
+              (:mod:`~nnsight.fx.variant`).
     """
 
     def __init__(self, tree: ModuleTree, options: dict[str, Any]) -> None:
         known = {"backend", "mode", "options", "dynamic", "fullgraph"}
-        unknown = set(options) - known
+        stages = {"regions", "background"}
+        unknown = set(options) - known - stages
         if unknown:
             raise TypeError(
-                f"compile() got unknown options {sorted(unknown)}; those of torch.compile are {sorted(known)}."
+                f"compile() got unknown options {sorted(unknown)}; those of torch.compile are {sorted(known)}, and there "
+                f"are {sorted(stages)}."
             )
+        for name in sorted(stages & options.keys()):
+            if not isinstance(options[name], bool):
+                raise TypeError(f"compile(): `{name}` is True or False, not {options[name]!r}.")
         self.tree = tree
         self.options = dict(options)
         self.fullgraph = bool(options.get("fullgraph", False))
         lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
         self._lower_with = resolve_backend(**lowering)
+        self._regions = KnownRegions() if options.get("regions", False) else None
+        self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
         self._lock = threading.Lock()
         self._routes = 0
@@ -138,7 +152,7 @@ class CompiledDriver:
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
                 self._function = torch.compile(
                     function,
-                    backend=_CaptureBackend(self._lower_with, self.fullgraph),
+                    backend=_CaptureBackend(self._lower_with, self.fullgraph, self._regions, self._background),
                     dynamic=self.options.get("dynamic"),
                     fullgraph=self.fullgraph,
                 )
@@ -151,13 +165,20 @@ class _CaptureBackend:
     Dynamo holds on to every backend it has seen for the life of the process, so this refers to nothing of the model.
     """
 
-    def __init__(self, lower_with: BackendCallable, fullgraph: bool) -> None:
+    def __init__(
+        self, lower_with: BackendCallable, fullgraph: bool, regions: KnownRegions | None, background: bool
+    ) -> None:
         self._lower_with = lower_with
         self._fullgraph = fullgraph
+        self._regions = None if regions is None else weakref.ref(regions)
+        self._background = background
 
     def __call__(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         counters.add("captures")
-        graph, fullgraph = CapturedGraph(graph_module, self._lower_with), self._fullgraph
+        regions, fullgraph = None if self._regions is None else self._regions(), self._fullgraph
+        graph = CapturedGraph(graph_module, self._lower_with, regions, self._background)
+        if regions is not None:
+            mark_stretches(graph)
 
         def dispatch(*actual: Any) -> list[Any]:
             run = active_interleaver()

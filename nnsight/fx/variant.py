@@ -3,20 +3,29 @@
 A variant is found by following a program, never by comparing programs, so finding it costs nothing beyond the steps of the
 block itself. It holds the spliced graph, one lowering for each set of sizes that a backend would not treat alike, and the plan that
 says which result goes where.
+
+A lowering may come in two stages. The first is there soon: regions, most of which have been lowered before
+(:mod:`~nnsight.fx.regions`), or the nodes one by one. The second is the whole graph in one, lowered in the background
+(:mod:`~nnsight.fx.background`). It is asked for when the variant runs for the second time: a block that is tried
+once is not worth it.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from . import background
+from .compat import BackendCallable
 from .counters import counters
 from .graph import CapturedGraph
-from .lowering import Lowered, lower
+from .lowering import Lowered, Prepared, lower_prepared, prepare
 from .program import External, Input, Program, Value
+from .regions import lower_in_regions
 from .splice import Piece, Result, splice
 
 logger = logging.getLogger("nnsight.fx")
@@ -72,9 +81,12 @@ class Variant:
         ]
         self._lowerings: list[Lowered] = []
         self._by_binding: dict[tuple[int, ...], Lowered] = {}
+        #: What runs until the whole graph is lowered.
+        self._first_stages: dict[tuple[int, ...], Lowered] = {}
+        self._asked = False
 
     def find(self, binding: tuple[int, ...]) -> Lowered | None:
-        """Return the lowering for these sizes, if there is one."""
+        """Return the final lowering for these sizes, if there is one."""
         found = self._by_binding.get(binding)
         if found is None:
             found = next((lowered for lowered in self._lowerings if lowered.accepts(binding)), None)
@@ -82,8 +94,8 @@ class Variant:
                 self._by_binding[binding] = found
         return found
 
-    def lower(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> tuple[Lowered, bool]:
-        """Return the lowering for these sizes and whether it was made now.
+    def lower(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
+        """Return a lowering for these sizes, and how many graphs were compiled for it now.
 
         Args:
             binding: Sizes of the captured graph's symbols.
@@ -92,23 +104,89 @@ class Variant:
         with self._graph.lock:
             found = self.find(binding)
             if found is not None:
-                return found, False
-            symbols = [symbol for _, symbol in self._graph.symbols]
-            try:
-                made = lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend)
-            except Exception as error:
-                # A backend's own failure must not change what a trace computes.
-                logger.warning(
-                    "lowering failed, so this graph runs node by node: %s: %s",
-                    type(error).__name__,
-                    str(error).strip().split("\n", 1)[0],
-                )
-                made = lower(self.spliced.copy(), arguments, symbols, binding, run_as_is)
-            self._lowerings.append(made)
-            self._by_binding[binding] = made
-            return made, True
+                return found, 0
+            first = self._first_stages.get(binding)
+            if first is not None:
+                if not self._asked:
+                    self._asked = True
+                    self._lower_later(binding, arguments)
+                return first, 0
+            made = self._in_regions(binding, arguments)
+            if self._graph.background:
+                made = made or Lowered(self.spliced.graph_module.forward, (), (), compiles=0)
+                self._first_stages[binding] = made
+            else:
+                made = made or self._as_a_whole(binding, arguments)
+                self._keep(made, binding)
+            return made, made.compiles
+
+    def _keep(self, lowered: Lowered, binding: tuple[int, ...]) -> None:
+        self._lowerings.append(lowered)
+        self._by_binding[binding] = lowered
+        self._first_stages.pop(binding, None)
+
+    def _prepared(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> Prepared:
+        symbols = [symbol for _, symbol in self._graph.symbols]
+        return prepare(self.spliced.copy(), arguments, symbols, binding)
+
+    def _in_regions(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> Lowered | None:
+        known = self._graph.regions
+        if known is None:
+            return None
+        try:
+            prepared = self._prepared(binding, arguments)
+            return lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
+        except Exception as error:
+            logger.warning("lowering a region failed, so the graph is lowered as a whole: %s", _summary(error))
+            return None
+
+    def _as_a_whole(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> Lowered:
+        try:
+            return lower_prepared(self._prepared(binding, arguments), self._graph.backend)
+        except Exception as error:
+            # A backend's own failure must not change what a trace computes.
+            logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))
+            return lower_prepared(self._prepared(binding, arguments), run_as_is)
+
+    def _lower_later(self, binding: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Have the whole graph lowered in the background. The job holds fakes only, and gives up when the variant is gone."""
+        try:
+            prepared = self._prepared(binding, arguments)
+        except Exception as error:
+            self._take_over(binding, error)
+            return
+        wanted, backend = weakref.ref(self), self._graph.backend
+        background.submit(lambda: _lower_in_background(wanted, prepared, backend, binding))
+
+    def _take_over(self, binding: tuple[int, ...], result: Lowered | Exception) -> None:
+        """Use the whole graph from now on, or keep to the first stage if that failed."""
+        with self._graph.lock:
+            self._asked = False
+            if isinstance(result, Lowered):
+                self._keep(result, binding)
+                return
+            logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
+            self._keep(self._first_stages[binding], binding)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
         """Return the value of each wanted item."""
         sources = (computed, inputs, externals)
         return [item if source == 3 else sources[source][item] for source, item in self._plan]
+
+
+def _lower_in_background(
+    wanted: weakref.ref[Variant], prepared: Prepared, backend: BackendCallable, binding: tuple[int, ...]
+) -> None:
+    if wanted() is None:
+        return
+    try:
+        result: Lowered | Exception = lower_prepared(prepared, backend)
+    except Exception as error:
+        result = error
+    variant = wanted()
+    if variant is not None:
+        variant._take_over(binding, result)
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0]}"

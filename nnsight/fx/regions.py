@@ -190,7 +190,9 @@ class _Plan:
 
     def _run(self) -> None:
         fakes = iter(self.prepared.fakes)
-        state, last = _thread_state(), 0
+        state = _thread_state()
+        # What a block adds before the first captured node belongs to that node's stretch.
+        last = next((node.meta[STRETCH] for node in self.module.graph.nodes if STRETCH in node.meta), 0)
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 value = next(fakes) if node.op == "placeholder" else _attribute(self.module, str(node.target))
@@ -200,7 +202,7 @@ class _Plan:
                     self._outside[_memory(value)].append(node)
                 self.values[node] = value
                 continue
-            stretch = max(last, node.meta.get(STRETCH, 0))
+            stretch = max(last, node.meta.get(STRETCH, last))
             if stretch != last and _thread_state() != state:
                 self._merged.append((last, stretch))
             last = self.stretch[node] = stretch
@@ -413,6 +415,10 @@ class _RegionGraph:
         value = _attribute(self._plan.module, str(node.target)) if node.op == "get_attr" else self._actual.get(node)
         if not isinstance(value, torch.Tensor):
             return None
+        if type(value) is torch.Tensor and not (
+            torch.is_grad_enabled() and (value.requires_grad or value._is_view())
+        ):
+            return None  # like any value that another region hands over
         like = self._like(node)
         plain = all(isinstance(number, int) for number in like.numbers())
         return value if plain and like.requires_grad == value.requires_grad else None

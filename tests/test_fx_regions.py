@@ -156,7 +156,7 @@ def test_other_sizes_lower_once_more_and_then_no_more(backend: Counting, grad: b
 
     for rows in (4, 5):
         run(rows, 1)
-    assert backend.take() <= 8  # four regions, with plain sizes if dynamo has not made them symbolic before
+    assert backend.take() == 8  # four regions with plain sizes, four with symbolic ones
     for rows in (6, 7, 9):
         for block in (1, 2, 3):
             run(rows, block)
@@ -336,7 +336,7 @@ class InPlace(Block):
     """Adds to what it is given."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x += self.down(torch.tanh(self.up(self.norm(x))))
+        x += self.down(torch.tanh(self.up(self.norm(0.5 * x))))  # autograd keeps nothing of what is written to
         return x
 
 
@@ -584,9 +584,7 @@ def test_models_of_transformers_are_cut_at_their_layers(case: Case) -> None:
         counts = []
         for length in (5, 6, 7):
             for index in (1, 2):
-                found, expected = (
-                    _edited(which, case, index, length) for which in (model, reference)
-                )
+                found, expected = (_edited(which, case, index, length) for which in (model, reference))
                 assert torch.equal(found, expected)
                 counts.append(backend.take())
         assert counts[4:] == [0, 0]

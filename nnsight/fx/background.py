@@ -18,35 +18,74 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-_changed = threading.Condition()
-_jobs: deque[Callable[[], None]] = deque()
-_running = False
-_ending = False
-_thread: threading.Thread | None = None
-
 
 class _Interrupted(BaseException):
     """Raised in the thread when the interpreter exits."""
 
 
+class _Worker:
+    """The thread and its jobs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._running = False
+        self._ending = False
+        self.thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            if self._ending:
+                return
+            self._jobs.append(job)
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._work, name="nnsight-lowering", daemon=True)
+                self.thread.start()
+                atexit.register(self._end)
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._running, timeout)
+
+    def _work(self) -> None:
+        with contextlib.suppress(_Interrupted):
+            while True:
+                with self._changed:
+                    self._running = False
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: bool(self._jobs) or self._ending)
+                    if self._ending:
+                        return
+                    job, self._running = self._jobs.popleft(), True
+                job()
+                del job  # what it refers to goes now, not when the next one comes
+
+    def _end(self) -> None:
+        """Interrupt the thread; a daemon thread that runs on while the interpreter goes away can crash it."""
+        with self._changed:
+            self._ending = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        if self.thread is not None and self.thread.ident is not None:
+            if self._running:
+                thread = ctypes.c_ulong(self.thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupted))
+            self.thread.join()
+
+
+_worker = _Worker()
+
+
 def submit(job: Callable[[], None]) -> None:
     """Run ``job`` on the thread, with the caller's grad mode, autocast and device; it must not raise."""
-    global _thread
     state = _ThreadState()
 
     def run() -> None:
         with state.entered():
             job()
 
-    with _changed:
-        if _ending:
-            return
-        _jobs.append(run)
-        if _thread is None:
-            _thread = threading.Thread(target=_work, name="nnsight-lowering", daemon=True)
-            _thread.start()
-            atexit.register(_end)
-        _changed.notify_all()
+    _worker.submit(run)
 
 
 def wait(timeout: float | None = None) -> bool:
@@ -61,41 +100,11 @@ def wait(timeout: float | None = None) -> bool:
     Raises:
         RuntimeError: In the background itself, where waiting would never end.
     """
-    if threading.current_thread() is _thread:
+    if threading.current_thread() is _worker.thread:
         raise RuntimeError(
             "fx.wait() was called by what is being compiled in the background, so it would never return."
         )
-    with _changed:
-        return _changed.wait_for(lambda: not _jobs and not _running, timeout)
-
-
-def _work() -> None:
-    global _running
-    with contextlib.suppress(_Interrupted):
-        while True:
-            with _changed:
-                _running = False
-                _changed.notify_all()
-                _changed.wait_for(lambda: bool(_jobs) or _ending)
-                if _ending:
-                    return
-                job, _running = _jobs.popleft(), True
-            job()
-            del job  # what it refers to goes now, not when the next one comes
-
-
-def _end() -> None:
-    global _ending
-    with _changed:
-        _ending = True
-        _jobs.clear()
-        thread, running = _thread, _running
-        _changed.notify_all()
-    if thread is None:
-        return
-    if running and thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
-    thread.join()
+    return _worker.wait(timeout)
 
 
 class _ThreadState:

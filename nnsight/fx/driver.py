@@ -13,6 +13,7 @@ compile one as a frame of its own: the call stays Python and hands over real val
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import types
 import weakref
@@ -45,6 +46,8 @@ _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=Non
 
 #: The driver through which calls of its model are routed in this context.
 _routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", default=None)
+
+_numbers = itertools.count()
 
 #: What ``Module.__call__`` calls instead of the method, if it is set.
 _COMPILED_CALL = "_compiled_call_impl"
@@ -147,8 +150,10 @@ class CompiledDriver:
         with self._lock:
             if self._function is None:
                 # Dynamo keeps its cache on the code object, and what it calls in the function's globals: each model
-                # gets its own of both, which go away with it.
-                code = _call_model.__code__.replace(co_name=f"call_{type(self.tree.root).__name__}")
+                # gets its own of both, which go away with it. By the name of the code it remembers which sizes and
+                # numbers have changed between calls, so that has to be one of its own, too.
+                name = f"call_{type(self.tree.root).__name__}_{next(_numbers)}"
+                code = _call_model.__code__.replace(co_name=name)
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
                 self._function = torch.compile(
                     function,

@@ -415,9 +415,7 @@ class _RegionGraph:
         value = _attribute(self._plan.module, str(node.target)) if node.op == "get_attr" else self._actual.get(node)
         if not isinstance(value, torch.Tensor):
             return None
-        if type(value) is torch.Tensor and not (
-            torch.is_grad_enabled() and (value.requires_grad or value._is_view())
-        ):
+        if type(value) is torch.Tensor and not (torch.is_grad_enabled() and (value.requires_grad or value._is_view())):
             return None  # like any value that another region hands over
         like = self._like(node)
         plain = all(isinstance(number, int) for number in like.numbers())

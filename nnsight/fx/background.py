@@ -12,11 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
+
+logger = logging.getLogger("nnsight.fx")
 
 
 class _Interrupted(BaseException):
@@ -58,7 +61,10 @@ class _Worker:
                     if self._ending:
                         return
                     job, self._running = self._jobs.popleft(), True
-                job()
+                try:
+                    job()
+                except Exception:
+                    logger.exception("a job in the background failed")
                 del job  # what it refers to goes now, not when the next one comes
 
     def _end(self) -> None:
@@ -78,7 +84,7 @@ _worker = _Worker()
 
 
 def submit(job: Callable[[], None]) -> None:
-    """Run ``job`` on the thread, with the caller's grad mode, autocast and device; it must not raise."""
+    """Run ``job`` on the thread, with the caller's grad mode, autocast and device."""
     state = _ThreadState()
 
     def run() -> None:

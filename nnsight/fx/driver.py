@@ -60,7 +60,8 @@ class CompiledDriver:
         tree: The modules of the model.
         options: Keyword arguments of ``torch.compile``, and two of our own:
 
-            * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.regions`).
+            * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.regions`); by default
+              with inductor, where lowering takes long, unless it makes CUDA graphs.
             * ``background``: Lower whole graphs in the background, and run in the meantime what is there
               (:mod:`~nnsight.fx.variant`).
     """
@@ -82,7 +83,7 @@ class CompiledDriver:
         self.fullgraph = bool(options.get("fullgraph", False))
         lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
         self._lower_with = resolve_backend(**lowering)
-        self._regions = KnownRegions() if options.get("regions", False) else None
+        self._regions = KnownRegions() if options.get("regions", _is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
         self._lock = threading.Lock()
@@ -193,6 +194,17 @@ class _CaptureBackend:
             return Recording(graph, actual, run, report, fullgraph).walk()
 
         return dispatch
+
+
+def _is_slow(
+    backend: Any = "inductor", mode: str | None = None, options: dict[str, Any] | None = None, **_: Any
+) -> bool:
+    """Whether lowering takes so long that it should be done once for equal parts. A CUDA graph should be whole."""
+    if backend != "inductor" or mode not in (None, "default", "max-autotune-no-cudagraphs"):
+        return False
+    from torch._inductor import config
+
+    return not (options or {}).get("triton.cudagraphs", config.triton.cudagraphs)
 
 
 def _call_model(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -167,9 +167,7 @@ class Recording(CallRecorder):
                 self.value_of[reference] = len(self.fakes) - 1
                 reference = Value(len(self.fakes) - 1)
             references.append(reference)
-        self.step(
-            Visit(tap.index, tuple(fresh))
-        )  # also without new tensors: where a call stands is part of the program
+        self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
         return [
             self._object(reference)
             if isinstance(reference, (Value, Input, External))

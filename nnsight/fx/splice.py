@@ -123,7 +123,9 @@ class SplicedGraph:
         return "\n".join(lines).strip()
 
 
-def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
+def splice(
+    graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]
+) -> SplicedGraph:
     """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``.
 
     Args:

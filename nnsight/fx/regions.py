@@ -482,11 +482,11 @@ def _assemble(
         constants.append(item)
         return f"constants[{len(constants) - 1}]"
 
-    returned = "".join(f"{shown(item)}, " for item in output.args[0])  # type: ignore[union-attr]
+    returned = "".join(f"{shown(item)}, " for item in output.args[0])
     scope["constants"] = constants
     source = "\n".join([f"def run({parameters}):", *reversed(lines), f"    return ({returned})"])
     exec(compile(source, "<regions>", "exec"), scope)
-    return scope["run"]  # type: ignore[no-any-return]
+    return scope["run"]
 
 
 # -- keys -----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ In the order in which a compiled trace meets them:
 * :mod:`~nnsight.fx.splice` puts a program into a captured graph, :mod:`~nnsight.fx.lowering` makes it callable, and
   :mod:`~nnsight.fx.variant` keeps the result;
 * :mod:`~nnsight.fx.passes` removes what is superfluous in a spliced graph, as far as :mod:`~nnsight.fx.effects` allows;
-* :mod:`~nnsight.fx.explaining`, :mod:`~nnsight.fx.debug` and :mod:`~nnsight.fx.stages` show all this.
+* :mod:`~nnsight.fx.explaining`, :mod:`~nnsight.fx.debug` and :mod:`~nnsight.fx.stages` show all this;
+* :mod:`~nnsight.fx.regions` lowers the repeated :mod:`~nnsight.fx.blocks` of a model once,
+  :mod:`~nnsight.fx.background` whole graphs beside the program, and :mod:`~nnsight.fx.artifacts` sees what an earlier process left.
 
 Captured graphs, programs and splices are plain values with plain functions on them; no envoy is needed.
 """
@@ -21,12 +23,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .background import wait
 from .counters import counters
 
 if TYPE_CHECKING:
     from .explaining import explain
 
-__all__ = ["counters", "explain"]
+__all__ = ["counters", "explain", "wait"]
 
 
 def __getattr__(name: str) -> Any:

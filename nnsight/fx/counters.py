@@ -17,7 +17,9 @@ class Counters:
         captures: Graphs dynamo captured of wrapped models.
         recordings: Programs recorded anew (a block that follows a known program is not recorded).
         splices: Programs put into captured graphs.
-        compiles: Graphs lowered, plain and spliced ones.
+        compiles: Graphs lowered, plain and spliced ones, or regions of them.
+        reuses: Regions for which an earlier lowering of an equal region served.
+        loads: Graphs and regions whose code was found in inductor's cache on disk.
         breaks: Cuts of a graph because a block needed a concrete value.
         replays: Runs in which the effects of a block were had without running it.
     """
@@ -26,6 +28,8 @@ class Counters:
     recordings: int = 0
     splices: int = 0
     compiles: int = 0
+    reuses: int = 0
+    loads: int = 0
     breaks: int = 0
     replays: int = field(default=0, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)

@@ -13,8 +13,10 @@ compile one as a frame of its own: the call stays Python and hands over real val
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -26,10 +28,12 @@ from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.report import Report
 from ..runtime.tracer import Driver
 from ..tree import ModuleTree
+from .blocks import mark_stretches
 from .compat import BackendCallable, resolve_backend, skip_code
 from .counters import counters
 from .graph import CapturedGraph
 from .recording import Recording, run_plain, suspended
+from .regions import KnownRegions
 from .replay import Replays, journal_of_run, replay_of_run
 
 skip_code(INTERCEPTED_CODE)
@@ -44,6 +48,8 @@ _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=Non
 #: The driver through which calls of its model are routed in this context.
 _routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", default=None)
 
+_numbers = itertools.count()
+
 #: What ``Module.__call__`` calls instead of the method, if it is set.
 _COMPILED_CALL = "_compiled_call_impl"
 
@@ -53,21 +59,33 @@ class CompiledDriver:
 
     Args:
         tree: The modules of the model.
-        options: Keyword arguments of ``torch.compile``.
+        options: Keyword arguments of ``torch.compile``, and two of our own:
+
+            * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.regions`); by default
+              with inductor, where lowering takes long, unless it makes CUDA graphs.
+            * ``background``: Lower whole graphs in the background, and run in the meantime what is there
+              (:mod:`~nnsight.fx.variant`).
     """
 
     def __init__(self, tree: ModuleTree, options: dict[str, Any]) -> None:
         known = {"backend", "mode", "options", "dynamic", "fullgraph"}
-        unknown = set(options) - known
+        stages = {"regions", "background"}
+        unknown = set(options) - known - stages
         if unknown:
             raise TypeError(
-                f"compile() got unknown options {sorted(unknown)}; those of torch.compile are {sorted(known)}."
+                f"compile() got unknown options {sorted(unknown)}; those of torch.compile are {sorted(known)}, and there "
+                f"are {sorted(stages)}."
             )
+        for name in sorted(stages & options.keys()):
+            if not isinstance(options[name], bool):
+                raise TypeError(f"compile(): `{name}` is True or False, not {options[name]!r}.")
         self.tree = tree
         self.options = dict(options)
         self.fullgraph = bool(options.get("fullgraph", False))
         lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
         self._lower_with = resolve_backend(**lowering)
+        self._regions = KnownRegions() if options.get("regions", _is_slow(**lowering)) else None
+        self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
         self._lock = threading.Lock()
         self._routes = 0
@@ -135,12 +153,14 @@ class CompiledDriver:
         with self._lock:
             if self._function is None:
                 # Dynamo keeps its cache on the code object, and what it calls in the function's globals: each model
-                # gets its own of both, which go away with it.
-                code = _call_model.__code__.replace(co_name=f"call_{type(self.tree.root).__name__}")
+                # gets its own of both, which go away with it. By the name of the code it remembers which sizes and
+                # numbers have changed between calls, so that has to be one of its own, too.
+                name = f"call_{type(self.tree.root).__name__}_{next(_numbers)}"
+                code = _call_model.__code__.replace(co_name=name)
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
                 self._function = torch.compile(
                     function,
-                    backend=_CaptureBackend(self._lower_with, self.fullgraph),
+                    backend=_CaptureBackend(self._lower_with, self.fullgraph, self._regions, self._background),
                     dynamic=self.options.get("dynamic"),
                     fullgraph=self.fullgraph,
                 )
@@ -153,13 +173,20 @@ class _CaptureBackend:
     Dynamo holds on to every backend it has seen for the life of the process, so this refers to nothing of the model.
     """
 
-    def __init__(self, lower_with: BackendCallable, fullgraph: bool) -> None:
+    def __init__(
+        self, lower_with: BackendCallable, fullgraph: bool, regions: KnownRegions | None, background: bool
+    ) -> None:
         self._lower_with = lower_with
         self._fullgraph = fullgraph
+        self._regions = None if regions is None else weakref.ref(regions)
+        self._background = background
 
     def __call__(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         counters.add("captures")
-        graph, fullgraph = CapturedGraph(graph_module, self._lower_with), self._fullgraph
+        regions, fullgraph = None if self._regions is None else self._regions(), self._fullgraph
+        graph = CapturedGraph(graph_module, self._lower_with, regions, self._background)
+        if regions is not None:
+            mark_stretches(graph)
 
         def dispatch(*actual: Any) -> list[Any]:
             replay = replay_of_run.get()
@@ -172,6 +199,17 @@ class _CaptureBackend:
             return Recording(graph, actual, run, report, fullgraph, journal_of_run.get()).walk()
 
         return dispatch
+
+
+def _is_slow(
+    backend: Any = "inductor", mode: str | None = None, options: dict[str, Any] | None = None, **_: Any
+) -> bool:
+    """Whether lowering takes so long that it should be done once for equal parts. A CUDA graph should be whole."""
+    if backend != "inductor" or mode not in (None, "default", "max-autotune-no-cudagraphs"):
+        return False
+    from torch._inductor import config
+
+    return not (options or {}).get("triton.cudagraphs", config.triton.cudagraphs)
 
 
 def _call_model(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -284,7 +284,7 @@ class Memory:
             if node.op in ("placeholder", "get_attr"):
                 self._join(node, "inputs")
             elif node.op != "output" and kind_of(node) is not Kind.NEW:
-                for argument in node.all_input_nodes:
+                for argument in _written(node):
                     self._join(node, argument)
         self.order = {node: number for number, node in enumerate(graph.nodes)}
 
@@ -312,6 +312,30 @@ class Memory:
             for item in self.order:
                 self._members.setdefault(self._find(item), []).append(item)
         return self._members[self._find(node)]
+
+
+def writes_to_inputs(graph: torch.fx.Graph) -> bool:
+    """Whether a graph may write to memory that it is given."""
+    memory = Memory(graph)
+    given = memory.of_inputs()
+    written = (source for node in effects(graph) if node.op != "output" for source in _written(node))
+    return any(memory.group(source) is given for source in written)
+
+
+#: Operators that write to their first argument, and what they return shares memory with nothing else.
+_WRITING = frozenset(
+    getattr(operator, name)
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
+)
+
+
+def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that a call with effects may write to, and whose memory its result may share."""
+    name = node.target if isinstance(node.target, str) else ""
+    method = node.op == "call_method" and name.endswith("_") and not name.endswith("__") and name != "set_"
+    if (method or node.target in _WRITING) and node.args and isinstance(node.args[0], torch.fx.Node):
+        return [node.args[0]]
+    return node.all_input_nodes
 
 
 def effects(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:

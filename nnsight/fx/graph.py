@@ -12,7 +12,7 @@ import copy
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 from .compat import BackendCallable
 from .program import State
 from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
+
+if TYPE_CHECKING:
+    from .regions import KnownRegions
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +67,8 @@ class CapturedGraph:
     Args:
         graph_module: As dynamo gave it; copied.
         backend: What lowers the plain and the spliced graphs.
+        regions: Where lowered regions are kept; ``None`` lowers graphs as a whole.
+        background: Whether whole graphs are lowered in the background.
 
     Attributes:
         graph_module: The copy.
@@ -83,9 +88,17 @@ class CapturedGraph:
             ``fake_lock`` only.
     """
 
-    def __init__(self, graph_module: torch.fx.GraphModule, backend: BackendCallable) -> None:
+    def __init__(
+        self,
+        graph_module: torch.fx.GraphModule,
+        backend: BackendCallable,
+        regions: KnownRegions | None = None,
+        background: bool = False,
+    ) -> None:
         self.graph_module = copy.deepcopy(graph_module)
         self.backend = backend
+        self.regions = regions
+        self.background = background
         graph = self.graph_module.graph
         self.nodes = list(graph.nodes)
         self.order = {node: number for number, node in enumerate(self.nodes)}

@@ -4,6 +4,12 @@ Any ``torch.compile`` backend lowers a spliced graph exactly as it would lower t
 are made anew for each lowering, with the sizes the inputs have now as hints, because the hints of the captured graph are those
 of the first call and a backend specializes on them. The numbers of the program are symbols like the sizes. What the backend
 does assume about a symbol is collected afterwards as conditions of the lowering: under other sizes or numbers another one is made.
+
+Inputs that share memory are a special case if the graph writes to it: backends have to know, so their fakes share memory, too,
+and have plain sizes. Such a lowering is for inputs that share memory in the same way.
+
+A lowering has two parts. :func:`prepare` makes the fakes and needs the real inputs; :func:`lower_prepared` calls the backend and
+needs them no more, so it may happen later and on another thread.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from .artifacts import found_in_cache
 from .compat import BackendCallable, compile_lock, forget_fixed_floats
 from .counters import counters
 from .program import Number, Symbol
@@ -31,11 +38,15 @@ class Lowered:
         function: Takes the graph's inputs, returns its outputs as a sequence.
         conditions: What must hold for the symbols, as expressions over ``symbols``.
         symbols: The symbols, in the order of the sizes passed to :meth:`accepts`.
+        compiles: How many graphs a backend compiled for it.
+        sharing: Which of its inputs share memory that it writes to, see :func:`sharing_of`.
     """
 
     function: Callable[..., Any]
     conditions: tuple[Any, ...]
     symbols: tuple[Any, ...]
+    compiles: int = 1
+    sharing: tuple[int, ...] = ()
 
     def accepts(self, binding: tuple[int | float, ...]) -> bool:
         """Whether the graph is valid for these values of the symbols."""
@@ -48,15 +59,179 @@ class Lowered:
         return {position for position, symbol in enumerate(self.symbols) if symbol in mentioned}
 
 
-def lower(
+def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return, for each input, the first one that it shares memory with; empty if none does."""
+    storages = [item.untyped_storage()._cdata if isinstance(item, torch.Tensor) else -1 - n for n, item in enumerate(inputs)]
+    first: dict[int, int] = {}
+    found = tuple(first.setdefault(storage, position) for position, storage in enumerate(storages))
+    return found if len(first) < len(found) else ()
+
+
+class Symbols:
+    """Symbolic sizes for one lowering, in a shape environment of their own.
+
+    Args:
+        names: The symbols these stand for.
+        binding: The size each of them has now, and the numbers behind them.
+        free: Those of ``names`` about which nothing may be assumed, not even that they are positive.
+        fixed: Kinds of numbers that are constants.
+
+    Attributes:
+        environment: The shape environment; notes what is assumed about the symbols.
+        mode: Mode of the fakes of this lowering.
+        fresh: A symbolic number for each of ``names``.
+        numbers: The numbers behind, symbolic or fixed.
+        symbols: The symbols of all these.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[Any],
+        binding: Sequence[int | float],
+        free: Collection[Any] = (),
+        fixed: Collection[type] = (),
+    ) -> None:
+        self.environment = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.environment, static_shapes=False)
+        self.fresh: dict[Any, Any] = {}
+        for number, (name, size) in enumerate(zip(names, binding, strict=False)):
+            source = torch._dynamo.source.ConstantSource(f"size_{number}")
+            create = self.environment.create_unspecified_symbol if name in free else self.environment.create_symbol
+            self.fresh[name] = self.environment.create_symintnode(
+                create(size, source, DimDynamic.DYNAMIC), hint=size, source=source
+            )
+        self.numbers: list[Any] = []
+        self._assumed: list[Any] = []
+        symbols = [number.node.expr for number in self.fresh.values()]
+        for position, value in enumerate(binding[len(names) :]):
+            if type(value) in fixed:
+                symbols.append(sympy.Symbol(f"fixed_{position}"))
+                self._assumed.append(sympy.Eq(symbols[-1], value))
+                self.numbers.append(value)
+            else:
+                self.numbers.append(self._number(position, value))
+                symbols.append(self.numbers[-1].node.expr)
+        self.symbols = tuple(symbols)
+
+    @property
+    def number_symbols(self) -> tuple[Any, ...]:
+        """The symbols of :attr:`numbers`."""
+        return self.symbols[len(self.fresh) :]
+
+    def _number(self, index: int, value: int | float) -> Any:
+        """Return a symbolic number about which nothing is assumed."""
+        source = torch._dynamo.source.ConstantSource(f"number_{index}")
+        symbol = self.environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        if isinstance(value, int):
+            return self.environment.create_symintnode(symbol, hint=value, source=source)
+        return self.environment.create_symfloatnode(symbol, hint=value, source=source)
+
+    def conditions(self) -> tuple[Any, ...]:
+        """Return what has been assumed so far, as expressions over ``symbols``."""
+        conditions = [*self._assumed, *(guard.expr for guard in self.environment.guards)]
+        for symbol in self.symbols:
+            replaced = self.environment.replacements.get(symbol)
+            if replaced is not None and replaced != symbol:
+                conditions.append(sympy.Eq(symbol, replaced))
+        return tuple(conditions)
+
+    def fake(self, example: Any, actual: Any) -> Any:
+        """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""
+        if not isinstance(actual, torch.Tensor):
+            return self.renewed(example) if isinstance(example, torch.SymInt) else actual
+        symbolic = isinstance(example, torch.Tensor) and any(
+            isinstance(number, torch.SymInt) for number in (*example.shape, *example.stride())
+        )
+        if not symbolic:
+            return self.mode.from_tensor(actual, static_shapes=True)
+        size = [self.renewed(number) for number in example.shape]
+        stride = [self.renewed(number) for number in example.stride()]
+        return self.fake_like(actual, size, stride)
+
+    def declared(self, size: Any) -> Any:
+        """Return a size, or a stride, of the declaration of an external."""
+        if isinstance(size, Symbol):
+            return list(self.fresh.values())[size.position]
+        return self.numbers[size.index] if isinstance(size, Number) else size
+
+    def fake_of_placeholder(self, node: torch.fx.Node, actual: Any) -> Any:
+        """Return the fake input for a placeholder of a spliced graph that is about to be called with ``actual``."""
+        declaration = node.meta.get("declaration")
+        if declaration is not None and any(
+            isinstance(size, (Symbol, Number)) for size in (*declaration.shape, *(declaration.stride or ()))
+        ):
+            sizes = [self.declared(size) for size in declaration.shape]
+            stride = declaration.stride and [self.declared(size) for size in declaration.stride]
+            return self.fake_like(actual, sizes, stride)
+        if "number" not in node.meta:
+            return self.fake(node.meta.get("example_value"), actual)
+        number = self.numbers[node.meta["number"].index]
+        if not isinstance(number, torch.SymFloat):
+            return number
+        fake: Any = self.mode.from_tensor(actual, static_shapes=True)
+        fake.item_memo = number  # what `item` of the fake returns
+        return fake
+
+    def fake_like(self, actual: torch.Tensor, size: list[Any], stride: list[Any] | None) -> torch.Tensor:
+        """Return a fake of ``actual`` with the given sizes; contiguous without ``stride``."""
+        with self.mode, torch.no_grad():
+            if stride is None:
+                fake = torch.empty(size, dtype=actual.dtype, device=actual.device)
+            else:
+                fake = torch.empty_strided(size, stride, dtype=actual.dtype, device=actual.device)
+        if actual.requires_grad:
+            fake.requires_grad_(True)
+        return fake
+
+    def renewed(self, number: Any) -> Any:
+        """Return ``number`` with the symbols it is made of replaced by the fresh ones."""
+        if not isinstance(number, torch.SymInt):
+            return number
+        expression = number.node.expr
+        if expression.is_number:  # dynamo found out while tracing that the size is fixed
+            return int(expression)
+        if expression.is_symbol:
+            return self.fresh[expression]
+        hints = {symbol: new.node.hint for symbol, new in self.fresh.items()}
+        renamed = expression.xreplace({symbol: new.node.expr for symbol, new in self.fresh.items()})
+        return self.environment.create_symintnode(renamed, hint=int(expression.xreplace(hints)))
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A graph about to be lowered.
+
+    Attributes:
+        graph_module: The graph; its placeholders carry the fakes as ``example_value``.
+        fakes: A fake for each placeholder, in order.
+        symbols: What the sizes of the fakes are made of.
+        taken: Positions of the inputs for which there still are placeholders; the others have become constants.
+        sharing: As in :class:`Lowered`.
+    """
+
+    graph_module: torch.fx.GraphModule
+    fakes: list[Any]
+    symbols: Symbols
+    taken: tuple[int, ...] | None = None
+    sharing: tuple[int, ...] = ()
+
+    def with_all_inputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` for a caller who also passes the inputs that have become constants."""
+        taken = self.taken
+        if taken is None:
+            return function
+        return lambda *inputs: function(*[inputs[position] for position in taken])
+
+
+def prepare(
     graph_module: torch.fx.GraphModule,
     inputs: Sequence[Any],
     symbols: Sequence[Any],
     binding: tuple[int | float, ...],
-    backend: BackendCallable,
     fixed: Collection[type] = (),
-) -> Lowered:
-    """Lower ``graph_module`` with ``backend``.
+    sharing: tuple[int, ...] = (),
+) -> Prepared:
+    """Make the fake inputs with which ``graph_module`` is to be lowered.
 
     Args:
         graph_module: Returns a tuple. Placeholders of captured nodes carry ``example_value``; then come those of externals and, last,
@@ -64,85 +239,35 @@ def lower(
         inputs: The values it is about to be called with, in order.
         symbols: Symbols of the captured graph.
         binding: The size each symbol has in ``inputs``, then the program's numbers.
-        backend: What to lower with.
         fixed: Kinds of numbers to take as constants: the result is then for these numbers alone.
+        sharing: Which inputs share memory, if that matters.
     """
-    environment = ShapeEnv()
-    mode = FakeTensorMode(shape_env=environment, static_shapes=False)
-    fresh: dict[Any, Any] = {}
-    for symbol, size in zip(symbols, binding, strict=False):
-        source = torch._dynamo.source.ConstantSource(f"size_{symbol}")
-        fresh[symbol] = environment.create_symintnode(
-            environment.create_symbol(size, source, DimDynamic.DYNAMIC), hint=size, source=source
-        )
-    new_symbols = [number.node.expr for number in fresh.values()]
-    conditions: list[Any] = []
-    numbers: list[Any] = []
-    for position, value in enumerate(binding[len(symbols) :]):
-        number = value if type(value) in fixed else _symbol(environment, position, value)
-        numbers.append(number)
-        new_symbols.append(sympy.Symbol(f"fixed_{position}") if number is value else number.node.expr)  # type: ignore[union-attr]
-        if number is value:
-            conditions.append(sympy.Eq(new_symbols[-1], value))
-    fakes = []
+    made = Symbols(symbols, binding, fixed=fixed)
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    for node, actual in zip(placeholders, inputs, strict=True):
-        fake = _fake_placeholder(node, actual, mode, fresh, numbers)
+    fakes = []
+    for position, (node, actual) in enumerate(zip(placeholders, inputs, strict=True)):
+        if sharing and sharing.count(sharing[position]) > 1:
+            fake = made.mode.from_tensor(actual, static_shapes=True)
+        else:
+            fake = made.fake_of_placeholder(node, actual)
         node.meta["example_value"] = fake
         fakes.append(fake)
-    taken = list(range(len(inputs)))
-    if fixed:
-        constant = [node for node in placeholders if "number" in node.meta and node.meta["number"].kind in fixed]
-        taken = [position for position, node in enumerate(placeholders) if node not in constant]
-        _inline_numbers(graph_module, constant, numbers)
-    with compile_lock, tracing(TracingContext(mode)):
+    constant = [node for node in placeholders if "number" in node.meta and node.meta["number"].kind in fixed]
+    if not constant:
+        return Prepared(graph_module, fakes, made, sharing=sharing)
+    taken = tuple(position for position, node in enumerate(placeholders) if node not in constant)
+    _inline_numbers(graph_module, constant, made.numbers)
+    return Prepared(graph_module, [fakes[position] for position in taken], made, taken, sharing)
+
+
+def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
+    """Lower a graph with ``backend``."""
+    symbols = prepared.symbols
+    with compile_lock, tracing(TracingContext(symbols.mode)), found_in_cache() as cached:
         forget_fixed_floats()
-        function = backend(graph_module, [fakes[position] for position in taken])
-    if len(taken) < len(inputs):
-        function = _with_arguments(function, taken)
-    counters.add("compiles")
-    conditions += [guard.expr for guard in environment.guards]
-    for symbol in new_symbols:
-        replaced = environment.replacements.get(symbol)
-        if replaced is not None and replaced != symbol:
-            conditions.append(sympy.Eq(symbol, replaced))
-    return Lowered(function, tuple(conditions), tuple(new_symbols))
-
-
-def _symbol(environment: ShapeEnv, index: int, value: int | float) -> Any:
-    """Return a symbolic number about which nothing is assumed."""
-    source = torch._dynamo.source.ConstantSource(f"number_{index}")
-    symbol = environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-    if isinstance(value, int):
-        return environment.create_symintnode(symbol, hint=value, source=source)
-    return environment.create_symfloatnode(symbol, hint=value, source=source)
-
-
-def _fake_placeholder(
-    node: torch.fx.Node, actual: Any, mode: FakeTensorMode, fresh: dict[Any, Any], numbers: Sequence[Any]
-) -> Any:
-    """Return the fake input for a placeholder of a spliced graph that is about to be called with ``actual``."""
-    declaration = node.meta.get("declaration")
-    if declaration is not None and any(
-        isinstance(size, (Symbol, Number)) for size in (*declaration.shape, *(declaration.stride or ()))
-    ):
-        sizes = [_declared(size, fresh, numbers) for size in declaration.shape]
-        stride = declaration.stride and [_declared(size, fresh, numbers) for size in declaration.stride]
-        return _fake_like(actual, sizes, stride, mode)
-    if "number" not in node.meta:
-        return _fake_input(node.meta.get("example_value"), actual, mode, fresh)
-    number = numbers[node.meta["number"].index]
-    if not isinstance(number, torch.SymFloat):
-        return number
-    fake = mode.from_tensor(actual, static_shapes=True)
-    fake.item_memo = number  # what `item` of the fake returns
-    return fake
-
-
-def _declared(size: Any, fresh: dict[Any, Any], numbers: Sequence[Any]) -> Any:
-    if isinstance(size, Symbol):
-        return list(fresh.values())[size.position]
-    return numbers[size.index] if isinstance(size, Number) else size
+        function = prepared.with_all_inputs(backend(prepared.graph_module, prepared.fakes))
+    counters.add("loads" if cached() else "compiles")
+    return Lowered(function, symbols.conditions(), symbols.symbols, int(not cached()), prepared.sharing)
 
 
 def _inline_numbers(
@@ -162,49 +287,3 @@ def _inline_numbers(
         graph_module.graph.erase_node(node)
     graph_module.graph.lint()
     graph_module.recompile()
-
-
-def _with_arguments(function: Callable[..., Any], taken: list[int]) -> Callable[..., Any]:
-    """Return ``function`` for a caller who passes more than the arguments ``taken``."""
-    return lambda *arguments: function(*[arguments[position] for position in taken])
-
-
-def _fake_input(example: Any, actual: Any, mode: FakeTensorMode, fresh: dict[Any, Any]) -> Any:
-    """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""
-    if not isinstance(actual, torch.Tensor):
-        return _renewed(example, fresh) if isinstance(example, torch.SymInt) else actual
-    symbolic = isinstance(example, torch.Tensor) and any(
-        isinstance(number, torch.SymInt) for number in (*example.shape, *example.stride())
-    )
-    if not symbolic:
-        return mode.from_tensor(actual, static_shapes=True)
-    size = [_renewed(number, fresh) for number in example.shape]
-    stride = [_renewed(number, fresh) for number in example.stride()]
-    return _fake_like(actual, size, stride, mode)
-
-
-def _fake_like(actual: torch.Tensor, size: list[Any], stride: list[Any] | None, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake of ``actual`` with the given sizes; contiguous without ``stride``."""
-    with mode, torch.no_grad():
-        if stride is None:
-            fake = torch.empty(size, dtype=actual.dtype, device=actual.device)
-        else:
-            fake = torch.empty_strided(size, stride, dtype=actual.dtype, device=actual.device)
-    if actual.requires_grad:
-        fake.requires_grad_(True)
-    return fake
-
-
-def _renewed(number: Any, fresh: dict[Any, Any]) -> Any:
-    """Return ``number`` with the captured graph's symbols replaced by the fresh ones."""
-    if not isinstance(number, torch.SymInt):
-        return number
-    expression = number.node.expr
-    if expression.is_number:  # dynamo found out while tracing that the size is fixed
-        return int(expression)
-    if expression.is_symbol:
-        return fresh[expression]
-    hints = {symbol: new.node.hint for symbol, new in fresh.items()}
-    renamed = expression.xreplace({symbol: new.node.expr for symbol, new in fresh.items()})
-    environment = next(iter(fresh.values())).node.shape_env
-    return environment.create_symintnode(renamed, hint=int(expression.xreplace(hints)))

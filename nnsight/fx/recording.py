@@ -370,8 +370,8 @@ class Recording(CallRecorder):
             self.journal.ran(self, variant, alive, stop)
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
         sizes = self.binding + self.numbers
-        lowered = variant.find(sizes)
         arguments += map(as_argument, self.numbers)
+        lowered = variant.find(sizes, variant.sharing(arguments))
         if lowered is None:
             with stage("lower"):
                 lowered, made = variant.lower(sizes, arguments)
@@ -433,7 +433,7 @@ def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     """Run a captured graph without any program in it; a few dictionary look-ups over calling it."""
     variant = graph.start.variants.get((len(graph.nodes) - 1, (), len(graph.outputs)))
-    lowered = None if variant is None else variant.find(graph.binding(inputs))
+    lowered = None if variant is None else variant.find(graph.binding(inputs), variant.sharing(inputs))
     if variant is None or lowered is None:
         return Recording(graph, inputs, Interleaver([]), Report(), False).finish()
     return variant.deliver(lowered.function(*inputs), inputs, ())

@@ -245,9 +245,6 @@ class Replay:
         if tensors and _sharing(tensors, inputs, effects.edits) != effects.sharing:
             raise _NotAsBefore
         variant = effects.variant
-        lowered = variant.find(binding + effects.numbers)
-        if lowered is None:
-            raise _NotAsBefore
         self.found = effects
         slots = self._slots = list(tensors)
         for step in effects.steps:
@@ -256,8 +253,12 @@ class Replay:
         report = self._report
         report.mode, report.graphs, report.replayed = "compiled", 1, True
         report.spliced += effects.spliced
-        ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
         arguments = [*[inputs[index] for index in variant.spliced.inputs], *externals, *map(as_argument, effects.numbers)]
+        lowered = variant.find(binding + effects.numbers, variant.sharing(arguments))
+        if lowered is None:
+            lowered, made = variant.lower(binding + effects.numbers, arguments)
+            report.compiles += made
+        ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
         computed = run_lowered(report, ran, arguments)
         if effects.alive:
             # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.

@@ -3,20 +3,30 @@
 A variant is found by following a program, never by comparing programs, so finding it costs nothing beyond the steps of the
 block itself. It holds the spliced graph, one lowering for each set of sizes that a backend would not treat alike, and the plan that
 says which result goes where.
+
+A lowering may come in two stages. The first is there soon: regions, most of which have been lowered before
+(:mod:`~nnsight.fx.regions`), or the nodes one by one. The second is the whole graph in one, lowered in the background
+(:mod:`~nnsight.fx.background`). It is asked for when the variant runs for the second time: a block that is tried
+once is not worth it.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from . import background
+from .compat import BackendCallable
 from .counters import counters
+from .effects import writes_to_inputs
 from .graph import CapturedGraph
-from .lowering import Lowered, lower
+from .lowering import Lowered, Prepared, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
+from .regions import lower_in_regions
 from .splice import Piece, Result, splice
 
 logger = logging.getLogger("nnsight.fx")
@@ -78,62 +88,147 @@ class Variant:
         ]
         self._lowerings: list[Lowered] = []
         # Positions on which the choice of a lowering depends, and the choice for each of their values.
-        self._known: tuple[tuple[int, ...], dict[tuple[int | float, ...], Lowered]] = ((), {})
+        self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})
         self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
+        self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
+        #: What runs until the whole graph is lowered.
+        self._first_stages: dict[Any, Lowered] = {}
+        self._asked = False
 
-    def find(self, binding: tuple[int | float, ...]) -> Lowered | None:
-        """Return the lowering for these sizes and numbers, if there is one."""
+    def sharing(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """Return which of ``arguments`` share memory, if that matters."""
+        return sharing_of(arguments) if self._writes_to_inputs else ()
+
+    def find(self, binding: tuple[int | float, ...], sharing: tuple[int, ...]) -> Lowered | None:
+        """Return the final lowering for these sizes and numbers, if there is one.
+
+        Args:
+            binding: Sizes of the captured graph's symbols, then the program's numbers.
+            sharing: Which arguments share memory, see :meth:`sharing`.
+        """
         restricted, by_binding = self._known
-        key = tuple(binding[position] for position in restricted)
+        key = (tuple(binding[position] for position in restricted), sharing)
         found = by_binding.get(key)
         if found is None:
-            found = next((lowered for lowered in self._lowerings if lowered.accepts(binding)), None)
+            fitting = (lowered for lowered in self._lowerings if lowered.sharing == sharing)
+            found = next((lowered for lowered in fitting if lowered.accepts(binding)), None)
             if found is not None:
                 if len(by_binding) >= _KEPT_BINDINGS:
                     by_binding.clear()
                 by_binding[key] = found
         return found
 
-    def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, bool]:
-        """Return the lowering for these sizes and whether it was made now.
+    def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
+        """Return a lowering for these sizes and numbers, and how many graphs were compiled for it now.
 
         Args:
             binding: Sizes of the captured graph's symbols, then the program's numbers.
             arguments: What the graph is about to be called with.
         """
+        sharing = self.sharing(arguments)
         with self._graph.lock:
-            found = self.find(binding)
+            found = self.find(binding, sharing)
             if found is not None:
-                return found, False
-            symbols = [symbol for _, symbol in self._graph.symbols]
-            try:
-                made = self._lower_numbers(symbols, binding, arguments)
-            except Exception as error:
-                # A backend's own failure must not change what a trace computes.
-                logger.warning(
-                    "lowering failed, so this graph runs node by node: %s: %s",
-                    type(error).__name__,
-                    str(error).strip().split("\n", 1)[0],
-                )
-                made = lower(self.spliced.copy(), arguments, symbols, binding, run_as_is)
-            self._lowerings = [*self._lowerings[-_KEPT_LOWERINGS:], made]
-            restricted = {position for lowered in self._lowerings for position in lowered.restricted()}
-            self._known = (tuple(sorted(restricted)), {})
-            return made, True
+                return found, 0
+            first = self._first_stages.get((binding, sharing))
+            if first is not None:
+                if not self._asked:
+                    self._asked = True
+                    self._lower_later(binding, arguments, sharing)
+                return first, 0
+            made = self._in_regions(binding, arguments, sharing)
+            if self._graph.background:
+                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, sharing)
+                self._first_stages[binding, sharing] = made
+            else:
+                made = made or self._as_a_whole(binding, arguments, sharing)
+                self._keep(made, binding)
+            return made, made.compiles
 
-    def _lower_numbers(self, symbols: list[Any], binding: tuple[int | float, ...], arguments: Sequence[Any]) -> Lowered:
+    def _keep(self, lowered: Lowered, binding: tuple[int | float, ...]) -> None:
+        self._lowerings = [*self._lowerings[-_KEPT_LOWERINGS:], lowered]
+        restricted = {position for known in self._lowerings for position in known.restricted()}
+        self._known = (tuple(sorted(restricted)), {})
+        self._first_stages.pop((binding, lowered.sharing), None)
+
+    def _prepared(
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+    ) -> Prepared:
+        symbols = [symbol for _, symbol in self._graph.symbols]
+        return prepare(self.spliced.copy(), arguments, symbols, binding, self._fixed, sharing)
+
+    def _in_regions(
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+    ) -> Lowered | None:
+        known = self._graph.regions
+        if known is None or sharing:
+            return None
+        try:
+            prepared = self._prepared(binding, arguments, sharing)
+            return lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
+        except Exception as error:
+            logger.warning("lowering a region failed, so the graph is lowered as a whole: %s", _summary(error))
+            return None
+
+    def _as_a_whole(
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+    ) -> Lowered:
         """Lower for all numbers of the program or, where the backend cannot, with those of now as constants."""
-        kinds = frozenset(type(number) for number in binding[len(symbols) :])
+        kinds = frozenset(type(number) for number in binding[len(self._graph.symbols) :])
         while True:
             try:
-                return lower(self.spliced.copy(), arguments, symbols, binding, self._graph.backend, self._fixed)
+                return lower_prepared(self._prepared(binding, arguments, sharing), self._graph.backend)
             except Exception as error:
                 if kinds <= self._fixed:
-                    raise
+                    # A backend's own failure must not change what a trace computes.
+                    logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))
+                    return lower_prepared(self._prepared(binding, arguments, sharing), run_as_is)
                 self._fixed |= {float} if float in kinds - self._fixed else kinds
-                logger.debug("numbers become constants: %s: %s", type(error).__name__, error)
+                logger.debug("numbers become constants: %s", _summary(error))
+
+    def _lower_later(
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+    ) -> None:
+        """Have the whole graph lowered in the background. The job holds fakes only, and gives up when the variant is gone."""
+        try:
+            prepared = self._prepared(binding, arguments, sharing)
+        except Exception as error:
+            self._take_over(binding, sharing, error)
+            return
+        wanted, backend = weakref.ref(self), self._graph.backend
+        background.submit(lambda: _lower_in_background(wanted, prepared, backend, binding))
+
+    def _take_over(
+        self, binding: tuple[int | float, ...], sharing: tuple[int, ...], result: Lowered | Exception
+    ) -> None:
+        """Use the whole graph from now on, or keep to the first stage if that failed."""
+        with self._graph.lock:
+            self._asked = False
+            if isinstance(result, Lowered):
+                self._keep(result, binding)
+                return
+            logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
+            self._keep(self._first_stages[binding, sharing], binding)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
         """Return the value of each wanted item."""
         sources = (computed, inputs, externals)
         return [item if source == 3 else sources[source][item] for source, item in self._plan]
+
+
+def _lower_in_background(
+    wanted: weakref.ref[Variant], prepared: Prepared, backend: BackendCallable, binding: tuple[int | float, ...]
+) -> None:
+    if wanted() is None:
+        return
+    try:
+        result: Lowered | Exception = lower_prepared(prepared, backend)
+    except Exception as error:
+        result = error
+    variant = wanted()
+    if variant is not None:
+        variant._take_over(binding, prepared.sharing, result)
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0]}"

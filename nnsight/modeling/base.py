@@ -109,7 +109,8 @@ class NNsight(Envoy):
         """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
 
         Args:
-            **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``.
+            **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``; and
+                ``regions``, ``background``: how soon there is a first result (docs/compile.md).
         """
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True

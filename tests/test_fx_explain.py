@@ -147,12 +147,13 @@ def test_all_traces_of_a_function() -> None:
 
     explanation = fx.explain(both, 2.0, again=True)
     assert [report.mode for report in explanation.reports] == ["compiled", "compiled", "eager"]
-    assert explanation.counts == {"captures": 1, "recordings": 2, "splices": 3, "compiles": 3, "breaks": 1, "replays": 0}
+    made = {"captures": 1, "recordings": 2, "splices": 3, "compiles": 3, "breaks": 1}
+    assert explanation.counts == {**made, "reuses": 0, "loads": 0, "replays": 0}
     text = str(explanation)
-    assert text.startswith("3 traces: 1 captures, 2 recordings, 3 splices, 3 compiles, 1 breaks, 0 replays")
+    assert text.startswith("3 traces: 1 captures, 2 recordings, 3 splices, 3 compiles, 0 reuses, 0 loads, 1 breaks")
     assert text.rstrip().endswith("trace: eager")
     steady = fx.explain(doubled, model)
-    assert steady.counts == {"captures": 0, "recordings": 0, "splices": 0, "compiles": 0, "breaks": 0, "replays": 1}
+    assert steady.counts == {**dict.fromkeys(steady.counts, 0), "replays": 1}
     assert "mul_" in str(steady)
     assert str(fx.explain(lambda: None)).startswith("0 traces")
 
@@ -307,14 +308,14 @@ def test_what_dynamo_made_is_decompiled(tmp_path: Path, monkeypatch: pytest.Monk
     model = make()
     with nnsight.debug_dir(tmp_path, bytecode=True):
         doubled(model)
-    text = (tmp_path / "bytecode_1_call_Net.py").read_text("utf-8")
+    (file,) = tmp_path.glob("bytecode_1_call_Net*.py")
+    text = file.read_text("utf-8")
     assert "bytes of call_Net" in text
     assert "as dynamo made it" in text
     doubled(model, X[:2])  # captured again, and nobody looks
-    assert not (tmp_path / "bytecode_2_call_Net.py").exists()
+    assert not list(tmp_path.glob("bytecode_2*"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("depyf") is None, reason="depyf is not installed")
 def test_what_dynamo_made_is_decompiled_by_depyf(tmp_path: Path) -> None:
     program = (
         "import torch, nnsight\n"
@@ -326,7 +327,8 @@ def test_what_dynamo_made_is_decompiled_by_depyf(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(program, encoding="utf-8")
     subprocess.run([sys.executable, str(path)], check=True, timeout=300, env=dict(os.environ))
-    assert "__compiled_fn" in (tmp_path / "files" / "bytecode_1_call_Linear.py").read_text("utf-8")
+    (file,) = (tmp_path / "files").glob("bytecode_1_call_Linear*.py")
+    assert "__compiled_fn" in file.read_text("utf-8")
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------------

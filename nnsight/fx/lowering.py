@@ -270,6 +270,17 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     return Lowered(function, symbols.conditions(), symbols.symbols, int(not cached()), prepared.sharing)
 
 
+def lower(
+    graph_module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    symbols: Sequence[Any],
+    binding: tuple[int | float, ...],
+    backend: BackendCallable,
+) -> Lowered:
+    """Lower ``graph_module`` with ``backend``; see :func:`prepare` for the arguments."""
+    return lower_prepared(prepare(graph_module, inputs, symbols, binding), backend)
+
+
 def _inline_numbers(
     graph_module: torch.fx.GraphModule, placeholders: Sequence[torch.fx.Node], numbers: Sequence[Any]
 ) -> None:

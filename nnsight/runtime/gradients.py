@@ -71,7 +71,6 @@ class Gradient:
                 )
             run.check_flows_through(tensor)
             run.locations[id(tensor)] = tensor, location
-            tensor.grad_fn  # noqa: B018 - torch crashes on a hook for a view of what was edited, unless this is made anew
             run.hooks.append(tensor.register_hook(lambda gradient: run.handle(location, _own(gradient))))
         return location
 

@@ -166,7 +166,7 @@ def _backward(plan: BlockPlan, names: dict[str, Any], value: Any) -> None:
         return gradient * 2.0 if plan.scales else None
 
     loss = total_of(value)
-    for name in plan.gradients:
+    for name in reversed(plan.gradients):  # two names may be one tensor, whose hooks run in this order
         if not names[name].requires_grad:
             raise ValueError("no gradient")
         names[name].grad_fn  # noqa: B018 - torch crashes on a hook for a view of what was edited, unless this is made anew

@@ -29,7 +29,7 @@ def run_seed(number: int, count: int, backends: tuple[str, ...], survey: bool) -
 
     @seed(number)
     @settings(
-        max_examples=max(1, count // 2),
+        max_examples=max(1, count),
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

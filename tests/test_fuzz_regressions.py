@@ -90,3 +90,57 @@ def test_a_module_that_rebinds_a_buffer_in_place_can_be_skipped() -> None:
     with torch.no_grad(), model.trace(x):
         model.output.save()
     assert net[0].calls == 1.0
+
+
+class Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.nn.Tanh()
+        self.right = torch.nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) * self.right(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_edit_behind_a_cut_of_a_view_from_before(backend: str) -> None:
+    """The piece behind the cut gets the value and the view as two inputs that share memory."""
+    model = NNsight(Product(), compile={"backend": backend})
+    with torch.no_grad():
+        for rows in (3, 7, 8):
+            model(torch.rand(rows, 4))  # sizes are symbolic from here on
+        for rows in (5, 6, 5):
+            x = torch.rand(rows, 4) + 1.0
+            with model.trace(x):
+                model.input = model.input.cumsum(1)
+                part = model.left.input[:3]
+                if part.sum() > 0:
+                    part.add_(100.0)
+                seen = model.right.input.clone().save()
+                out = model.output.save()
+            expected = x.cumsum(1)
+            expected[:3] += 100.0
+            torch.testing.assert_close(seen, expected, rtol=0.0, atol=0.0)
+            torch.testing.assert_close(out, torch.tanh(expected) * torch.sigmoid(expected))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_external_that_is_a_view_of_the_input_and_is_edited(backend: str) -> None:
+    """Which tensors share memory decides what a lowering may be used for."""
+    model = NNsight(Product(), compile={"backend": backend})
+
+    def run(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        with model.trace(x):
+            value = model.left.input
+            other += value[:2].sum()
+            seen = model.right.input.clone().save()
+        return seen
+
+    with torch.no_grad():
+        for shared in (False, True, False, True):
+            x = torch.ones(4, 4)
+            other = x[:2] if shared else torch.zeros(2, 4)
+            expected = torch.ones(4, 4)
+            if shared:
+                expected[:2] += 8.0
+            torch.testing.assert_close(run(x, other), expected, rtol=0.0, atol=0.0)

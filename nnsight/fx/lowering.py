@@ -118,6 +118,10 @@ class Symbols:
         """The symbols of :attr:`numbers`."""
         return self.symbols[len(self.fresh) :]
 
+    def fix(self, binding: Sequence[int | float]) -> None:
+        """Assume that sizes and numbers are always those of ``binding``."""
+        self._assumed += [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, binding, strict=True)]
+
     def _number(self, index: int, value: int | float) -> Any:
         """Return a symbolic number about which nothing is assumed."""
         source = torch._dynamo.source.ConstantSource(f"number_{index}")
@@ -243,6 +247,8 @@ def prepare(
         sharing: Which inputs share memory, if that matters.
     """
     made = Symbols(symbols, binding, fixed=fixed)
+    if sharing:
+        made.fix(binding)
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     fakes = []
     for position, (node, actual) in enumerate(zip(placeholders, inputs, strict=True)):

@@ -281,3 +281,25 @@ def test_inductor_lowers_in_the_background() -> None:
     for found in results:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert fx.counters.compiles + fx.counters.loads == 5
+
+
+def test_the_short_form(backend: Staged) -> None:
+    """``compile="background"`` says the same as the option, for a model and for a trace."""
+    net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())
+    assert NNsight(net, compile="background")._compiled.options == {"background": True}  # type: ignore[union-attr]
+    model = NNsight(net, compile={"backend": backend, "background": True})
+    backend.gate.set()
+    for _ in range(3):
+        with model.trace(X, compile="background"):
+            model[0].output[:] *= 2.0
+            out = model.output.save()
+        torch.testing.assert_close(out, torch.tanh(net[0](X) * 2.0))
+        assert fx.wait(60)
+    assert {where for where, _ in backend.lowered} == {"background"}
+    plain = NNsight(net, compile={"backend": "eager"})
+    with pytest.raises(ValueError, match=r"model\.compile\(background=True"):
+        with plain.trace(X, compile="background"):
+            plain.output.save()
+    with pytest.raises(TypeError, match="is True, False or 'background', not 'later'"):
+        with plain.trace(X, compile="later"):
+            plain.output.save()

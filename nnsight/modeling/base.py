@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
 
 
+#: Short for the option that lowers whole graphs in the background.
+_BACKGROUND = "background"
+
+
 class NNsight(Envoy):
     """A model whose internals can be read and edited while it runs.
 
@@ -35,7 +39,7 @@ class NNsight(Envoy):
         module: The model. A module that was compiled with ``torch.compile`` or ``Module.compile`` is recognised:
             traces then run compiled too, with the same options.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled; see
-            :meth:`compile`.
+            :meth:`compile`. ``"background"`` is short for ``{"background": True}``.
         rename: Further names for modules, by path: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
             ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``. Several names go into a list; a
             leading dot ties a path, or a name, to the root.
@@ -59,7 +63,7 @@ class NNsight(Envoy):
         self,
         module: torch.nn.Module,
         *,
-        compile: bool | dict[str, Any] = False,
+        compile: bool | str | dict[str, Any] = False,
         rename: Mapping[str, str | Sequence[str]] | None = None,
         **options: Any,
     ) -> None:
@@ -69,7 +73,7 @@ class NNsight(Envoy):
         _check_options(compile, rename, envoys)
         if options:
             raise TypeError(f"{type(self).__name__}() got unknown options {sorted(options)}.")
-        chosen: dict[str, Any] | None = dict(compile) if isinstance(compile, dict) else {} if compile else None
+        chosen = _compile_options(compile)
         # By name: without dynamo imported (it takes a second) there are no such modules.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             from ..fx.compat import options_of_compiled
@@ -119,7 +123,7 @@ class NNsight(Envoy):
     def trace(
         self,
         *args: Any,
-        compile: bool | None = None,
+        compile: bool | str | None = None,
         backend: Backend | None = None,
         scan: bool = False,
         validate: bool = False,
@@ -130,7 +134,8 @@ class NNsight(Envoy):
 
         Args:
             *args: The model's input.
-            compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`.
+            compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`. ``"background"``: with what
+                is ready, while the whole graph is lowered beside it.
             backend: Where the block runs; in this process by default.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
@@ -156,7 +161,7 @@ class NNsight(Envoy):
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        compile: bool | None,
+        compile: bool | str | None,
         backend: Backend | None,
         **options: bool,
     ) -> ModelTracer:
@@ -303,16 +308,25 @@ class NNsight(Envoy):
 
         self._edits.extend(read_edits(self, edit_file(self, name, export_dir, variant)))
 
-    def _driver(self, compile: bool | None, function: Callable[..., Any] | None = None) -> Driver:
+    def _driver(self, compile: bool | str | None, function: Callable[..., Any] | None = None) -> Driver:
         """Return what runs the model, compiled or not.
 
         Args:
             compile: The choice for this run; by default as chosen with :meth:`compile`.
             function: What to call instead of the module; it calls the module itself, any number of times.
         """
-        if compile is not None and not isinstance(compile, bool):
-            raise TypeError(f"trace(compile=...) is True or False, not {compile!r}. Options go to `model.compile(...)`.")
+        if compile is not None and not isinstance(compile, bool) and compile != _BACKGROUND:
+            raise TypeError(
+                f"trace(compile=...) is True, False or {_BACKGROUND!r}, not {compile!r}. Options go to `model.compile(...)`."
+            )
         self._sync()
+        if compile == _BACKGROUND and self._compiled is None:
+            self._make_driver({"background": True})
+        if compile == _BACKGROUND and not self._compiled_driver().options.get("background"):
+            raise ValueError(
+                "trace(compile='background'): this model was compiled before, with other options. Call "
+                "`model.compile(background=True, ...)` once instead."
+            )
         if self._compile_by_default if compile is None else compile:
             driver = self._compiled_driver()
             return driver if function is None else driver.around(function)
@@ -390,10 +404,19 @@ class NNsight(Envoy):
     _compile_by_default: bool
 
 
+def _compile_options(compile: bool | str | dict[str, Any]) -> dict[str, Any] | None:
+    """Return the options of :meth:`NNsight.compile` that ``compile=`` stands for; ``None`` for eager."""
+    if isinstance(compile, dict):
+        return dict(compile)
+    return {"background": True} if compile == _BACKGROUND else {} if compile else None
+
+
 def _check_options(compile: Any, rename: Any, envoys: Any) -> None:
     """Raise for options of another type than they can have."""
-    if not isinstance(compile, (bool, dict)):
-        raise TypeError(f"compile= is True, False or a dict of the options of torch.compile, not {compile!r}.")
+    if not isinstance(compile, (bool, dict)) and compile != _BACKGROUND:
+        raise TypeError(
+            f"compile= is True, False, {_BACKGROUND!r} or a dict of the options of torch.compile, not {compile!r}."
+        )
     if rename is not None and not (isinstance(rename, Mapping) and all(isinstance(path, str) for path in rename)):
         raise TypeError(f"rename= is a dict from path to new name, as in {{'transformer.h': 'layers'}}, not {rename!r}.")
     for kind in envoys.values() if isinstance(envoys, Mapping) else () if envoys is None else [envoys]:

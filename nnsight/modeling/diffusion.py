@@ -202,7 +202,7 @@ class DiffusionModel(MetaMixin):
     # -- generation ----------------------------------------------------------------------------------------------
 
     @uncompiled_itself
-    def generate(self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
+    def generate(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Make images: as a context manager with a block that runs along, as a plain call without.
 
         In the block every location of the denoiser occurs once for each step; ``tracer.iter`` and ``next()`` choose among the

@@ -88,7 +88,7 @@ class LanguageModel(TextInput, MetaMixin):
         model: str | os.PathLike[str] | torch.nn.Module,
         tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
         *,
-        compile: bool | dict[str, Any] = False,
+        compile: bool | str | dict[str, Any] = False,
         automodel: Any = AutoModelForCausalLM,
         dispatch: bool = False,
         **from_pretrained_kwargs: Any,
@@ -138,7 +138,7 @@ class LanguageModel(TextInput, MetaMixin):
     # -- generation ------------------------------------------------------------------------------------------
 
     @uncompiled_itself
-    def generate(self, *inputs: Any, compile: bool | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
+    def generate(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
 
         In the block every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the

@@ -32,7 +32,7 @@ class LoadableMixin(NNsight):
     def __init__(
         self,
         *args: Any,
-        compile: bool | dict[str, Any] = False,
+        compile: bool | str | dict[str, Any] = False,
         rename: Mapping[str, str | Sequence[str]] | None = None,
         **kwargs: Any,
     ) -> None:

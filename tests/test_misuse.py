@@ -270,7 +270,7 @@ def goes_back_a_step_of_a_module(case: Case) -> None:
         case.model.first.next(-1).output.save()  # wrong
 
 
-@mistake(TypeError, "True or False", "model.compile")
+@mistake(TypeError, "True, False or", "model.compile")
 def passes_options_to_trace(case: Case) -> None:
     with case.model.trace(case.x, compile={"backend": "eager"}):  # wrong
         case.model.first.output.save()

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
+from nnsight.envoy import Envoy
+from nnsight.eproperty import eproperty
+from nnsight.tracing import Backend
 
 from .conftest import Hooks, same
 
@@ -583,6 +586,54 @@ def test_errors_come_from_the_block(model: Any) -> None:
     with pytest.raises(RuntimeError, match="broadcast"):
         add(torch.ones(7))
     assert add(VECTOR).shape == (3, 4)
+
+
+def test_what_a_backend_puts_around_a_block_runs(model: Any) -> None:
+    calls = []
+
+    class Counting(Backend):
+        def __call__(self, tracer: Any) -> Any:
+            function = super().__call__(tracer)
+
+            def counted() -> None:
+                calls.append(len(calls))
+                function()
+
+            return tracer.execute(counted)
+
+    for backend in (None, Counting(), Counting(), None, Counting()):
+        with model.trace(x(), backend=backend):
+            model.layers[1].output[0][:] *= 2.0
+            out = model.output.save()
+        same(out, Hooks(model._module).output("layers.1", lambda value: (value[0] * 2.0, value[1]))(x()))
+    assert calls == [0, 1, 2]
+
+
+class Noting(Envoy):
+    """An envoy with a property that does more than return a value."""
+
+    noted = 0
+
+    @eproperty()
+    def output(self) -> Any: ...
+
+    @output.preprocess
+    def output(self, value: Any) -> Any:
+        Noting.noted += 1
+        return value
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_properties_of_ones_own_run_each_time(by_index: bool) -> None:
+    Noting.noted = 0
+    model = NNsight(Net().eval(), compile={"backend": "eager"}, envoys={Layer: Noting})
+    for _ in range(3):
+        with model.trace(x()):
+            kept = [layer.output[0] for layer in model.layers[:]] if by_index else model.layers[0].output[0]
+            kept.save()
+    assert Noting.noted == (9 if by_index else 3)
+    assert len(kept) == 3
+    assert fx.counters.replays == 0
 
 
 def test_a_debugger_sees_the_block(model: Any) -> None:

@@ -407,12 +407,17 @@ class _Analysis:
                 if found is not getattr(Located, name, None):
                     raise Undetermined(f"`.{name}` in line {node.lineno} is a property of a class of yours")
                 return _VALUE
-            if found is not None and name not in ("source", "skip"):
+            if found is not None and (name not in ("source", "skip") or not _is_plain(type(envoy))):
                 return self._fail(node)
         if name == "skip":
             return _SKIP
         value = getattr(envoy, name)
         return _Known(value) if isinstance(value, (Located, Source)) else self._fail(node)
+
+    def _some(self, envoy: Any, node: ast.AST) -> Any:
+        """Return the kind of an envoy below ``envoy``, whichever it is."""
+        envoys = envoy.modules() if hasattr(envoy, "modules") else [envoy]
+        return _SOME if all(_is_plain(type(each)) for each in envoys) else self._fail(node)
 
     def _of_some(self, node: ast.Attribute) -> Any:
         if node.attr in ("output", "input", "inputs"):
@@ -433,7 +438,7 @@ class _Analysis:
         if isinstance(owner, _Known) and isinstance(owner.value, Located):
             if isinstance(index, _Known) and isinstance(index.value, (int, str)):
                 return _Known(owner.value[index.value])  # type: ignore[index]
-            return _SOME
+            return self._some(owner.value, node)
         if owner is _SOME:
             return _SOME
         self._operand(index, node)
@@ -553,7 +558,7 @@ class _Analysis:
     def _items(self, kind: Any, node: ast.AST) -> Any:
         """Return the kind of what one gets by iterating over something."""
         if isinstance(kind, _Known) and isinstance(kind.value, Located):
-            return _SOME
+            return self._some(kind.value, node)
         if kind is _SOME:
             return _SOME
         if kind in (_OWN, _VALUE) or isinstance(kind, _Items):
@@ -594,6 +599,14 @@ _MAKING = (list, dict, set, tuple, sorted, zip, enumerate, reversed, frozenset)
 _PLAIN_LOOKUP: tuple[Any, ...] = tuple(
     kind.__getattribute__ for kind in (object, types.ModuleType, types.SimpleNamespace)
 )
+
+
+@functools.cache
+def _is_plain(kind: Any) -> bool:
+    """Whether a class of envoys has the properties and methods of all envoys, and not some of a user's."""
+    names = ("output", "input", "inputs", "skip", "source")
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "nnsight"]
+    return all(getattr(kind, name, None) is getattr(bases[0], name, None) for name in names)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class ModelTracer(InterleavingTracer):
         if self._scan and not self._validate:
             driver = _scan_first(self._modules, driver)
         self._call = (driver, model, args, kwargs)
-        attempt = self._attempt_to_replay(driver)
+        attempt = self._attempt_to_replay(driver, function)
         if attempt is None:
             return super().execute(function)
         assert self.scope is not None
@@ -85,12 +85,14 @@ class ModelTracer(InterleavingTracer):
         attempt.learn(journal, self.scope, self.report.spliced)
         return None
 
-    def _attempt_to_replay(self, driver: Driver) -> Any:
+    def _attempt_to_replay(self, driver: Driver, function: Callable[[], None]) -> Any:
         """Return what :mod:`nnsight.fx.replay` can try for this block; ``None`` if it has to run as always."""
         replays = getattr(driver, "replays", None)
         if replays is None or self._validate or not self.owns_scope or self._model is None or self._model.edits:
             return None
         assert self.info is not None and self.scope is not None and self._frame is not None
+        if getattr(function, "__code__", None) is not self.info.code:
+            return None  # a backend has put something around the block
         return replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules.version)
 
     def _rehearse(

@@ -601,8 +601,7 @@ _PLAIN_LOOKUP: tuple[Any, ...] = tuple(
 )
 
 
-@functools.cache
-def _is_plain(kind: Any) -> bool:
+def _is_plain(kind: type) -> bool:
     """Whether a class of envoys has the properties and methods of all envoys, and not some of a user's."""
     names = ("output", "input", "inputs", "skip", "source")
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "nnsight"]

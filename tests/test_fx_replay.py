@@ -588,6 +588,21 @@ def test_errors_come_from_the_block(model: Any) -> None:
     assert add(VECTOR).shape == (3, 4)
 
 
+def test_another_function_under_the_same_name_is_another_block(model: Any) -> None:
+    """A block that is determined with one function may do anything with another."""
+    calls = []
+
+    def counted(value: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return value.sigmoid()
+
+    for act in (torch.relu, torch.relu, counted, counted, counted, torch.relu, counted):
+        saved = effects(functions, model, {"act": act}, True)[0]
+        same(saved, effects(functions, model, {"act": torch.sigmoid if act is counted else act}, False)[0])
+    assert len(calls) == 4
+    assert fx.counters.replays == 2
+
+
 def test_what_a_backend_puts_around_a_block_runs(model: Any) -> None:
     calls = []
 

@@ -300,9 +300,15 @@ class _Memory:
 
     def __init__(self) -> None:
         self.roots: tuple[tuple[Root, str], ...] | None = ()
-        self.settled = False
         self.environments: dict[Any, tuple[list[Callable[[], Any]], dict[Any, _Effects]]] = {}
         self.futile = 0
+
+    def note_futile(self) -> None:
+        """Count a run that was not replayed; after many in a row the block is not looked at any more."""
+        self.futile += 1
+        if self.futile > _PATIENCE:
+            self.roots = None
+            self.environments.clear()
 
 
 class Replays:
@@ -341,24 +347,25 @@ class Replays:
             builtins = module_globals["__builtins__"]
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
-        if not memory.settled:
+        read = None if memory.roots == () else _read(memory.roots, variable)
+        key = None if read is None else (version, *_settings(), *read[0])
+        if key not in memory.environments:  # the proof is about the objects of now, another function may do anything
             try:
-                memory.roots = tuple(roots_of(block, tracer, variable).items())
+                roots = tuple(roots_of(block, tracer, variable).items())
             except Undetermined as reason:
-                memory.roots = None
                 self.reasons[block.filename, block.line] = str(reason)
-                logger.debug("%s:%d: the block runs each time: %s", block.filename, block.line, reason)
+                logger.debug("%s:%d: the block runs: %s", block.filename, block.line, reason)
+                memory.note_futile()
                 return None
-            memory.settled = True
-        read = _read(memory.roots, variable)
-        if read is None:  # something is of another kind now: the proof was about other objects
-            memory.settled = False
-            memory.futile += 1
-            if memory.futile > _PATIENCE:
-                memory.roots = None
-            return None
-        key, tensors, objects = read
-        return Attempt(self, memory, block, (version, *_settings(), *key), tensors, objects)
+            if roots != memory.roots:
+                memory.roots = roots
+                memory.environments.clear()  # what is known is about other roots
+            read = _read(roots, variable)
+            if read is None:
+                return None
+            key = (version, *_settings(), *read[0])
+        assert read is not None and key is not None
+        return Attempt(self, memory, block, key, read[1], read[2])
 
 
 class Attempt:
@@ -422,21 +429,17 @@ class Attempt:
     def learn(self, journal: Journal, scope: Scope, spliced: Sequence[str]) -> None:
         """Remember what the run did, if it can be replayed."""
         memory = self._memory
-        memory.futile += 1
+        memory.note_futile()
+        if memory.roots is None:
+            return
         try:
             graph, binding, effects = _effects(journal, self._block, scope, self._tensors, spliced)
         except Undetermined as reason:
             self._replays.reasons[self._block.filename, self._block.line] = str(reason)
             logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
-            if memory.futile > _PATIENCE:
-                memory.roots = None
             return
         known = memory.environments.get(self._key)
         if known is None or any(reference() is None for reference in known[0]):
-            if memory.futile > _PATIENCE:
-                memory.roots = None
-                memory.environments.clear()
-                return
             while len(memory.environments) >= _KEPT:
                 memory.environments.pop(next(iter(memory.environments)))
             known = memory.environments[self._key] = ([_reference(item) for item in self._objects], {})

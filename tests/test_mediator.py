@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from nnsight import NNsight
-from nnsight.runtime import Mediator
+from nnsight.runtime import Mediator, footing
 
 from .conftest import both
 
@@ -193,3 +194,37 @@ def test_autocast_around_the_trace(model: NNsight, compile: bool) -> None:
             out = model.output.save()
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, expected)
+
+
+def addresses_seen(most: int) -> int:
+    """How many return addresses a walk over the C stack finds, of at most ``most``."""
+    return ctypes.CDLL(None).backtrace((ctypes.c_void_p * most)(), most)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "backtrace"), reason="this C library cannot walk its stack")
+@both
+def test_a_walk_over_the_c_stack_as_torch_makes_for_every_error_ends_inside_the_block(model: NNsight, compile: bool) -> None:
+    # `c10::Error` collects 64 addresses and leaves out two; what is below the first frame of a greenlet is not its own.
+    counts = []
+    with model.trace(X, compile=compile):
+        counts.append(addresses_seen(66))
+        model[0].output
+        counts.append(addresses_seen(66))
+        with model.trace(X, compile=False):
+            model[1].output
+            counts.append(addresses_seen(66))
+        model[1].output
+        counts.append(addresses_seen(66))
+    assert counts == [66, 66, 66, 66]
+
+
+def test_footings_are_used_again() -> None:
+    footing._idle.clear()
+    model = NNsight(torch.nn.Linear(3, 3))
+    for _ in range(5):
+        with model.trace(X):
+            model.output
+        with pytest.raises(StopIteration), model.trace(X):
+            model.output
+            raise StopIteration
+    assert len(footing._idle) == 1

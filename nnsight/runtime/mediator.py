@@ -26,6 +26,7 @@ from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
 from .exchange import Exchange
+from .footing import on_footing
 from .mediator_surface import MediatorSurface
 from .surface import EarlyStopException, SkipException, split_requester
 
@@ -121,7 +122,7 @@ class Mediator(Exchange, MediatorSurface):
     def start(self, interleaver: Interleaver) -> None:
         """Run the block up to its first request."""
         self.interleaver = interleaver
-        worker = self._greenlet = greenlet(self._main)
+        worker = self._greenlet = greenlet(self._begin)
         worker.gr_context = contextvars.copy_context()
         self._turn(worker.switch)
 
@@ -215,6 +216,9 @@ class Mediator(Exchange, MediatorSurface):
         if self._error is not None and not (interleaver.defer_exceptions and self._defer()):
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
+
+    def _begin(self) -> None:
+        on_footing(self._main)
 
     def _main(self) -> None:
         intervention, self.intervention = self.intervention, None  # its variables end with it

@@ -208,12 +208,12 @@ def test_a_walk_over_the_c_stack_as_torch_makes_for_every_error_ends_inside_the_
     counts = []
     with model.trace(X, compile=compile):
         counts.append(addresses_seen(66))
-        model[0].output
+        _ = model[0].output
         counts.append(addresses_seen(66))
         with model.trace(X, compile=False):
-            model[1].output
+            _ = model[1].output
             counts.append(addresses_seen(66))
-        model[1].output
+        _ = model[1].output
         counts.append(addresses_seen(66))
     assert counts == [66, 66, 66, 66]
 
@@ -223,8 +223,8 @@ def test_footings_are_used_again() -> None:
     model = NNsight(torch.nn.Linear(3, 3))
     for _ in range(5):
         with model.trace(X):
-            model.output
+            _ = model.output
         with pytest.raises(StopIteration), model.trace(X):
-            model.output
+            _ = model.output
             raise StopIteration
     assert len(footing._idle) == 1

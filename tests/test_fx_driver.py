@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
+from nnsight.fx import driver
 
-from .conftest import Hooks, assert_no_instrumentation
+from .conftest import Hooks, assert_no_instrumentation, same
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -469,3 +471,30 @@ def test_an_edit_behind_a_dropout_reaches_what_the_dropout_was_given() -> None:
             out = model.output.save()
         assert tracer.report.mode == "compiled"
         assert torch.equal(out, torch.tensor([[6.0] * 4, [4.0] * 4])), backend
+
+
+def test_guards_of_dynamo_are_those_of_the_model_only() -> None:
+    names: list[str] = []
+
+    def keep_all(guards: Any) -> list[bool]:
+        names.extend(guard.name for guard in guards)
+        return [True] * len(guards)
+
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model = NNsight(net, compile={"backend": "eager", "options": {"guard_filter_fn": keep_all}})
+    x = torch.ones(2, 3)
+    with model.trace(x):
+        out = model[0].output.save()
+    same(out, net[0](x))
+    offered = len(names)
+    assert offered
+    guards = driver._kept_guards(None, [types.SimpleNamespace(name=name) for name in names])
+    left = [name for name, kept in zip(names, guards, strict=True) if kept]
+    assert 0 < len(left) < offered
+    assert not [name for name in left if "nnsight" in name or "_call_impl.__" in name]
+
+    # What the guards were about is noticed all the same: another path, another call in the way.
+    torch.nn.Module.add_module(net, "2", torch.nn.Linear(3, 3))
+    with model.trace(x):
+        out = model[2].output.save()
+    same(out, net(x))

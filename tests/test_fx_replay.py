@@ -692,3 +692,52 @@ def test_nothing_is_kept_alive(model: Any) -> None:
     del env, out, tracer
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
+
+
+class Counted(torch.nn.Module):
+    """Counts its calls in a buffer, and in a list where dynamo cannot follow."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.breaks = breaks
+        self.seen: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        h = self.linear(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            self.note()
+            return h * 2 if h.sum() > 0 else h - 1
+        return h
+
+    @torch._dynamo.disable
+    def note(self) -> None:
+        self.seen.append("seen")
+
+
+def test_a_model_that_is_not_compiled_any_more_runs_once() -> None:
+    net = Counted(breaks=False)
+    model = NNsight(net, compile={"backend": "eager"})
+    for number in range(1, 6):
+        with torch.compiler.set_stance("default" if number < 4 else "force_eager"), model.trace(x()):
+            model.linear.output[:] *= 2.0
+            out = model.output.save()
+        assert net.calls == number
+        same(out, net.linear(x()) * 2.0)
+    assert fx.counters.replays == 2
+
+
+def test_a_model_that_breaks_the_graph_runs_its_python_once_each_time() -> None:
+    net = Counted(breaks=True)
+    model = NNsight(net, compile={"backend": "eager"})
+    for number in range(1, 8):
+        given = x() * (-1) ** number
+        with model.trace(given):
+            hidden = model.linear.output.save()
+            out = model.output.save()
+        assert (net.calls, len(net.seen)) == (number, number)
+        same((hidden, out), (net.linear(given), copy.deepcopy(net)(given)))
+    assert fx.counters.replays == 0

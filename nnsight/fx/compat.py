@@ -14,6 +14,7 @@ __all__ = [
     "backend_name",
     "compile_lock",
     "forget_fixed_floats",
+    "is_whole_call",
     "options_of_compiled",
     "resolve_backend",
     "skip_code",
@@ -42,6 +43,14 @@ def backend_name(backend: BackendCallable) -> str:
     """Return how a user calls ``backend``."""
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
     return str(name or type(backend).__name__)
+
+
+def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> bool:
+    """Whether a graph that dynamo has just captured is all that the function of this name does."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    context = torch._guards.TracingContext.try_get()
+    traced: list[Any] = getattr(context, "traced_code", None) or []
+    return reason is not None and not reason.graph_break and [code.co_name for code in traced[:1]] == [function_name]
 
 
 def forget_fixed_floats() -> None:

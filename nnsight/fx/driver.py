@@ -13,23 +13,24 @@ compile one as a frame of its own: the call stays Python and hands over real val
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from ..runtime.instrumentation import INTERCEPTED_CODE
+from ..runtime.instrumentation import INTERCEPTED_CODE, INTERCEPTED_METHOD
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.report import Report
 from ..runtime.tracer import Driver
 from ..tree import ModuleTree
 from .blocks import mark_stretches
-from .compat import BackendCallable, resolve_backend, skip_code
+from .compat import BackendCallable, is_whole_call, resolve_backend, skip_code
 from .counters import counters
 from .graph import CapturedGraph
 from .recording import Recording, run_plain, suspended
@@ -83,10 +84,15 @@ class CompiledDriver:
         self.options = dict(options)
         self.fullgraph = bool(options.get("fullgraph", False))
         lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
+        self._guard_filter: Callable[..., Any] | None = None
+        if "guard_filter_fn" in (options.get("options") or {}):  # dynamo's, and no backend's
+            lowering["options"] = {**options["options"]}
+            self._guard_filter = lowering["options"].pop("guard_filter_fn")
         self._lower_with = resolve_backend(**lowering)
         self._regions = KnownRegions() if options.get("regions", _is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
+        self._version = -1  # of the tree, for which the function is
         self._lock = threading.Lock()
         self._routes = 0
         self.replays = Replays()
@@ -102,14 +108,19 @@ class CompiledDriver:
             _report.reset(token)
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled model."""
-        function = self._compiled()
-        with suspended(args, kwargs), self.tree.instrumentation:
-            if self.options.get("dynamic") or any(type(value) is float for value in (*args, *kwargs.values())):
+        """Call the compiled model; nothing of that becomes part of a recording that is going on."""
+        with suspended(args, kwargs):
+            return self.call_captured(args, kwargs)
+
+    def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the compiled model where nothing is being recorded."""
+        tree, function = self.tree, self._compiled()
+        with tree.instrumentation:
+            if self.options.get("dynamic") or float in map(type, args) or float in map(type, kwargs.values()):
                 # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
                 with torch._dynamo.config.patch(specialize_float=True):
-                    return function(self.tree.root, args, kwargs)
-            return function(self.tree.root, args, kwargs)
+                    return function(tree.root, args, kwargs)
+            return function(tree.root, args, kwargs)
 
     def around(self, function: Callable[..., Any]) -> Driver:
         """Return a driver that calls ``function``, in which each call of the model runs compiled."""
@@ -150,8 +161,11 @@ class CompiledDriver:
                     namespace.pop(_COMPILED_CALL, None)
 
     def _compiled(self) -> Callable[..., Any]:
+        function, version = self._function, self.tree.version
+        if function is not None and version == self._version:
+            return function
         with self._lock:
-            if self._function is None:
+            if self._function is None or version != self._version:
                 # Dynamo keeps its cache on the code object, and what it calls in the function's globals: each model
                 # gets its own of both, which go away with it. By the name of the code it remembers which sizes and
                 # numbers have changed between calls, so that has to be one of its own, too.
@@ -160,11 +174,28 @@ class CompiledDriver:
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
                 self._function = torch.compile(
                     function,
-                    backend=_CaptureBackend(self._lower_with, self.fullgraph, self._regions, self._background),
+                    backend=_CaptureBackend(self._lower_with, self.fullgraph, self._regions, self._background, name),
                     dynamic=self.options.get("dynamic"),
                     fullgraph=self.fullgraph,
+                    options={"guard_filter_fn": functools.partial(_kept_guards, self._guard_filter)},
                 )
+                self._version = version
             return self._function
+
+
+def _kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> list[bool]:
+    """Say which guards of a capture dynamo is to check before each call.
+
+    Those on the intercepted calls can be left out, and there are many for each module: what is installed
+    when a capture is called is the interception of this version of the tree, for which the function was made.
+    """
+    kept = [True] * len(guards) if chosen is None else list(chosen(guards))
+    return [keep and not _is_ours(guard.name) for keep, guard in zip(kept, guards, strict=True)]
+
+
+def _is_ours(source: str) -> bool:
+    """Whether a guard is on what interception has installed, or on a global of this package."""
+    return f".{INTERCEPTED_METHOD}." in source or source.startswith("G['__import_nnsight_dot_")
 
 
 class _CaptureBackend:
@@ -174,8 +205,9 @@ class _CaptureBackend:
     """
 
     def __init__(
-        self, lower_with: BackendCallable, fullgraph: bool, regions: KnownRegions | None, background: bool
+        self, lower_with: BackendCallable, fullgraph: bool, regions: KnownRegions | None, background: bool, name: str
     ) -> None:
+        self._name = name  # of the function that dynamo compiles
         self._lower_with = lower_with
         self._fullgraph = fullgraph
         self._regions = None if regions is None else weakref.ref(regions)
@@ -184,7 +216,8 @@ class _CaptureBackend:
     def __call__(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         counters.add("captures")
         regions, fullgraph = None if self._regions is None else self._regions(), self._fullgraph
-        graph = CapturedGraph(graph_module, self._lower_with, regions, self._background)
+        is_whole = is_whole_call(graph_module, self._name)
+        graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole)
         if regions is not None:
             mark_stretches(graph)
 

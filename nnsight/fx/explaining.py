@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..runtime.report import Break, Report, collected_reports
 from .compat import backend_name
@@ -21,7 +21,9 @@ from .counters import counters
 from .graph import CapturedGraph
 from .lowering import Lowered
 from .program import State
-from .variant import Variant
+
+if TYPE_CHECKING:
+    from .variant import Variant
 
 
 class RanPiece(NamedTuple):

@@ -69,6 +69,7 @@ class CapturedGraph:
         backend: What lowers the plain and the spliced graphs.
         regions: Where lowered regions are kept; ``None`` lowers graphs as a whole.
         background: Whether whole graphs are lowered in the background.
+        is_whole: Whether a call of the model amounts to a call of this graph: there are no others, and no Python around it.
 
     Attributes:
         graph_module: The copy.
@@ -94,7 +95,9 @@ class CapturedGraph:
         backend: BackendCallable,
         regions: KnownRegions | None = None,
         background: bool = False,
+        is_whole: bool = False,
     ) -> None:
+        self.is_whole = is_whole
         self.graph_module = copy.deepcopy(graph_module)
         self.backend = backend
         self.regions = regions

@@ -371,11 +371,8 @@ class Recording(CallRecorder):
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
         sizes = self.binding + self.numbers
         arguments += map(as_argument, self.numbers)
-        lowered = variant.find(sizes, variant.sharing(arguments))
-        if lowered is None:
-            with stage("lower"):
-                lowered, made = variant.lower(sizes, arguments)
-            self.report.compiles += made
+        lowered, made = variant.lowered_for(sizes, arguments)
+        self.report.compiles += made
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         computed = run_lowered(self.report, ran, arguments)
         del arguments

@@ -26,13 +26,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..runtime.interleaver import active_interleaver
+from ..runtime.interleaver import active_interleaver, active_run
 from ..runtime.report import Report
 from ..tracing import Scope
 from ..tracing.block import is_bound
@@ -48,6 +49,7 @@ from .variant import Variant
 
 if TYPE_CHECKING:
     from ..tracing import Block
+    from .driver import CompiledDriver
     from .graph import CapturedGraph
     from .recording import Recording
 
@@ -70,6 +72,18 @@ _ABSENT = object()
 
 class _NotAsBefore(Exception):
     """The graph that is called is another one, or has other sizes; nothing has happened yet."""
+
+
+class _NoRun:
+    """Stands for a run while a block is replayed: nothing of the model may run outside of its graph."""
+
+    @property
+    def current(self) -> Any:
+        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
+        raise _NotAsBefore
+
+
+_NO_RUN: Any = _NoRun()
 
 
 class Journal:
@@ -105,7 +119,7 @@ class Journal:
 
     def ran(self, recording: Recording, variant: Variant, alive: tuple[int, ...], stop: int) -> None:
         """Note that a piece of a graph is about to run."""
-        if self.recording is not None:
+        if self.recording is not None or not recording.graph.is_whole:
             self.spoil("the graph was cut, or the model has several")
         if any(mediator.alive for mediator in recording.run.mediators):
             self.spoil("the block goes on behind the graph")
@@ -185,7 +199,8 @@ class _Step(NamedTuple):
             slots += pytree.tree_leaves(result)
 
 
-class _Effects(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Effects:
     """What a block amounts to for one captured graph with one set of sizes.
 
     Attributes:
@@ -201,6 +216,7 @@ class _Effects(NamedTuple):
         edits: Whether anything is edited in place.
         sharing: How tensors from outside share memory, see :func:`_sharing`.
         spliced: Locations for the report.
+        ran: The latest run, for the report.
     """
 
     variant: Variant
@@ -214,6 +230,7 @@ class _Effects(NamedTuple):
     edits: bool
     sharing: tuple[int, ...]
     spliced: tuple[str, ...]
+    ran: RanPiece | None = None
 
 
 class Replay:
@@ -239,7 +256,8 @@ class Replay:
         """Run the variant for this graph; return the graph's outputs."""
         binding = graph.binding(inputs)
         effects = self._effects.get((graph, binding))
-        if effects is None or self.found is not None:
+        assert self.found is None, "a whole graph is called once"
+        if effects is None:
             raise _NotAsBefore
         tensors = self._tensors
         if tensors and _sharing(tensors, inputs, effects.edits) != effects.sharing:
@@ -253,16 +271,19 @@ class Replay:
         report = self._report
         report.mode, report.graphs, report.replayed = "compiled", 1, True
         report.spliced += effects.spliced
-        arguments = [*[inputs[index] for index in variant.spliced.inputs], *externals, *map(as_argument, effects.numbers)]
-        lowered = variant.find(binding + effects.numbers, variant.sharing(arguments))
-        if lowered is None:
-            lowered, made = variant.lower(binding + effects.numbers, arguments)
-            report.compiles += made
-        ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
+        arguments = [inputs[index] for index in variant.spliced.inputs]
+        arguments += externals
+        arguments += map(as_argument, effects.numbers)
+        lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
+        report.compiles += made
+        ran = effects.ran
+        if ran is None or ran.lowered is not lowered:
+            ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
         computed = run_lowered(report, ran, arguments)
         if effects.alive:
             # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
-            held = {*map(id, inputs), *map(id, externals)}
+            held = set(map(id, inputs))
+            held.update(map(id, externals))
             for index in effects.alive:
                 real = computed[variant.positions[index]]
                 if id(real) in held:
@@ -271,11 +292,12 @@ class Replay:
                 held.add(id(real))
         return variant.deliver(computed, inputs, externals)
 
-    def bring_home(self, scope: Scope) -> None:
-        """Bind the saved names of the block, with what was computed now."""
+    def saved(self) -> dict[str, Any]:
+        """Return the saved names of the block, with what was computed now."""
         assert self.found is not None
         table = saves.get()
         assert table is not None
+        made: dict[str, Any] = {}
         for name, sources, structure in self.found.saved:
             leaves = [
                 self._values[source]
@@ -286,8 +308,8 @@ class Replay:
                 for source in sources
             ]
             value = leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
-            scope.cells[name].cell_contents = value
-            table[id(value)] = value
+            made[name] = table[id(value)] = value
+        return made
 
 
 class _Memory:
@@ -392,26 +414,32 @@ class Attempt:
         self._replays, self._memory, self._block = replays, memory, block
         self._key, self._tensors, self._objects = key, tensors, objects
 
-    def replay(self, call: Callable[[], Any], report: Report) -> Replay | None:
+    def replay(
+        self, driver: CompiledDriver, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report
+    ) -> Replay | None:
         """Call the model with the effects of the block if they are known; return ``None`` if nothing was done.
 
         Args:
-            call: Calls the compiled model.
+            driver: Calls the compiled model.
+            arguments: Of the model.
             report: Of the trace.
         """
         known = self._memory.environments.get(self._key)
-        if known is None or any(reference() is None for reference in known[0]):
+        if known is None:
             return None
+        for reference in known[0]:
+            if reference() is None:
+                return None
         replay = Replay(known[1], self._tensors, report)
-        token = replay_of_run.set(replay)
+        token, outer = replay_of_run.set(replay), active_run.set(_NO_RUN)
         try:
-            call()
+            driver.call_captured(*arguments)
         except _NotAsBefore:
             return None
         finally:
+            active_run.reset(outer)
             replay_of_run.reset(token)
-        if replay.found is None:
-            return None
+        assert replay.found is not None, "a model whose whole call is a graph has called it"
         self._memory.futile = 0
         counters.add("replays")
         return replay

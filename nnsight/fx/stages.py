@@ -48,12 +48,15 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
     """
     report.pieces.append(ran)
     function, filename = debug.dumped(report, ran)
-    with torch._C.DisableTorchFunction(), stage("run"):
-        try:
-            return list(function(*arguments))
-        except Exception as error:
-            note_position(error, ran.variant.spliced, filename)
-            raise
+    try:
+        with torch._C.DisableTorchFunction():
+            if not torch.autograd.profiler._is_profiler_enabled:
+                return list(function(*arguments))
+            with stage("run"):
+                return list(function(*arguments))
+    except Exception as error:
+        note_position(error, ran.variant.spliced, filename)
+        raise
 
 
 def note_position(error: BaseException, spliced: SplicedGraph, filename: str | None = None) -> None:

@@ -28,6 +28,7 @@ from .lowering import Lowered, Prepared, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
 from .regions import lower_in_regions
 from .splice import Piece, Result, splice
+from .stages import stage
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -117,6 +118,14 @@ class Variant:
                     by_binding.clear()
                 by_binding[key] = found
         return found
+
+    def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
+        """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
+        found = self.find(binding, self.sharing(arguments))
+        if found is not None:
+            return found, 0
+        with stage("lower"):
+            return self.lower(binding, arguments)
 
     def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return a lowering for these sizes and numbers, and how many graphs were compiled for it now.

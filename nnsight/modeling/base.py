@@ -315,6 +315,9 @@ class NNsight(Envoy):
             compile: The choice for this run; by default as chosen with :meth:`compile`.
             function: What to call instead of the module; it calls the module itself, any number of times.
         """
+        if compile is None and function is None and self._compile_by_default:
+            self._sync()
+            return self._compiled_driver()
         if compile is not None and not isinstance(compile, bool) and compile != _BACKGROUND:
             raise TypeError(
                 f"trace(compile=...) is True, False or {_BACKGROUND!r}, not {compile!r}. Options go to `model.compile(...)`."

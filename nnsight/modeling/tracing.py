@@ -59,6 +59,36 @@ class ModelTracer(InterleavingTracer):
         self._choose_driver: Callable[[], Driver] | None = choose_driver
         self._modules: ScannedModules | None = modules
         self._scan, self._validate = scan, validate
+        self._attempt: Any = None  # at a replay, if there was one
+
+    def replay(self) -> dict[str, Any] | None:
+        """Have what the block does without running it, if that is known; return what it saves then.
+
+        :mod:`nnsight.fx.replay` says when it is known.
+        """
+        if self._validate or self._scan or not self.owns_scope or self._model is None or self._model.edits:
+            return None
+        assert self._call is not None and self._choose_driver is not None
+        _, model, args, kwargs = self._call
+        driver = self._choose_driver()
+        self._choose_driver = lambda: driver
+        replays = getattr(driver, "replays", None)
+        if replays is None:
+            return None
+        assert self.info is not None and self.scope is not None and self._frame is not None
+        attempt = replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules.version)
+        if attempt is None:
+            return None
+        self.note_start()
+        prepared = model._prepare_input(*args, **kwargs)[:2]
+        self._deferred = False
+        replayed = attempt.replay(driver, prepared, self.report)
+        if replayed is not None:
+            return replayed.saved()
+        self._deferred = True
+        self._attempt = attempt
+        self._call = (_not_chosen, _Prepared(prepared), args, kwargs)
+        return None
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the model with ``function`` as its block, or as what opens its blocks."""
@@ -70,30 +100,13 @@ class ModelTracer(InterleavingTracer):
         if self._scan and not self._validate:
             driver = _scan_first(self._modules, driver)
         self._call = (driver, model, args, kwargs)
-        attempt = self._attempt_to_replay(driver, function)
-        if attempt is None:
+        if self._attempt is None:
             return super().execute(function)
         assert self.scope is not None
-        self.note_start()
-        prepared = model._prepare_input(*args, **kwargs)[:2]
-        replay = attempt.replay(lambda: driver.call_plain(*prepared), self.report)  # type: ignore[attr-defined]
-        if replay is not None:
-            return replay.bring_home(self.scope)
-        self._call = (driver, _Prepared(prepared), args, kwargs)
-        with attempt.written_down(function) as (journal, listened):
+        with self._attempt.written_down(function) as (journal, listened):
             super().execute(listened)
-        attempt.learn(journal, self.scope, self.report.spliced)
+        self._attempt.learn(journal, self.scope, self.report.spliced)
         return None
-
-    def _attempt_to_replay(self, driver: Driver, function: Callable[[], None]) -> Any:
-        """Return what :mod:`nnsight.fx.replay` can try for this block; ``None`` if it has to run as always."""
-        replays = getattr(driver, "replays", None)
-        if replays is None or self._validate or not self.owns_scope or self._model is None or self._model.edits:
-            return None
-        assert self.info is not None and self.scope is not None and self._frame is not None
-        if getattr(function, "__code__", None) is not self.info.code:
-            return None  # a backend has put something around the block
-        return replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules.version)
 
     def _rehearse(
         self, modules: ScannedModules, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -119,7 +132,7 @@ class ModelTracer(InterleavingTracer):
 
     def _close(self) -> None:
         super()._close()
-        self._choose_driver = self._modules = None
+        self._choose_driver = self._modules = self._attempt = None
 
 
 def _scan_first(modules: ScannedModules, driver: Driver) -> Driver:

@@ -31,7 +31,7 @@ TracedCall = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, 
 #: Whether dynamo is tracing this very call. It costs next to nothing where not, unlike `torch.compiler.is_compiling`.
 is_compiling = torch.compiler.is_dynamo_compiling
 
-_METHOD = "_call_impl"
+INTERCEPTED_METHOD = "_call_impl"
 
 _ABSENT = object()
 
@@ -89,7 +89,7 @@ class Instrumentation:
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
         self._calls: list[tuple[dict[str, Any], Any]] = []
         for path, module in modules.items():
-            call = getattr(module, _METHOD)
+            call = getattr(module, INTERCEPTED_METHOD)
             while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
                 call = call.__self__  # of another tree that is installed right now
             # A method bound to the call it intercepts.
@@ -117,10 +117,10 @@ class Instrumentation:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
                 for namespace, call in self._calls:
-                    found = namespace.setdefault(_METHOD, call)
+                    found = namespace.setdefault(INTERCEPTED_METHOD, call)
                     if found is not call:
-                        self._shadowed.append((namespace, _METHOD, found))
-                        namespace[_METHOD] = call
+                        self._shadowed.append((namespace, INTERCEPTED_METHOD, found))
+                        namespace[INTERCEPTED_METHOD] = call
                     if _COMPILED in namespace:
                         self._shadowed.append((namespace, _COMPILED, namespace[_COMPILED]))
                         namespace[_COMPILED] = None
@@ -140,7 +140,7 @@ class Instrumentation:
             self._users -= 1
             if self._users == 0:
                 for namespace, _ in self._calls:
-                    namespace.pop(_METHOD, None)
+                    namespace.pop(INTERCEPTED_METHOD, None)
                 if self._shadowed:
                     self._restore()
 

@@ -23,10 +23,11 @@ from .surface import EarlyStopException, InterleaverSurface, split_requester
 if TYPE_CHECKING:
     from .mediator import Mediator
 
-_active: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", default=None)
+#: The run of this thread and context; for those who set it.
+active_run: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", default=None)
 
 #: The run of this thread and context, or ``None``. Bound method: called once for every module call of a run.
-active_interleaver = _active.get
+active_interleaver = active_run.get
 
 
 class Interleaver(InterleaverSurface):
@@ -113,7 +114,7 @@ class Interleaver(InterleaverSurface):
 
     def __enter__(self) -> Interleaver:
         """Make this the active run and let every block run to the first location it waits for."""
-        self._token = _active.set(self)
+        self._token = active_run.set(self)
         try:
             for mediator in self.mediators:
                 mediator.start(self)
@@ -268,7 +269,7 @@ class Interleaver(InterleaverSurface):
         for mediator in self.mediators:
             mediator.cancel()
         if self._token is not None:
-            _active.reset(self._token)
+            active_run.reset(self._token)
             self._token = None
         self.mediators = []
         self.tracer = self.tree = None

@@ -21,7 +21,7 @@ from .batch_dims import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
 from .carriers import is_carrier, on_tensors
 from .fakes import Guesses, fake_argument, fake_modules, isolated
 from .instrumentation import Instrumentation
-from .interleaver import Interleaver, _active
+from .interleaver import Interleaver, active_run
 from .row_order import MIXED, RowOrder, outer_of
 
 logger = logging.getLogger("nnsight.runtime")
@@ -295,7 +295,7 @@ def _run(
     copies = fake_modules(root, mode, tensors[0].device if tensors else "cpu")
     by_path = {path: copies[module] for module, path in modules.paths.items() if module in copies}
     probing = _Probe(modules.paths[root], seen)
-    token = _active.set(probing)
+    token = active_run.set(probing)
     try:
         with mode, Guesses(), RowOrder(rows), modules.intercept(by_path):
             fakes = [
@@ -312,7 +312,7 @@ def _run(
     except Exception as error:
         return seen, error
     finally:
-        _active.reset(token)
+        active_run.reset(token)
     return seen, None
 
 

@@ -199,19 +199,22 @@ class Block:
                 if name not in scope.cells:
                     scope.cells[name] = types.CellType()
             return scope
-        scope = Scope({name: types.CellType() for name in self.shared}, self.inner)
-        wanted, around = set(self.shared), frame
-        while True:
+        cell, variables = types.CellType, frame.f_locals
+        cells = {name: cell(variables[name]) if name in variables else cell() for name in self.shared}
+        _forget_snapshot(frame, variables)
+        scope = Scope(cells, self.inner)
+        around: types.FrameType | None = frame
+        while around is not None and not _is_function(around):
+            # The body of a class does not list what it reads of the function around it, which is its caller.
+            wanted = set(around.f_code.co_freevars).intersection(cells) - scope.bound()
+            around = around.f_back
+            if not wanted or around is None:
+                break
             variables = around.f_locals
             for name in wanted.intersection(variables):
-                scope.cells[name].cell_contents = variables[name]
+                cells[name].cell_contents = variables[name]
             _forget_snapshot(around, variables)
-            # The body of a class does not list what it reads of the function around it, which is its caller.
-            wanted.intersection_update(() if _is_function(around) else around.f_code.co_freevars)
-            wanted -= scope.bound()
-            if not wanted or around.f_back is None:
-                return scope
-            around = around.f_back
+        return scope
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
         """Return the body as a function without arguments that works on ``scope``."""

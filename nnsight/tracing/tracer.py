@@ -185,6 +185,10 @@ class Tracer:
     #: ``parse(source, line)``: number and text of the lines of the block whose ``with`` statement begins at ``line``.
     parse = staticmethod(body_lines)
 
+    def replay(self) -> dict[str, Any] | None:
+        """Have what the block does without running it, if that is known; return what it saves then."""
+        return None
+
     def run(self) -> None:
         """Call the backend inside a table of saves, then bring saved names home.
 
@@ -197,25 +201,31 @@ class Tracer:
         outermost = saves.get() is None
         token = saves.set({}) if outermost else None
         self._deferred = True  # until `execute`
+        values: dict[str, Any] | None = None
         try:
-            self.backend(self)
+            if self.backend is _HERE:
+                values = self.replay()
+            if values is None:
+                self.backend(self)
         except BaseException:
             self._deferred = False
             raise
         finally:
             try:
-                self._bring_home(frame, scope)
+                self._bring_home(frame, scope, values)
             finally:
                 if token is not None:
                     saves.reset(token)
 
-    def _bring_home(self, frame: types.FrameType, scope: Scope) -> None:
+    def _bring_home(self, frame: types.FrameType, scope: Scope, values: dict[str, Any] | None) -> None:
         assert self.info is not None
         if not self.owns_scope:
             return
-        marked = saves.get() or {}
-        values = {name: value for name, value in scope.items() if id(value) in marked}
-        values |= self.info.bindings(self.target_value)
+        if values is None:
+            marked = saves.get()
+            values = {name: value for name, value in scope.items() if id(value) in marked} if marked else {}
+        if self.info.target is not None:
+            values |= self.info.bindings(self.target_value)
         write_back(frame, values)
         if not self._deferred:
             scope.clear()

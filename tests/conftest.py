@@ -178,6 +178,17 @@ def no_gc() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _lean_process() -> Iterator[None]:
+    """Let go of what dynamo and fake tensors keep of the models of other files, over which each collection would walk."""
+    gc.freeze()  # modules and classes, most of all
+    yield
+    gc.unfreeze()
+    torch._dynamo.reset()
+    torch._subclasses.FakeTensorMode.cache_clear()
+    gc.collect()
+
+
 # -- small models and inputs -----------------------------------------------------------------------------------------
 
 

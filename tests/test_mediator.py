@@ -219,7 +219,7 @@ def test_a_walk_over_the_c_stack_as_torch_makes_for_every_error_ends_inside_the_
 
 
 def test_footings_are_used_again() -> None:
-    footing._idle.clear()
+    footing._idle.footings.clear()
     model = NNsight(torch.nn.Linear(3, 3))
     for _ in range(5):
         with model.trace(X):
@@ -227,4 +227,4 @@ def test_footings_are_used_again() -> None:
         with pytest.raises(StopIteration), model.trace(X):
             _ = model.output
             raise StopIteration
-    assert len(footing._idle) == 1
+    assert len(footing._idle.footings) == 1

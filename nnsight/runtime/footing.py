@@ -9,6 +9,7 @@ the one inside it for its next item.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -36,15 +37,20 @@ class _Footing:
         function()
 
 
-_idle: list[_Footing] = []
+class _Idle(threading.local):
+    """Those that no block of this thread stands on right now."""
+
+    def __init__(self) -> None:
+        self.footings: list[_Footing] = []
+
+
+_idle = _Idle()
 
 
 def on_footing(function: Callable[[], None]) -> None:
     """Call ``function`` on top of :data:`FRAMES` frames of the C stack."""
-    try:
-        footing = _idle.pop()
-    except IndexError:
-        footing = _Footing()
+    idle = _idle.footings
+    footing = idle.pop() if idle else _Footing()
     footing.function = function
     next(footing.outermost)
-    _idle.append(footing)  # not after an error: a StopIteration would have used it up
+    idle.append(footing)  # not after an error: a StopIteration would have used it up

@@ -43,7 +43,7 @@ from .program import Call, Constant, Declare, Event, External, Input, Nest, Outc
 from .splice import references
 
 if TYPE_CHECKING:
-    from .replay import Journal
+    from .journal import Journal
 
 #: For how many sizes and integers a call's fake result is kept.
 _KEPT_SIZES = 256

@@ -33,9 +33,11 @@ from .blocks import mark_stretches
 from .compat import BackendCallable, is_whole_call, resolve_backend, skip_code
 from .counters import counters
 from .graph import CapturedGraph
+from .journal import journal_of_run
+from .playback import playback_of_run
 from .recording import Recording, run_plain, suspended
 from .regions import KnownRegions
-from .replay import Replays, journal_of_run, replay_of_run
+from .replay import Replays
 
 skip_code(INTERCEPTED_CODE)
 
@@ -222,9 +224,9 @@ class _CaptureBackend:
             mark_stretches(graph)
 
         def dispatch(*actual: Any) -> list[Any]:
-            replay = replay_of_run.get()
-            if replay is not None:
-                return replay.dispatch(graph, actual)
+            playback = playback_of_run.get()
+            if playback is not None:
+                return playback.dispatch(graph, actual)
             run = active_interleaver()
             if run is None or run.current is not None or not run.waited:
                 return run_plain(graph, actual)

@@ -45,7 +45,7 @@ from .stages import run_lowered, stage
 from .variant import Variant
 
 if TYPE_CHECKING:
-    from .replay import Journal
+    from .journal import Journal
 
 logger = logging.getLogger("nnsight.fx")
 

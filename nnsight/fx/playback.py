@@ -1,0 +1,315 @@
+"""What a block amounts to, and how that is had without running it.
+
+Two things make up the :class:`Effects` of a block on one captured graph: the variant that its program became, and what the
+:class:`~nnsight.fx.journal.Journal` of a run says beyond that: the calls on tensors from outside, and of what the saved values
+consist. A :class:`Playback` makes those calls again, calls the variant, and puts the saved values together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..runtime.report import Report
+from ..tracing import Scope
+from ..tracing.saving import saves
+from .determinate import Undetermined, kind_of
+from .explaining import RanPiece
+from .functions import DRAWN_LIKE, edits_in_place
+from .journal import Journal
+from .program import Call, State
+from .splice import as_argument
+from .stages import run_lowered
+from .variant import Variant
+
+if TYPE_CHECKING:
+    from ..tracing import Block
+    from .graph import CapturedGraph
+
+_ABSENT = object()
+
+
+class NotAsBefore(Exception):
+    """The graph that is called is another one, or has other sizes; nothing has happened yet."""
+
+
+class _NoRun:
+    """Stands for a run while a block is replayed: nothing of the model may run outside of its graph."""
+
+    @property
+    def current(self) -> Any:
+        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
+        raise NotAsBefore
+
+
+NO_RUN: Any = _NoRun()
+
+
+class _Step(NamedTuple):
+    """A call on tensors from outside: leaves of its arguments, which of them are slots, and how many leaves it makes."""
+
+    function: Any
+    leaves: tuple[Any, ...]
+    slots: tuple[tuple[int, int], ...]
+    structure: Any
+    is_flat: bool
+    made: int
+
+    def run(self, slots: list[Any]) -> None:
+        leaves = list(self.leaves)
+        for position, slot in self.slots:
+            leaves[position] = slots[slot]
+        if self.is_flat:
+            result = self.function(*leaves)
+        else:
+            args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+            result = self.function(*args, **kwargs)
+        if self.made == 1 and isinstance(result, torch.Tensor):
+            slots.append(result)
+        else:
+            slots += pytree.tree_leaves(result)
+
+
+@dataclass(eq=False, slots=True)
+class Effects:
+    """What a block amounts to for one captured graph with one set of sizes.
+
+    Attributes:
+        variant: The compiled program.
+        state: Where the program ends.
+        stop: Number of the node at which the graph ends.
+        steps: Calls on tensors from outside.
+        externals: For each external the number of its slot, or the tensor itself in a tuple.
+        numbers: The program's numbers.
+        alive: Numbers of the values that are saved.
+        saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
+            constant in a tuple of two.
+        edits: Whether anything is edited in place.
+        sharing: How tensors from outside share memory, see :func:`_sharing`.
+        spliced: Locations for the report.
+        ran: The latest run, for the report.
+    """
+
+    variant: Variant
+    state: State
+    stop: int
+    steps: tuple[_Step, ...]
+    externals: tuple[Any, ...]
+    numbers: tuple[int | float, ...]
+    alive: tuple[int, ...]
+    saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
+    edits: bool
+    sharing: tuple[int, ...]
+    spliced: tuple[str, ...]
+    ran: RanPiece | None = None
+
+
+class Playback:
+    """One attempt to replay a block.
+
+    Args:
+        effects: Known effects in this environment, by graph and sizes.
+        tensors: The tensors among what the block reads.
+        report: Of the trace.
+    """
+
+    def __init__(
+        self, effects: dict[tuple[Any, tuple[int, ...]], Effects], tensors: list[torch.Tensor], report: Report
+    ) -> None:
+        self._effects = effects
+        self._report = report
+        self._tensors = tensors
+        self.found: Effects | None = None
+        self._slots: list[Any] = []
+        self._values: dict[int, torch.Tensor] = {}
+
+    def dispatch(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
+        """Run the variant for this graph; return the graph's outputs."""
+        binding = graph.binding(inputs)
+        effects = self._effects.get((graph, binding))
+        assert self.found is None, "a whole graph is called once"
+        if effects is None:
+            raise NotAsBefore
+        tensors = self._tensors
+        if tensors and _sharing(tensors, inputs, effects.edits) != effects.sharing:
+            raise NotAsBefore
+        variant = effects.variant
+        self.found = effects
+        slots = self._slots = list(tensors)
+        for step in effects.steps:
+            step.run(slots)
+        externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
+        report = self._report
+        report.mode, report.graphs, report.replayed = "compiled", 1, True
+        report.spliced += effects.spliced
+        arguments = [inputs[index] for index in variant.spliced.inputs]
+        arguments += externals
+        arguments += map(as_argument, effects.numbers)
+        lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
+        report.compiles += made
+        ran = effects.ran
+        if ran is None or ran.lowered is not lowered:
+            ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
+        computed = run_lowered(report, ran, arguments)
+        if effects.alive:
+            # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
+            held = set(map(id, inputs))
+            held.update(map(id, externals))
+            for index in effects.alive:
+                real = computed[variant.positions[index]]
+                if id(real) in held:
+                    real = real.view_as(real)
+                self._values[index] = real
+                held.add(id(real))
+        return variant.deliver(computed, inputs, externals)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the saved names of the block, with what was computed now."""
+        assert self.found is not None
+        table = saves.get()
+        assert table is not None
+        made: dict[str, Any] = {}
+        for name, sources, structure in self.found.saved:
+            leaves = [
+                self._values[source]
+                if type(source) is int
+                else self._slots[source[0]]
+                if len(source) == 1
+                else source[0]
+                for source in sources
+            ]
+            value = leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
+            made[name] = table[id(value)] = value
+        return made
+
+
+#: The playback that the graphs of this context are called for.
+playback_of_run: ContextVar[Playback | None] = ContextVar("nnsight_fx_playback", default=None)
+
+
+def _sharing(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:
+    """Describe which of ``tensors`` are one object, or share memory, with each other and with the inputs of a graph."""
+    ids = list(map(id, tensors))
+    positions = {id(item): position for position, item in enumerate(inputs)}
+    described = [positions.get(number, -1) for number in ids]
+    if len(tensors) > 1 or edits:
+        described += map(ids.index, ids)
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        described += map(storages.index, storages)
+        if edits:
+            of_inputs = {item.untyped_storage()._cdata for item in inputs if isinstance(item, torch.Tensor)}
+            described += [storage in of_inputs for storage in storages]
+    return tuple(described)
+
+
+def effects_of(
+    journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor], spliced: Sequence[str]
+) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
+    """Return what a run amounts to, and for which graph and sizes.
+
+    Raises:
+        Undetermined: If it cannot be replayed.
+    """
+    if journal.reason or journal.recording is None or journal.variant is None:
+        raise Undetermined(journal.reason or "no graph was called")
+    recording = journal.recording
+    slot_of: dict[int, int] = {}
+    for number, tensor in enumerate(tensors):
+        slot_of.setdefault(id(tensor), number)
+    steps: list[_Step] = []
+    filled = len(tensors)
+    for function, args, kwargs, result in journal.calls:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        slots: list[tuple[int, int]] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                slots.append((position, _slot(leaf, slot_of)))
+                leaves[position] = None
+            elif callable(leaf) and leaf in DRAWN_LIKE:
+                continue
+            elif kind_of(leaf) != "constant" or (isinstance(leaf, slice) and not _plain_slice(leaf)):
+                raise Undetermined(f"a call with a {type(leaf).__name__}")
+        made = pytree.tree_leaves(result)
+        for number, leaf in enumerate(made):
+            slot_of.setdefault(id(leaf), filled + number)
+        flat = not kwargs and all(child.is_leaf() for child in structure.child(0).children())
+        steps.append(_Step(function, tuple(leaves), tuple(slots), structure, flat, len(made)))
+        filled += len(made)
+    lifted = {id(tensor) for tensor in recording.lifted}
+    externals = [
+        (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
+    ]
+    calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
+    edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in steps)]))
+    saved = tuple(
+        (name, *_described(name, value, journal, slot_of)) for name, value in _saved(block, scope)
+    )
+    containers: list[int] = []
+    for _, value in _saved(block, scope):
+        _collect_containers(value, containers)
+    if len(containers) != len(set(containers)):
+        raise Undetermined("a container is saved in two places")
+    effects = Effects(
+        journal.variant,
+        recording.state,
+        journal.stop,
+        tuple(steps),
+        tuple(externals),
+        recording.numbers,
+        journal.alive,
+        saved,
+        edits,
+        _sharing(tensors, journal.inputs, edits) if tensors else (),
+        tuple(spliced),
+    )
+    return recording.graph, recording.binding, effects
+
+
+def _plain_slice(value: slice) -> bool:
+    return all(kind_of(part) == "constant" for part in (value.start, value.stop, value.step))
+
+
+def _slot(tensor: torch.Tensor, slot_of: dict[int, int]) -> int:
+    slot = slot_of.get(id(tensor))
+    if slot is None:
+        raise Undetermined("a tensor from outside came in unseen")
+    return slot
+
+
+def _saved(block: Block, scope: Scope) -> list[tuple[str, Any]]:
+    marked = saves.get() or {}
+    return [(name, value) for name, value in scope.items() if name in block.stored and id(value) in marked]
+
+
+def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int]) -> tuple[tuple[Any, ...], Any]:
+    """Return how a saved value is put together, see :class:`Effects`."""
+    if type(value) in (list, tuple, dict) or not (isinstance(value, torch.Tensor) or kind_of(value) == "constant"):
+        leaves, structure = pytree.tree_flatten(value)
+        if structure.is_leaf():
+            raise Undetermined(f"`{name}` is saved, a {type(value).__name__}")
+    else:
+        leaves, structure = [value], None
+    sources: list[Any] = []
+    for leaf in leaves:
+        if id(leaf) in journal.numbers:
+            sources.append(journal.numbers[id(leaf)])
+        elif isinstance(leaf, torch.Tensor):
+            sources.append((_slot(leaf, slot_of),))
+        elif kind_of(leaf) == "constant":
+            sources.append((leaf, _ABSENT))
+        else:
+            raise Undetermined(f"`{name}` holds a {type(leaf).__name__}")
+    return tuple(sources), structure
+
+
+def _collect_containers(value: Any, found: list[int]) -> None:
+    if isinstance(value, (list, dict)):
+        found.append(id(value))
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _collect_containers(item, found)

@@ -1,9 +1,10 @@
 """What a trace costs over doing the same by hand: ratios measured in one run.
 
-Rows for a GPT-2-shaped model (12 layers, width 768, random weights; batch 1 x 32 tokens, no_grad), steering at layer 6
-and saving layer 10 and the logits:
+Rows for GPT-2-shaped models (12 layers of width 768, and 4 of width 256; random weights, batch 1 x 32 tokens, no_grad), steering
+at the layer in the middle and saving the last but one and the logits:
 
-* a compiled trace against the model edited by hand and compiled with ``torch.compile``;
+* a compiled trace against the model edited by hand and compiled with ``torch.compile``; also with the outputs of all layers
+  saved and nothing edited;
 * an eager trace against plain torch hooks that do the same;
 * the wrapped compiled model without an edit against the plain compiled model;
 * time to the first compiled result of a new block on a model that is already captured.
@@ -13,8 +14,9 @@ to the plain call, eager and compiled, for 0, 1 and 12 saves and edits, with pla
 follow the costs of a trace, of each save in it and of each edit (see :func:`costs`). With ``--peer`` the public package
 is in the table too; it runs in an environment of its own, which is made when it is missing (``workers.py``).
 
-The contenders of a table run interleaved, in an order shuffled anew each round, and medians are compared, so drift of
-the machine hits all of them. ``python benchmarks/overhead.py [--rounds N] [--quick] [--only MODEL] [--peer]`` prints
+The contenders of a table run interleaved, in an order shuffled anew each round, so drift of the machine hits all of them. A ratio
+of the first table is the median over the rounds of the ratio in one round; in the second, medians are compared.
+``python benchmarks/overhead.py [--rounds N] [--quick] [--only MODEL] [--peer]`` prints
 tables and writes them to ``benchmarks/results/overhead.json``.
 """
 
@@ -46,8 +48,10 @@ from workers import PEER, PEER_FOLDER, Worker, peer_python
 import nnsight
 from nnsight import NNsight
 
-STEER, SAVE = 6, 10
 SEQUENCE = 32
+
+#: Layers, width, and how much slower than the model edited by hand a compiled trace may be.
+SHAPES = ((12, 768, 1.02), (4, 256, 1.05))
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 OURS, THEIRS = "this package", PEER
@@ -84,17 +88,21 @@ class Kept(torch.nn.Module):
 
 
 class HandEdited(torch.nn.Module):
-    """The model with the edit in its source; returns logits and the kept hidden state."""
+    """The model with the edit in its source, if there is one; returns logits and the outputs of the layers ``saved``."""
 
-    def __init__(self, model: torch.nn.Module, vector: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module, steered: int | None, vector: torch.Tensor, saved: list[int]) -> None:
         super().__init__()
-        model.transformer.h[STEER] = Steered(model.transformer.h[STEER], vector)
-        self.keeper = model.transformer.h[SAVE] = Kept(model.transformer.h[SAVE])
+        layers = model.transformer.h
+        if steered is not None:
+            layers[steered] = Steered(layers[steered], vector)
+        for index in saved:
+            layers[index] = Kept(layers[index])
+        self.keepers = torch.nn.ModuleList([layers[index] for index in saved])
         self.model = model
 
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits = self.model(ids).logits
-        return logits, self.keeper.kept
+        return logits, *[keeper.kept for keeper in self.keepers]
 
 
 def gpt2(layers: int, width: int) -> torch.nn.Module:
@@ -104,8 +112,8 @@ def gpt2(layers: int, width: int) -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each contender; order is shuffled in each round."""
+def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each contender in each round, within which the order is shuffled."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = random.Random(0)
     for _ in range(rounds):
@@ -115,16 +123,18 @@ def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[s
             start = time.perf_counter()
             contenders[name]()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
-def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
-    """Measure the rows of the GPT-2-shaped model."""
+def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[str, Any]]:  # noqa: PLR0915 - a contender each
+    """Measure the rows of one GPT-2-shaped model."""
+    middle, late, every = layers // 2, layers - 2, list(range(layers))
     ids = torch.randint(0, 50257, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
     vector = torch.randn(width, generator=torch.Generator().manual_seed(1))
 
     model = NNsight(gpt2(layers, width), compile=True)
-    hand = torch.compile(HandEdited(gpt2(layers, width), vector))
+    hand = torch.compile(HandEdited(gpt2(layers, width), middle, vector, [late]))
+    hand_saved = torch.compile(HandEdited(gpt2(layers, width), None, vector, every))
     plain_net = gpt2(layers, width)
     plain = torch.compile(plain_net)
     hooked = gpt2(layers, width)
@@ -132,10 +142,17 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
 
     def trace(compile: bool) -> None:
         with model.trace(ids, compile=compile):
-            model.transformer.h[STEER].output[:, -1] += 4.0 * vector
-            kept = model.transformer.h[SAVE].output.save()
+            model.transformer.h[middle].output[:, -1] += 4.0 * vector
+            kept = model.transformer.h[late].output.save()
             logits = model.lm_head.output.save()
         results["trace"] = (logits, kept)
+
+    def trace_saves() -> None:
+        with model.trace(ids, compile=True):
+            kept = [layer.output.save() for layer in model.transformer.h]
+            logits = model.lm_head.output.save()
+            kept.save()
+        results["saves"] = (logits, *kept)
 
     def hooks() -> None:
         kept: dict[str, torch.Tensor] = {}
@@ -147,8 +164,8 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
             kept["hidden"] = output
 
         handles = [
-            hooked.transformer.h[STEER].register_forward_hook(steer),
-            hooked.transformer.h[SAVE].register_forward_hook(keep),
+            hooked.transformer.h[middle].register_forward_hook(steer),
+            hooked.transformer.h[late].register_forward_hook(keep),
         ]
         logits = hooked(ids).logits
         for handle in handles:
@@ -158,6 +175,9 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
     def by_hand() -> None:
         results["hand"] = hand(ids)
 
+    def saves_by_hand() -> None:
+        results["hand saves"] = hand_saved(ids)
+
     model(ids)
     start = time.perf_counter()
     trace(True)
@@ -166,8 +186,11 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
     by_hand()
     first_by_hand = time.perf_counter() - start
     plain(ids)
-    for ours, theirs in zip(results["trace"], results["hand"], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    trace_saves()
+    saves_by_hand()
+    for who, whose in (("trace", "hand"), ("saves", "hand saves")):
+        for ours, theirs in zip(results[who], results[whose], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     trace(False)
     hooks()
     for ours, theirs in zip(results["trace"], results["hooks"], strict=True):
@@ -176,6 +199,8 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
     contenders: dict[str, Callable[[], Any]] = {
         "compiled trace": lambda: trace(True),
         "hand-edited compiled": by_hand,
+        "compiled trace, all layers saved": trace_saves,
+        "the same by hand": saves_by_hand,
         "eager trace": lambda: trace(False),
         "torch hooks": hooks,
         "wrapped compiled": lambda: model(ids),
@@ -185,7 +210,7 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
         for contender in contenders.values():
             contender()
     nnsight.fx.counters.reset()
-    medians = interleaved(contenders, rounds)
+    times = interleaved(contenders, rounds)
     assert nnsight.fx.counters.compiles == nnsight.fx.counters.recordings == 0, nnsight.fx.counters
     shape = f"GPT-2 {layers} x {width}"
 
@@ -193,14 +218,15 @@ def measure_gpt2(rounds: int, layers: int, width: int) -> list[dict[str, Any]]:
         return {
             "model": shape,
             "what": f"{ours} / {theirs}",
-            "ours_ms": medians[ours] * 1e3,
-            "theirs_ms": medians[theirs] * 1e3,
-            "ratio": medians[ours] / medians[theirs],
+            "ours_ms": statistics.median(times[ours]) * 1e3,
+            "theirs_ms": statistics.median(times[theirs]) * 1e3,
+            "ratio": statistics.median(mine / other for mine, other in zip(times[ours], times[theirs], strict=True)),
             "bar": bar,
         }
 
     return [
-        row("compiled trace", "hand-edited compiled", 1.05),
+        row("compiled trace", "hand-edited compiled", bar),
+        row("compiled trace, all layers saved", "the same by hand", bar),
         row("eager trace", "torch hooks", 1.10),
         row("wrapped compiled", "plain compiled", 1.01),
         {
@@ -350,7 +376,7 @@ def write(section: str, content: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="rounds of each table")
-    parser.add_argument("--quick", action="store_true", help="a narrower model, few rounds, no file: to try the script")
+    parser.add_argument("--quick", action="store_true", help="the smaller models, few rounds, no file: to try the script")
     parser.add_argument("--only", choices=["gpt2", "tiny"], help="measure one model only")
     parser.add_argument(
         "--peer",
@@ -362,7 +388,6 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     rounds = 10 if arguments.quick else arguments.rounds
-    layers, width = (12, 256) if arguments.quick else (12, 768)
     if arguments.only != "gpt2":
         tiny, found, versions = measure_tiny(rounds, 50 if arguments.quick else 200, arguments.peer)
         multiples = ratios(found)
@@ -371,7 +396,7 @@ def main() -> None:
             write("tiny net", {"versions": versions, "rows": tiny, "costs": found, "ratios": multiples})
     if arguments.only != "tiny":
         with torch.no_grad():
-            rows = measure_gpt2(rounds, layers, width)
+            rows = [row for shape in SHAPES[arguments.quick :] for row in measure_gpt2(rounds, *shape)]
         show_gpt2(rows)
         if not arguments.quick:
             write("gpt2", {"threads": torch.get_num_threads(), "rows": rows})

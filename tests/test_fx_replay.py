@@ -103,6 +103,21 @@ def loops(model: Any, env: Env, compile: bool) -> Any:
     return (kept, named, count), tracer
 
 
+def fills(model: Any, env: Env, compile: bool) -> Any:
+    kept, other, vector, layers = env.kept, env.other, env.vector, [model.layers[index] for index in env.order]
+    with model.trace(env.x, compile=compile) as tracer:
+        for layer in layers:
+            h = layer.output[0]
+            h[:] += vector
+            kept.append(h)
+            other.append((layer.output[1] * 2, len("two"), vector.sum()))
+            env.more.append({"h": h})
+        kept.append(vector)
+        first = layers[-1].output[1].save()
+        out = model.output.save()
+    return (first, out, other is kept, len(kept), [kept[-2] is more["h"] for more in env.more]), tracer
+
+
 def functions(model: Any, env: Env, compile: bool) -> Any:
     act = env.act
     with model.trace(env.x, compile=compile) as tracer:
@@ -222,6 +237,11 @@ REPLAYED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any
     ),
     "random numbers": (draws, {"seed": 0}, [{"seed": 1}, {"seed": 0}]),
     "slices": (slices, {"vector": VECTOR, "part": slice(0, 2)}, [{"part": slice(1, 3)}, {"vector": VECTOR + 1}]),
+    "fills": (
+        fills,
+        {"kept": [1], "other": [], "more": [], "vector": VECTOR, "order": (0, 2)},
+        [{"kept": [], "vector": VECTOR - 2}, {"order": (0, 1, 2)}, {"order": (1, 2)}, {"other": (both := []), "kept": both}],
+    ),
     "skips": (skips, {}, [{"x": x(3) + 1}, {"x": x(4)}]),
     "saved from outside": (saved_from_outside, {"vector": VECTOR}, [{"vector": VECTOR - 3}, {}]),
     "parameters": (parameters, {"probe": torch.nn.Linear(4, 1)}, [{"probe": torch.nn.Linear(4, 1)}, {}]),
@@ -534,7 +554,7 @@ def test_a_block_that_does_more_runs_each_time(block: Callable[..., Any]) -> Non
         results.append([block(model, recorder)[0] for _ in range(4)])
     same(results[0], results[1])
     values = results[0]
-    assert fx.counters.replays == 0 or block in (_uses_numpy,)
+    assert fx.counters.replays == 0 or block in (_uses_numpy, _appends_to_a_list)
     if isinstance(values[0], int):
         assert values == [1, 2, 3, 4]
     else:
@@ -741,3 +761,35 @@ def test_a_model_that_breaks_the_graph_runs_its_python_once_each_time() -> None:
         assert (net.calls, len(net.seen)) == (number, number)
         same((hidden, out), (net.linear(given), copy.deepcopy(net)(given)))
     assert fx.counters.replays == 0
+
+
+def test_a_list_that_is_filled_and_looked_at(model: Any) -> None:
+    """By one name it is filled, by the other it is looked at, at first or later."""
+    kept: list[Any] = []
+    seen: list[Any] = []
+    for number in range(6):
+        looked_at = [] if number < 3 else kept
+        with model.trace(x()):
+            kept.append(model.layers[0].output[1])
+            count = len(looked_at).save()
+        seen.append(count)
+    assert seen == [0, 0, 0, 4, 5, 6]
+    assert len(kept) == 6
+    same(kept, [model._module.layers[0](x(), scale=0.5)[1]] * 6)
+    assert fx.counters.replays == 2
+
+
+def test_envoys_in_a_list_that_changes(model: Any) -> None:
+    layers = [model.layers[0], model.layers[1]]
+    for number in range(6):
+        if number == 3:
+            layers[1] = model.layers[2]
+        kept: list[Any] = []
+        with model.trace(x()):
+            for layer in layers:
+                kept.append(layer.output[1].save())
+        expected = Hooks(model._module)
+        keep = expected.keep("last", lambda value: value[1])
+        expected.output(f"layers.{1 if number < 3 else 2}", keep)(x())
+        same(kept[1], expected.seen["last"])
+    assert fx.counters.replays == 4

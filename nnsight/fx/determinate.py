@@ -14,6 +14,8 @@ were; which comparison is needed depends on the kind of object:
 ``"constant"``  numbers, strings, dtypes and tuples of them: equal, and of the same type
 ``"object"``    envoys, functions, Python modules and instances: the same object
 ``"items"``     a list, tuple or dict of tensors and constants: each of its items
+``"envoys"``    a list or tuple of envoys: the same objects
+``"filled"``    a list that the block appends to, and does not look at: whether it is another one of these
 ==============  =========================================================================================
 """
 
@@ -110,6 +112,12 @@ class _Items(NamedTuple):
     value: Any
 
 
+class _Envoys(NamedTuple):
+    """A list or tuple of envoys from outside."""
+
+    value: Any
+
+
 _TRACER = object()
 
 
@@ -126,7 +134,10 @@ def roots_of(block: Block, tracer: Any, variable: Callable[[str], Any]) -> dict[
     """
     analysis = _Analysis(block, tracer, variable)
     analysis.run(list(block.body))
-    return analysis.roots
+    for root in analysis.filled:
+        if root in analysis.roots:
+            raise Undetermined(f"the list `{root}` is appended to and looked at")
+    return analysis.roots | dict.fromkeys(analysis.filled, "filled")
 
 
 def look_up(value: Any, name: str) -> Any:
@@ -152,6 +163,8 @@ def kind_of(value: Any) -> str | None:
         return "constant"
     if type(value) in (list, tuple, dict):
         items = list(value.values() if type(value) is dict else value)
+        if items and type(value) is not dict and all(isinstance(item, Located) for item in items):
+            return "envoys"
         keys = list(value) if type(value) is dict else []
         fits = len(items) <= _LONGEST and all(kind_of(item) in ("tensor", "constant") for item in items)
         return "items" if fits and all(_is_constant(key) for key in keys) else None
@@ -196,6 +209,7 @@ class _Analysis:
         self.tracer = tracer
         self.variable = variable
         self.roots: dict[Root, str] = {}
+        self.filled: set[Root] = set()
         self.kinds: dict[str, Any] = {}
 
     # -- statements ------------------------------------------------------------------------------------------------
@@ -323,7 +337,7 @@ class _Analysis:
     def _stored(self, kind: Any, node: ast.AST) -> None:
         """Check that a value may go into a container, or to a function that computes: it can be got at there as a value."""
         located = isinstance(kind, _Known) and isinstance(kind.value, (Located, Source))
-        if located or kind in (None, _TRACER, _SOME) or isinstance(kind, (_Items, _RootOf, _Row)):
+        if located or kind in (None, _TRACER, _SOME) or isinstance(kind, (_Items, _Envoys, _RootOf, _Row)):
             self._fail(node)
 
     @staticmethod
@@ -376,6 +390,11 @@ class _Analysis:
         if kind == "object" and not isinstance(value, (Located, Source)):
             return _RootOf(root, value)  # a root as soon as it is called; until then on the way to its attributes
         self.roots[root] = kind
+        if kind == "envoys":
+            for envoy in value:
+                if not _all_plain(envoy):
+                    raise Undetermined(f"`{root}` has an envoy of a class of yours")
+            return _Envoys(value)
         return _Items(value) if kind == "items" else _Known(value)
 
     def _Attribute(self, node: ast.Attribute) -> Any:  # noqa: N802
@@ -416,8 +435,7 @@ class _Analysis:
 
     def _some(self, envoy: Any, node: ast.AST) -> Any:
         """Return the kind of an envoy below ``envoy``, whichever it is."""
-        envoys = envoy.modules() if hasattr(envoy, "modules") else [envoy]
-        return _SOME if all(_is_plain(type(each)) for each in envoys) else self._fail(node)
+        return _SOME if _all_plain(envoy) else self._fail(node)
 
     def _of_some(self, node: ast.Attribute) -> Any:
         if node.attr in ("output", "input", "inputs"):
@@ -439,7 +457,7 @@ class _Analysis:
             if isinstance(index, _Known) and isinstance(index.value, (int, str)):
                 return _Known(owner.value[index.value])  # type: ignore[index]
             return self._some(owner.value, node)
-        if owner is _SOME:
+        if owner is _SOME or isinstance(owner, _Envoys):
             return _SOME
         self._operand(index, node)
         self._operand(owner, node)
@@ -525,6 +543,9 @@ class _Analysis:
 
     def _method(self, function: ast.Attribute, given: list[Any], node: ast.Call) -> Any:
         """Return the kind of a call of a method of a value; ``None`` if it is a call of something else."""
+        if function.attr == "append" and self._fills_outside(function.value):
+            self._all_stored(given, node)
+            return _Known(None)
         owner, name = self.kind(function.value), function.attr
         is_value = owner is _VALUE or (
             isinstance(owner, _Known) and (isinstance(owner.value, torch.Tensor) or _is_constant(owner.value))
@@ -538,6 +559,25 @@ class _Analysis:
         if isinstance(owner, _Items) and name in _LOOKING:
             return _OWN
         return None
+
+    def _fills_outside(self, node: ast.expr) -> bool:
+        """Whether a list is from outside; then it is one that the block fills."""
+        if isinstance(node, ast.Name) and node.id not in self.kinds:
+            try:
+                root, value = Root(node.id), self.variable(node.id)
+            except KeyError:
+                return False
+        elif isinstance(node, ast.Attribute) and isinstance(owner := self.kind(node.value), _RootOf):
+            try:
+                root, value = Root(owner.root.name, (*owner.root.attributes, node.attr)), look_up(owner.value, node.attr)
+            except (KeyError, AttributeError):
+                return False
+        else:
+            return False
+        if type(value) is not list:
+            return False
+        self.filled.add(root)
+        return True
 
     def _all_stored(self, kinds: list[Any], node: ast.AST) -> None:
         for kind in kinds:
@@ -559,7 +599,7 @@ class _Analysis:
         """Return the kind of what one gets by iterating over something."""
         if isinstance(kind, _Known) and isinstance(kind.value, Located):
             return self._some(kind.value, node)
-        if kind is _SOME:
+        if kind is _SOME or isinstance(kind, _Envoys):
             return _SOME
         if kind in (_OWN, _VALUE) or isinstance(kind, _Items):
             return _VALUE
@@ -606,6 +646,11 @@ def _is_plain(kind: type) -> bool:
     names = ("output", "input", "inputs", "skip", "source")
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "nnsight"]
     return all(getattr(kind, name, None) is getattr(bases[0], name, None) for name in names)
+
+
+def _all_plain(envoy: Any) -> bool:
+    """Whether an envoy and all below it are plain, see :func:`_is_plain`."""
+    return all(_is_plain(type(each)) for each in (envoy.modules() if hasattr(envoy, "modules") else [envoy]))
 
 
 @functools.cache

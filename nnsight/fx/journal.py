@@ -6,7 +6,7 @@ which values the block was left with. It also notes what makes a run unfit for a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,15 @@ _COMPARED = frozenset(getter for getter, name in ABOUT_GRADIENTS.items() if name
 class Journal:
     """What one run of a block did, as far as a replay has to do it again.
 
+    Args:
+        filled: Lists from outside that the block appends to.
+
     Attributes:
         reason: Why the run cannot be replayed; empty if it can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, filled: Sequence[list[Any]] = ()) -> None:
+        self._filled = [(filling, len(filling)) for filling in filled]
         self.reason = ""
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self.recording: Recording | None = None
@@ -46,6 +50,17 @@ class Journal:
         self.externals: list[Any] = []
         self.inputs: list[Any] = []
         self._kept: list[Any] = []
+
+    @property
+    def appended(self) -> list[tuple[int, Any]]:
+        """What the block has appended, with the number of the list."""
+        seen: set[int] = set()
+        found: list[tuple[int, Any]] = []
+        for number, (filling, length) in enumerate(self._filled):
+            if id(filling) not in seen:
+                seen.add(id(filling))
+                found += [(number, item) for item in filling[length:]]
+        return found
 
     def spoil(self, reason: str) -> None:
         """Note that this run cannot be replayed."""

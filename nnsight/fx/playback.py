@@ -89,6 +89,7 @@ class Effects:
         alive: Numbers of the values that are saved.
         saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
             constant in a tuple of two.
+        appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
         edits: Whether anything is edited in place.
         sharing: How tensors from outside share memory, see :func:`_sharing`.
         spliced: Locations for the report.
@@ -103,6 +104,7 @@ class Effects:
     numbers: tuple[int | float, ...]
     alive: tuple[int, ...]
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
+    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
     edits: bool
     sharing: tuple[int, ...]
     spliced: tuple[str, ...]
@@ -115,12 +117,18 @@ class Playback:
     Args:
         effects: Known effects in this environment, by graph and sizes.
         tensors: The tensors among what the block reads.
+        filled: The lists that it appends to.
         report: Of the trace.
     """
 
     def __init__(
-        self, effects: dict[tuple[Any, tuple[int, ...]], Effects], tensors: list[torch.Tensor], report: Report
+        self,
+        effects: dict[tuple[Any, tuple[int, ...]], Effects],
+        tensors: list[torch.Tensor],
+        filled: list[list[Any]],
+        report: Report,
     ) -> None:
+        self._filled = filled
         self._effects = effects
         self._report = report
         self._tensors = tensors
@@ -175,17 +183,18 @@ class Playback:
         assert table is not None
         made: dict[str, Any] = {}
         for name, sources, structure in self.found.saved:
-            leaves = [
-                self._values[source]
-                if type(source) is int
-                else self._slots[source[0]]
-                if len(source) == 1
-                else source[0]
-                for source in sources
-            ]
-            value = leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
-            made[name] = table[id(value)] = value
+            value = made[name] = self._put_together(sources, structure)
+            table[id(value)] = value
+        for number, sources, structure in self.found.appended:
+            self._filled[number].append(self._put_together(sources, structure))
         return made
+
+    def _put_together(self, sources: tuple[Any, ...], structure: Any) -> Any:
+        leaves = [
+            self._values[source] if type(source) is int else self._slots[source[0]] if len(source) == 1 else source[0]
+            for source in sources
+        ]
+        return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
 
 #: The playback that the graphs of this context are called for.
@@ -246,11 +255,11 @@ def effects_of(
     ]
     calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
     edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in steps)]))
-    saved = tuple(
-        (name, *_described(name, value, journal, slot_of)) for name, value in _saved(block, scope)
-    )
+    kept, appended = _saved(block, scope), journal.appended
+    saved = tuple((name, *_described(name, value, journal, slot_of)) for name, value in kept)
+    fillings = tuple((number, *_described("a list", value, journal, slot_of)) for number, value in appended)
     containers: list[int] = []
-    for _, value in _saved(block, scope):
+    for _, value in (*kept, *appended):
         _collect_containers(value, containers)
     if len(containers) != len(set(containers)):
         raise Undetermined("a container is saved in two places")
@@ -263,6 +272,7 @@ def effects_of(
         recording.numbers,
         journal.alive,
         saved,
+        fillings,
         edits,
         _sharing(tensors, journal.inputs, edits) if tensors else (),
         tuple(spliced),

@@ -25,7 +25,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -109,7 +109,7 @@ class Replays:
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
         read = None if memory.roots == () else _read(memory.roots, variable)
-        key = None if read is None else (version, *_settings(), *read[0])
+        key = None if read is None else (version, *_settings(), *read.key)
         if key not in memory.environments:  # the proof is about the objects of now, another function may do anything
             try:
                 roots = tuple(roots_of(block, tracer, variable).items())
@@ -124,9 +124,9 @@ class Replays:
             read = _read(roots, variable)
             if read is None:
                 return None
-            key = (version, *_settings(), *read[0])
+            key = (version, *_settings(), *read.key)
         assert read is not None and key is not None
-        return Attempt(self, memory, block, key, read[1], read[2])
+        return Attempt(self, memory, block, key, read)
 
 
 class Attempt:
@@ -137,8 +137,7 @@ class Attempt:
         memory: What is known about the block.
         block: The block.
         key: What the roots and the settings are.
-        tensors: The tensors among the roots.
-        objects: The other objects.
+        read: The objects among the roots.
     """
 
     def __init__(
@@ -147,11 +146,10 @@ class Attempt:
         memory: _Memory,
         block: Block,
         key: tuple[Any, ...],
-        tensors: list[torch.Tensor],
-        objects: list[Any],
+        read: _Read,
     ) -> None:
         self._replays, self._memory, self._block = replays, memory, block
-        self._key, self._tensors, self._objects = key, tensors, objects
+        self._key, self._read = key, read
 
     def replay(
         self, driver: CompiledDriver, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report
@@ -169,7 +167,7 @@ class Attempt:
         for reference in known[0]:
             if reference() is None:
                 return None
-        playback = Playback(known[1], self._tensors, report)
+        playback = Playback(known[1], self._read.tensors, self._read.filled, report)
         token, outer = playback_of_run.set(playback), active_run.set(NO_RUN)
         try:
             driver.call_captured(*arguments)
@@ -186,7 +184,7 @@ class Attempt:
     @contextlib.contextmanager
     def written_down(self, function: Callable[[], None]) -> Iterator[tuple[Journal, Callable[[], None]]]:
         """Write down the run that is made in this context; yields the journal, and what is to run as ``function``."""
-        journal = Journal()
+        journal = Journal(self._read.filled)
         token = journal_of_run.set(journal)
         try:
             yield journal, functools.partial(Listening(journal).run, function)
@@ -200,7 +198,7 @@ class Attempt:
         if memory.roots is None:
             return
         try:
-            graph, binding, effects = effects_of(journal, self._block, scope, self._tensors, spliced)
+            graph, binding, effects = effects_of(journal, self._block, scope, self._read.tensors, spliced)
         except Undetermined as reason:
             self._replays.reasons[self._block.filename, self._block.line] = str(reason)
             logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
@@ -209,7 +207,7 @@ class Attempt:
         if known is None or any(reference() is None for reference in known[0]):
             while len(memory.environments) >= _KEPT:
                 memory.environments.pop(next(iter(memory.environments)))
-            known = memory.environments[self._key] = ([_reference(item) for item in self._objects], {})
+            known = memory.environments[self._key] = ([_reference(item) for item in self._read.objects], {})
         if len(known[1]) >= _KEPT:
             known[1].pop(next(iter(known[1])))
         known[1][graph, binding] = effects
@@ -227,13 +225,29 @@ def _settings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
 
 
-def _read(
-    roots: tuple[tuple[Root, str], ...], variable: Callable[[str], Any]
-) -> tuple[tuple[Any, ...], list[torch.Tensor], list[Any]] | None:
-    """Return what the roots are now: something to compare, the tensors, the other objects; ``None`` if one is of another kind."""
+class _Read(NamedTuple):
+    """What the roots of a block are.
+
+    Attributes:
+        key: What tells that they are as they were.
+        tensors: The tensors.
+        objects: The objects that are compared by identity.
+        filled: The lists that the block appends to.
+    """
+
+    key: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+    objects: list[Any]
+    filled: list[list[Any]]
+
+
+def _read(roots: tuple[tuple[Root, str], ...], variable: Callable[[str], Any]) -> _Read | None:
+    """Return what the roots are now; ``None`` if one is of another kind."""
     key: list[Any] = []
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
+    filled: list[list[Any]] = []
+    looked_at: set[int] = set()
     for (name, attributes), kind in roots:
         try:
             value = variable(name)
@@ -244,9 +258,17 @@ def _read(
         if kind == "object":
             key.append(id(value))
             objects.append(value)
+        elif kind == "filled":
+            if type(value) is not list:
+                return None
+            filled.append(value)
         elif kind_of(value) != kind:
             return None
+        elif kind == "envoys":
+            key.append((type(value), *map(id, value)))
+            objects += value
         elif kind == "items":
+            looked_at.add(id(value))
             entries = list(value.items()) if type(value) is dict else list(enumerate(value))
             key.append((type(value), len(entries)))
             for index, item in entries:
@@ -254,7 +276,12 @@ def _read(
                 _add_item(item, key, tensors)
         else:
             _add_item(value, key, tensors)
-    return tuple(key), tensors, objects
+    if filled:
+        numbers = list(map(id, filled))
+        if not looked_at.isdisjoint(numbers):
+            return None
+        key += map(numbers.index, numbers)
+    return _Read(tuple(key), tensors, objects, filled)
 
 
 def _add_item(value: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:

@@ -126,7 +126,7 @@ def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[s
     return times
 
 
-def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[str, Any]]:  # noqa: PLR0915 - a contender each
+def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[str, Any]]:
     """Measure the rows of one GPT-2-shaped model."""
     middle, late, every = layers // 2, layers - 2, list(range(layers))
     ids = torch.randint(0, 50257, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))

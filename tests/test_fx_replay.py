@@ -787,7 +787,7 @@ def test_envoys_in_a_list_that_changes(model: Any) -> None:
         kept: list[Any] = []
         with model.trace(x()):
             for layer in layers:
-                kept.append(layer.output[1].save())
+                kept.append(layer.output[1].save())  # noqa: PERF401 - as people write it
         expected = Hooks(model._module)
         keep = expected.keep("last", lambda value: value[1])
         expected.output(f"layers.{1 if number < 3 else 2}", keep)(x())

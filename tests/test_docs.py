@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import transformers
 import nnsight
 import nnsight.fx.driver
 from nnsight import DiffusionModel, LanguageModel, NNsight, VisionLanguageModel
+from nnsight.fx import background
 from nnsight.fx.compat import resolve_backend
 from nnsight.intervention.envoy import Envoy, eproperty
 from nnsight.intervention.tracing.globals import Globals
@@ -676,6 +678,41 @@ class Mistakes:
 class CompiledMistakes(Mistakes):
     """Rows that only a compiled trace can raise."""
 
+    def explain_a_number(self) -> None:
+        nnsight.fx.explain(3)  # type: ignore[arg-type]
+
+    def explain_with_arguments(self) -> None:
+        with self.trace(self.x) as tracer:
+            pass
+        nnsight.fx.explain(tracer, self.x)
+
+    def explain_too_early(self) -> None:
+        with self.trace(self.x) as tracer:
+            nnsight.fx.explain(tracer)
+
+    def debug_dir_twice(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, nnsight.debug_dir(folder), nnsight.debug_dir(folder):
+            pass
+
+    def no_depyf(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "depyf", None)
+            with nnsight.debug_dir(folder, bytecode=True):
+                pass
+
+    def wait_in_the_background(self) -> None:
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                nnsight.fx.wait()
+            except RuntimeError as error:
+                failed.append(error)
+
+        background.submit(wait)
+        nnsight.fx.wait()
+        raise failed[0]
+
     def wrong_structure(self) -> None:
         with self.trace(self.x):
             self.model[0].output = (self.model[0].output,)
@@ -806,6 +843,12 @@ RAISED_BY: dict[str, str] = {
     "loops over more steps": "endless_edit_in_one_graph",
     "with edits of its own": "edited_model_in_an_edit",
     "no output to return": "stopping_edit",
+    "takes a tracer, as in": "explain_a_number",
+    "takes a tracer alone": "explain_with_arguments",
+    "whose trace has not run": "explain_too_early",
+    "Graphs are being written to": "debug_dir_twice",
+    "decompiles the bytecode": "no_depyf",
+    "fx.wait() was called by": "wait_in_the_background",
 }
 
 

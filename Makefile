@@ -58,7 +58,7 @@ pytest: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	@echo "pytest, slow tests ..."
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m slow --numprocesses 2
 
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/overhead.py

@@ -385,7 +385,11 @@ def cases() -> dict[str, Case]:
     return made
 
 
-@pytest.fixture(params=MODEL_NAMES)
+#: Those that take longest to capture.
+_LARGE = ("qwen3", "mixtral", "t5")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in _LARGE else []) for name in MODEL_NAMES])
 def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
     """Each of the transformers models in turn."""
     return cases[request.param]

@@ -1,0 +1,136 @@
+"""An engine of vLLM in this process, and requests in it.
+
+The engine core runs in the caller's process and thread, so blocks and model take turns as they do elsewhere, and nothing has to
+be sent anywhere. One thread uses the engine at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .requests import RequestRun
+
+WORKER = f"{__package__}.worker.Worker"
+
+
+@dataclass(eq=False)
+class Request:
+    """A request for the engine.
+
+    Attributes:
+        prompt: What vLLM takes for a prompt, as a dict.
+        sampling: vLLM's sampling parameters.
+        run: The blocks that are written against it.
+        output: What vLLM returned in the end.
+    """
+
+    prompt: dict[str, Any]
+    sampling: Any
+    run: RequestRun
+    output: Any = None
+
+
+class Engine:
+    """An engine with the model of a repository.
+
+    Args:
+        repo: Repository or folder.
+        options: Those of ``vllm.LLM``.
+
+    Attributes:
+        llm: vLLM's own object.
+    """
+
+    def __init__(self, repo: str, options: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        with _in_this_process():
+            self.llm = LLM(model=repo, worker_cls=WORKER, **options)
+        self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._running = False
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, with its weights."""
+        return self._runner.get_model()
+
+    def stop_at(self, instrumentation: Callable[[], Any]) -> None:
+        """Say what intercepts the model's calls: a function that returns a context manager."""
+        self._runner.instrumentation = instrumentation
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Run ``requests`` until all have finished or failed; errors of blocks stay with their runs.
+
+        Raises:
+            ValueError: If a block of a request uses the engine that runs it, or vLLM refuses a request.
+        """
+        with self._lock:
+            if self._running:
+                raise ValueError(
+                    "A block cannot run its own engine: the engine stands still while the block runs. Trace before, or in an "
+                    "invoke of its own."
+                )
+            self._running = True
+            try:
+                self._run_all(requests)
+            finally:
+                self._running = False
+
+    def _run_all(self, requests: Sequence[Request]) -> None:
+        engine, pending, ids = self.llm.llm_engine, {}, {}
+        try:
+            for request in requests:
+                if request.run.error is not None:
+                    continue
+                name = f"nnsight-{next(self._numbers)}"
+                if request.run.touches_model:
+                    # Nobody may read what it leaves in the cache, and it has to see all of its own tokens.
+                    request.prompt["cache_salt"] = name
+                    request.sampling.skip_reading_prefix_cache = True
+                ids[name] = engine.add_request(name, request.prompt, request.sampling)
+                pending[name] = request
+                if request.run.touches_model:
+                    self._runner.runs[ids[name]] = request.run
+            while pending:
+                for output in engine.step():
+                    request = pending.get(output.request_id)
+                    if request is not None and output.finished:
+                        del pending[output.request_id]
+                        request.output = output
+                        self._runner.runs.pop(ids[output.request_id], None)
+                        request.run.conclude(output)
+                for name in [name for name, request in pending.items() if request.run.error is not None]:
+                    self._take_out(name, ids[name])
+                    del pending[name]
+        finally:
+            for name in pending:
+                self._take_out(name, ids[name])
+
+    def _take_out(self, name: str, internal: str) -> None:
+        self._runner.runs.pop(internal, None)
+        self.llm.llm_engine.abort_request([internal], internal=True)
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Let vLLM make its engine core in this process."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

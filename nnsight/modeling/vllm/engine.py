@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .prompts import refusals
 from .requests import RequestRun
 
 WORKER = f"{__package__}.worker.Worker"
@@ -97,7 +98,8 @@ class Engine:
                     # Nobody may read what it leaves in the cache, and it has to see all of its own tokens.
                     request.prompt["cache_salt"] = name
                     request.sampling.skip_reading_prefix_cache = True
-                ids[name] = engine.add_request(name, request.prompt, request.sampling)
+                with refusals():
+                    ids[name] = engine.add_request(name, request.prompt, request.sampling)
                 pending[name] = request
                 if request.run.touches_model:
                     self._runner.runs[ids[name]] = request.run

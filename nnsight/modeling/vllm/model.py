@@ -74,7 +74,9 @@ class VLLM(MetaMixin):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(_NO_VLLM)
         if not isinstance(repo, (str, os.PathLike)):
-            raise TypeError(f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself.")
+            raise TypeError(
+                f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
+            )
         _check_options(mode, tensor_parallel_size, options)
         engine_options = {"enforce_eager": True, "enable_chunked_prefill": False, **options}
         self.__dict__["_engine"] = None
@@ -140,7 +142,9 @@ class VLLM(MetaMixin):
         leave_to_python("model.trace(...)")
         for name in ("compile", "scan", "validate", "fn"):
             if kwargs.pop(name, None):
-                raise NotImplementedError(f"trace({name}=...) is not available on a vLLM engine, which runs its model itself.")
+                raise NotImplementedError(
+                    f"trace({name}=...) is not available on a vLLM engine, which runs its model itself."
+                )
         return RequestTracer(self, args, kwargs, backend, _Names(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,10 +170,14 @@ class VLLM(MetaMixin):
         Raises:
             NotImplementedError: Always.
         """
-        raise NotImplementedError("compile() is not available for VLLM: the engine compiles its model, or does not, as it is made.")
+        raise NotImplementedError(
+            "compile() is not available for VLLM: the engine compiles its model, or does not, as it is made."
+        )
 
     def _trace_method(self, envoy: Envoy, name: str, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError(f"`{envoy.path}.{name}(...)` cannot be traced on a vLLM engine, which runs requests only.")
+        raise NotImplementedError(
+            f"`{envoy.path}.{name}(...)` cannot be traced on a vLLM engine, which runs requests only."
+        )
 
     # -- what is no module -----------------------------------------------------------------------------------
 
@@ -191,7 +199,9 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
     if mode != "sync":
         if mode != "async":
             raise ValueError(f"mode= is 'sync' or 'async', not {mode!r}.")
-        raise NotImplementedError("VLLM(mode='async') is not implemented: traces run on an engine in this process, mode='sync'.")
+        raise NotImplementedError(
+            "VLLM(mode='async') is not implemented: traces run on an engine in this process, mode='sync'."
+        )
     if tensor_parallel_size != 1:
         raise NotImplementedError(
             f"VLLM(tensor_parallel_size={tensor_parallel_size}) is not implemented: blocks run in one process, on one device."
@@ -201,12 +211,18 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
             raise NotImplementedError(f"VLLM({name}={options[name]}) is not implemented: blocks run on one device.")
     for name in ("taps", "edits"):
         if options.pop(name, None):
-            raise NotImplementedError(f"VLLM({name}=...) is not implemented: blocks run between the modules of an engine that is eager.")
+            raise NotImplementedError(
+                f"VLLM({name}=...) is not implemented: blocks run between the modules of an engine that is eager."
+            )
     if options.get("enforce_eager") is False:
-        raise NotImplementedError("VLLM(enforce_eager=False) is not implemented: a compiled engine does not stop between its modules.")
+        raise NotImplementedError(
+            "VLLM(enforce_eager=False) is not implemented: a compiled engine does not stop between its modules."
+        )
     for name in ("speculative_config", "spec_method", "enable_lora", "worker_cls"):
         if options.get(name):
-            raise NotImplementedError(f"VLLM({name}=...) is not implemented: blocks would not see the rows they are written against.")
+            raise NotImplementedError(
+                f"VLLM({name}=...) is not implemented: blocks would not see the rows they are written against."
+            )
     if "compile" in options:
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 

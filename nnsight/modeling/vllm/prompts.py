@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,7 +70,19 @@ def sampling_of(options: Mapping[str, Any]) -> Any:
             f"n={given['n']}: a block is written against one sequence, and vLLM would make a request of each. Open an invoke for "
             "each, with a `seed` of its own."
         )
-    return SamplingParams(**given)
+    with refusals():
+        return SamplingParams(**given)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Let what vLLM says about a user's request be a ``ValueError``."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except VLLMClientError as error:
+        raise ValueError(f"vLLM refuses the request: {error}") from error
 
 
 _SEVERAL = (

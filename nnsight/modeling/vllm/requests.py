@@ -69,7 +69,8 @@ class RequestRun(Interleaver):
 
         A block that waits for the result only leaves the request as any other: it may share what the engine has cached.
         """
-        return any(mediator.waiting is not None and mediator.waiting[0] != "result" for mediator in self.mediators)
+        waiting = (mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None)
+        return bool(self.observers) or any(location != "result" for location in waiting)
 
     def begin(self, mediators: Iterable[Mediator] = ()) -> None:
         """Add ``mediators`` and let each block that has not begun run to the first location it waits for."""

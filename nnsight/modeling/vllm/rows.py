@@ -78,7 +78,9 @@ class RowView:
         """
         check_replacement(self._location, self.value, left)
         changed = list(self._leaves)
-        for index, (leaf, given, new) in enumerate(zip(self._leaves, self._given, pytree.tree_leaves(left), strict=True)):
+        for index, (leaf, given, new) in enumerate(
+            zip(self._leaves, self._given, pytree.tree_leaves(left), strict=True)
+        ):
             edited = isinstance(given, torch.Tensor) and given._version > 0
             if not edited and new is given:
                 continue

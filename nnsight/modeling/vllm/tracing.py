@@ -128,7 +128,9 @@ class RequestTracer(InterleavingTracer):
                     "tracer.invoke() without a prompt: on an engine each invoke is a request of its own, and there is no "
                     "batch that one could see as a whole. Give it a prompt."
                 )
-            run = self._run_of([Mediator(invoke.function, None, f"invoke {number}", publish=invoke.publish)], f"invoke {number}")
+            run = self._run_of(
+                [Mediator(invoke.function, None, f"invoke {number}", publish=invoke.publish)], f"invoke {number}"
+            )
             requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
         for request in requests:
             request.run.begin(self._edits())
@@ -150,7 +152,9 @@ class RequestTracer(InterleavingTracer):
         report.spliced = list(dict.fromkeys(location for request in requests for location in request.run.visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
         for name, failure in failures[1:]:
-            failures[0][1].add_note(f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}")
+            failures[0][1].add_note(
+                f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}"
+            )
         if failures:
             raise failures[0][1]
 

@@ -45,14 +45,17 @@ class Engine:
     Args:
         repo: Repository or folder.
         options: Those of ``vllm.LLM``.
+        taps: The modules at which a compiled engine stops, see :mod:`.taps`; ``None`` for one that stops between all modules.
 
     Attributes:
         llm: vLLM's own object.
     """
 
-    def __init__(self, repo: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, repo: str, options: Mapping[str, Any], taps: Sequence[str] | None = None) -> None:
         from vllm import LLM
 
+        if taps is not None:
+            options = _with_taps(options, taps)
         with _in_this_process():
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -64,6 +67,11 @@ class Engine:
     def module(self) -> torch.nn.Module:
         """The model, with its weights."""
         return self._runner.get_model()
+
+    @property
+    def locations(self) -> list[str] | None:
+        """The locations of the taps; ``None`` if blocks can stop at all modules."""
+        return self._runner.tapped
 
     def stop_at(self, instrumentation: Callable[[], Any]) -> None:
         """Say what intercepts the model's calls: a function that returns a context manager."""
@@ -121,6 +129,23 @@ class Engine:
     def _take_out(self, name: str, internal: str) -> None:
         self._runner.runs.pop(internal, None)
         self.llm.llm_engine.abort_request([internal], internal=True)
+
+
+def _with_taps(options: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any]:
+    """Return ``options`` for an engine with ``taps``."""
+    from vllm.config import CompilationConfig
+    from vllm.platforms import current_platform
+
+    from .taps import HANDOFF, layout_of
+
+    made = dict(options)
+    made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout_of(taps)}
+    if not made.get("enforce_eager") and not current_platform.is_cpu():
+        # Replayed graphs run no Python: they end where a tap is. Naming operations replaces vLLM's own list of them.
+        attention = [*CompilationConfig._attention_ops, "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"]
+        chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
+        made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
+    return made
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from ...runtime.uncompiled import leave_to_python
 from ..base import _Names
 from ..mixins import MetaMixin
 from .residual import ModuleEnvoy
+from .taps import tapped_modules
 from .tracing import RequestTracer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ...tracing import Backend
     from .engine import Engine
@@ -40,16 +41,19 @@ class VLLM(MetaMixin):
         dispatch: Start the engine at once. By default the first trace does.
         mode: ``"sync"``: the engine runs in this process, while a trace runs.
         tensor_parallel_size: Number of devices that share each layer; 1.
+        taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop at
+            what these modules return only. Without taps the engine compiles nothing, and blocks can stop everywhere.
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
-            ``enforce_eager=True`` and ``enable_chunked_prefill=False``, because blocks run between the modules, and see a prompt whole.
+            ``enforce_eager`` is true without taps, and ``enable_chunked_prefill`` false, because blocks see a prompt whole.
 
     Attributes:
         tokenizer: That of the repository.
 
     Raises:
         ImportError: If vLLM is not installed.
-        NotImplementedError: For what vLLM can do and blocks cannot run with: several devices, an asynchronous engine, a compiled one.
+        NotImplementedError: For what vLLM can do and blocks cannot run with: several devices, an asynchronous engine.
+        ValueError: If a tap names no module.
 
     Example:
         >>> model = VLLM("meta-llama/Llama-3.1-8B")
@@ -68,6 +72,7 @@ class VLLM(MetaMixin):
         dispatch: bool = False,
         mode: str = "sync",
         tensor_parallel_size: int = 1,
+        taps: Sequence[str] | None = None,
         rename: Any = None,
         **options: Any,
     ) -> None:
@@ -78,7 +83,8 @@ class VLLM(MetaMixin):
                 f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
             )
         _check_options(mode, tensor_parallel_size, options)
-        engine_options = {"enforce_eager": True, "enable_chunked_prefill": False, **options}
+        engine_options = {"enforce_eager": not taps, "enable_chunked_prefill": False, **options}
+        self.__dict__["_taps"] = _checked_taps(taps, engine_options)
         self.__dict__["_engine"] = None
         super().__init__(os.fspath(repo), dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
@@ -91,14 +97,22 @@ class VLLM(MetaMixin):
         """Start an engine and return its model."""
         from .engine import Engine
 
-        engine = self.__dict__["_engine"] = Engine(repo, options)
+        engine = self.__dict__["_engine"] = Engine(repo, options, self._taps)
         return engine.module
 
     def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
         """Return the model without weights."""
         from .skeleton import skeleton_of
 
-        return skeleton_of(repo, options)
+        module = skeleton_of(repo, options)
+        tapped_modules(module, self._taps or ())
+        return module
+
+    def _locations(self) -> list[str] | None:
+        """Return where blocks can stop, the engine being started; ``None`` for everywhere."""
+        self.dispatch()
+        assert self._engine is not None
+        return self._engine.locations
 
     def dispatch(self) -> None:
         """Start the engine, unless it runs. Envoys stay the same objects and get the modules with weights."""
@@ -192,6 +206,7 @@ class VLLM(MetaMixin):
         return Envoy(torch.nn.Module(), path="model.samples", tree=self._tree)
 
     _engine: Engine | None
+    _taps: list[str] | None
 
 
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
@@ -209,15 +224,8 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if options.get(name, 1) != 1:
             raise NotImplementedError(f"VLLM({name}={options[name]}) is not implemented: blocks run on one device.")
-    for name in ("taps", "edits"):
-        if options.pop(name, None):
-            raise NotImplementedError(
-                f"VLLM({name}=...) is not implemented: blocks run between the modules of an engine that is eager."
-            )
-    if options.get("enforce_eager") is False:
-        raise NotImplementedError(
-            "VLLM(enforce_eager=False) is not implemented: a compiled engine does not stop between its modules."
-        )
+    if options.pop("edits", None):
+        raise NotImplementedError("VLLM(edits=...) is not implemented: edit in blocks, or with `model.edit()`.")
     for name in ("speculative_config", "spec_method", "enable_lora", "worker_cls"):
         if options.get(name):
             raise NotImplementedError(
@@ -225,6 +233,25 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
             )
     if "compile" in options:
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
+
+
+def _checked_taps(taps: Any, options: dict[str, Any]) -> list[str] | None:
+    """Return ``taps`` as a list, or ``None`` for an engine without.
+
+    Raises:
+        TypeError: If they are no paths.
+        ValueError: If the engine is to be compiled and has none.
+    """
+    if not taps:
+        if not options["enforce_eager"]:
+            raise ValueError(
+                "VLLM(enforce_eager=False) needs taps: a compiled engine stops at the modules that it was made with only, as in "
+                "`taps=['model.layers.*']`."
+            )
+        return None
+    if isinstance(taps, str) or not all(isinstance(path, str) for path in taps):
+        raise TypeError(f"taps= is a list of paths of modules, as in ['model.layers.*'], not {taps!r}.")
+    return list(taps)
 
 
 def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:

@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 
+from ...runtime.errors import OutOfOrderError
 from ...runtime.interleaver import Interleaver, _active
 from ...runtime.mediator import EarlyStopException, Mediator
 from .rows import RequestReplacements, Rows, RowView
+
+#: Locations of what is not a module's.
+LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
 
 _NO_SKIP = (
     "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
@@ -32,6 +36,22 @@ class _NoSkips(dict[str, Any]):
         raise NotImplementedError(_NO_SKIP)
 
 
+class _OnlyAt:
+    """Refuses requests for locations at which a compiled engine does not stop."""
+
+    def __init__(self, locations: Iterable[str]) -> None:
+        self._locations = {*locations, LOGITS, SAMPLES, "result"}
+
+    def __call__(self, location: str) -> None:
+        if location not in self._locations and not location.startswith("barrier("):
+            tapped = ", ".join(f"`{found}`" for found in sorted(self._locations))
+            raise OutOfOrderError(
+                f"`{location}` is not tapped: this engine is compiled, and stops at {tapped} only. Make the model with "
+                f"`taps=[..., {location.removeprefix('model.').rpartition('.')[0]!r}]`, or without taps, for an engine that stops "
+                "between all modules. Only outputs can be tapped."
+            )
+
+
 class RequestRun(Interleaver):
     """A request with the blocks written against it.
 
@@ -40,6 +60,7 @@ class RequestRun(Interleaver):
         tracer: The tracer that makes the run.
         tree: The modules of the model.
         name: What messages call the request.
+        locations: Where the engine can stop; ``None`` for everywhere.
 
     Attributes:
         name: As given.
@@ -48,7 +69,14 @@ class RequestRun(Interleaver):
         visited: Locations at which a block was served, in order, each once.
     """
 
-    def __init__(self, mediators: Iterable[Mediator], tracer: Any, tree: Any, name: str) -> None:
+    def __init__(
+        self,
+        mediators: Iterable[Mediator],
+        tracer: Any,
+        tree: Any,
+        name: str,
+        locations: Iterable[str] | None = None,
+    ) -> None:
         super().__init__(mediators, tracer)
         self.tree = tree
         self.name = name
@@ -57,6 +85,8 @@ class RequestRun(Interleaver):
         self.visited: dict[str, None] = {}
         self.skips = _NoSkips()
         self.check_replacement = RequestReplacements()
+        if locations is not None:
+            self.check_location = _OnlyAt(locations)
 
     @property
     def failed(self) -> BaseException | None:

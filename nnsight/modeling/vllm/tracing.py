@@ -29,7 +29,8 @@ class EngineReport(Report):
     """Account of a trace on an engine.
 
     Attributes:
-        tiers: For each request, how its block ran: ``"between modules"``, or ``"beside"`` where it needed no value of the model.
+        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, or ``"beside"``
+            where it needed no value of the model.
         steps: For each request, in how many steps of the engine the block had rows.
     """
 
@@ -101,7 +102,9 @@ class RequestTracer(InterleavingTracer):
         return request.output
 
     def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
-        return RequestRun(blocks, self, None if self._model is None else self._model.modules, name)
+        assert self._call is not None
+        locations = self._call[1]._locations()  # type: ignore[attr-defined]
+        return RequestRun(blocks, self, None if self._model is None else self._model.modules, name, locations)
 
     def _requests(
         self, model: Any, main: RequestRun, args: tuple[Any, ...], sampling: Mapping[str, Any]
@@ -147,7 +150,8 @@ class RequestTracer(InterleavingTracer):
         finally:
             for request in requests:
                 request.run.cancel()
-        report.tiers = ["between modules" if touches else "beside" for touches in touching]
+        place = "between modules" if model._locations() is None else "at taps of the compiled model"
+        report.tiers = [place if touches else "beside" for touches in touching]
         report.steps = [request.run.steps for request in requests]
         report.spliced = list(dict.fromkeys(location for request in requests for location in request.run.visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]

@@ -11,20 +11,19 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
-from .requests import RequestRun
+from .requests import LOGITS, SAMPLES, RequestRun
 from .rows import Rows
 from .steps import Part, Step
+from .taps import tap
 
 Base: Any
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Base
 else:
     from vllm.v1.worker.gpu_worker import Worker as Base
-
-#: Locations of what is not a module's.
-LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
 
 _CHUNKED = (
     "This request's prompt was split over several steps of the engine (chunked prefill), so no location sees all of it. Make the "
@@ -49,6 +48,13 @@ class Worker(Base):  # type: ignore[misc]
         runner.instrumentation = None
         runner.step = None
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        layout = self.vllm_config.additional_config.get("nnsight")
+        compiled = self.vllm_config.compilation_config.mode != CompilationMode.NONE
+        # Between the modules of an engine that is not compiled, blocks run without taps.
+        self.model_runner.tapped = tap(self.model_runner.get_model(), layout["taps"]) if layout and compiled else None
+
 
 def _hooks(base: Any) -> dict[str, Any]:
     """Return the methods that a model runner of the class ``base`` gets."""
@@ -65,7 +71,8 @@ def _hooks(base: Any) -> dict[str, Any]:
             first = kwargs.get("inputs_embeds") if input_ids is None else input_ids
             self.step = _step(self, first.shape[0])
             if self.step is not None:
-                self.stack.enter_context(self.instrumentation())
+                if self.tapped is None:
+                    self.stack.enter_context(self.instrumentation())
                 self.stack.enter_context(self.step.active())
         output = base._model_forward(self, input_ids, positions, *args, **kwargs)
         if self.step is not None:

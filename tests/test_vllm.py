@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,14 @@ def _environment() -> Iterator[None]:
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-@pytest.fixture(scope="session")
-def model(folder: Path) -> VLLM:
-    return VLLM(folder, **OPTIONS)
+@pytest.fixture(scope="session", params=[None, ["model.layers.*", "model.layers.*.mlp"]], ids=["everywhere", "tapped"])
+def model(folder: Path, request: pytest.FixtureRequest) -> VLLM:
+    """An engine that stops between all modules; and a compiled one, that stops where it is tapped."""
+    return VLLM(folder, **OPTIONS, taps=request.param)
+
+
+everywhere = pytest.mark.parametrize("model", [None], ids=["everywhere"], indirect=True)
+tapped = pytest.mark.parametrize("model", [["model.layers.*", "model.layers.*.mlp"]], ids=["tapped"], indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -156,6 +163,7 @@ def test_each_step_is_an_occurrence(model: VLLM, reference: LanguageModel) -> No
     assert [len(rows) for rows in hidden] == [len(result.prompt_token_ids), 1, 1, 1, 1, 1]
 
 
+@everywhere
 def test_inside_of_layers_is_that_of_transformers(model: VLLM, reference: LanguageModel) -> None:
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         attended = model.model.layers[2].self_attn.o_proj.input.save()
@@ -180,6 +188,7 @@ def test_values_that_were_saved_do_not_change_later(model: VLLM) -> None:
     assert weight.grad is not None and weight.grad.abs().sum() > 0
 
 
+@everywhere
 def test_operations_inside_a_forward_can_be_read(model: VLLM, reference: LanguageModel) -> None:
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         hidden = model.model.layers[1].source.self_mlp_0.output.save()
@@ -255,11 +264,9 @@ def test_an_edit_of_the_residual_wins_over_an_earlier_one_at_the_same_place(mode
         hidden += vector
         layer.residual = hidden * 2
         after = layer.residual.save()
-        seen = model.model.layers[3].inputs[0][1].save()
     with model.trace(PROMPTS[0], **GREEDY):
         before = layer.residual.save()
     close(after, (before + vector) * 2)
-    close(seen, after)
 
 
 def test_reading_the_residual_leaves_the_run_as_it_is(model: VLLM) -> None:
@@ -277,7 +284,7 @@ def test_reading_the_residual_leaves_the_run_as_it_is(model: VLLM) -> None:
 
 
 def test_a_zeroed_module_equals_transformers(model: VLLM, reference: LanguageModel) -> None:
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:  # the guide's example
         model.model.layers[-2].mlp.output = torch.zeros_like(model.model.layers[-2].mlp.output)
         logits = model.logits.output.save()
         result = tracer.result.save()
@@ -336,7 +343,9 @@ def test_a_mixed_batch(model: VLLM, reference: LanguageModel, vector: torch.Tens
     assert tokens(steered) == steered_by_hand(reference, steered.prompt_token_ids, vector, 6)
     assert [tokens(result) for result in results] == [expected[1], expected[2], expected[0]]
     close(torch.cat(states), hidden_states(reference, [*results[1].prompt_token_ids, *tokens(results[1])[:-1]])[1])
-    assert tracer.report.tiers == ["between modules", "beside", "between modules", "beside"]
+    place = "between modules" if model._taps is None else "at taps of the compiled model"
+    assert tracer.report.tiers == [place, "beside", place, "beside"]
+    assert f"request 0: block ran {place}, in 6 steps" in str(tracer.report)
     assert tracer.report.steps == [6, 0, 5, 0]
 
 
@@ -448,6 +457,7 @@ def test_all_failures_are_told(model: VLLM) -> None:
     assert "invoke 1: KeyError: 'missing'" in caught.value.__notes__[0]
 
 
+@everywhere
 def test_locations_out_of_order_and_never_reached(model: VLLM) -> None:
     with pytest.raises(OutOfOrderError, match=r"model.model.layers.1.output.i0"):
         with model.trace(PROMPTS[0], **GREEDY):
@@ -475,6 +485,7 @@ def test_stop_ends_the_request(model: VLLM) -> None:
     assert tokens(result) == plain(model, [PROMPTS[1]])[0]
 
 
+@everywhere
 def test_what_is_shared_cannot_be_changed(model: VLLM) -> None:
     with pytest.raises(NotImplementedError, match="cannot be skipped"):
         with model.trace(PROMPTS[0], **GREEDY):
@@ -486,6 +497,7 @@ def test_what_is_shared_cannot_be_changed(model: VLLM) -> None:
     assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
 
 
+@everywhere
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "message"),
     [
@@ -510,6 +522,18 @@ def test_mistakes(model: VLLM, args: list[Any], kwargs: dict[str, Any], error: t
     assert not model.engine.llm_engine.has_unfinished_requests()
 
 
+def test_engines_of_one_process_end_one_by_one(folder: Path) -> None:
+    first, second = VLLM(folder, **OPTIONS), VLLM(folder, **OPTIONS, dispatch=True)
+    expected = tokens(first(PROMPTS[0], **GREEDY))
+    second(PROMPTS[0], **GREEDY)
+    core = weakref.ref(second.engine.llm_engine.engine_core.engine_core)
+    del second
+    gc.collect()
+    assert core() is None
+    assert tokens(first(PROMPTS[0], **GREEDY)) == expected
+
+
+@everywhere
 def test_invokes_have_a_prompt_each(model: VLLM) -> None:
     with pytest.raises(ValueError, match="without a prompt"):
         with model.trace(**GREEDY) as tracer:
@@ -546,7 +570,7 @@ def test_a_split_prompt_is_an_error(folder: Path) -> None:
         {"mode": "async"},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
-        {"enforce_eager": False},
+        {"edits": ["x"]},
         {"speculative_config": {"method": "ngram"}},
         {"compile": True},
     ],
@@ -554,6 +578,62 @@ def test_a_split_prompt_is_an_error(folder: Path) -> None:
 def test_what_is_not_there_says_so(folder: Path, options: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=next(iter(options))):
         VLLM(folder, **options)
+
+
+# -- taps -------------------------------------------------------------------------------------------------------------
+
+
+@tapped
+def test_other_locations_than_taps_are_refused(model: VLLM) -> None:
+    results = []
+    refused = "`model.model.layers.1.self_attn.output` is not tapped: this engine is compiled"
+    with pytest.raises(OutOfOrderError, match=refused):
+        with model.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                model.model.layers[1].self_attn.output  # noqa: B018
+            with tracer.invoke(PROMPTS[1]):
+                results.append(tracer.result)
+    assert tokens(results[0]) == plain(model, [PROMPTS[1]])[0]
+    with pytest.raises(OutOfOrderError, match="Only outputs can be tapped"):
+        with model.trace(PROMPTS[0], **GREEDY):
+            model.model.layers[1].input  # noqa: B018
+
+
+@tapped
+def test_the_model_is_compiled(model: VLLM) -> None:
+    from vllm.config import CompilationMode
+
+    assert model.engine.llm_engine.vllm_config.compilation_config.mode != CompilationMode.NONE
+
+
+@tapped
+def test_taps_leave_the_tokens_as_they_are(model: VLLM, folder: Path) -> None:
+    untouched = VLLM(folder, **OPTIONS)
+    assert plain(model, PROMPTS, max_tokens=8) == plain(untouched, PROMPTS, max_tokens=8)
+
+
+def test_engines_with_other_taps_do_not_take_each_others_graphs(folder: Path, reference: LanguageModel) -> None:
+    """Both find the same cache of compiled graphs."""
+    for layer in (0, 3):
+        tapped = VLLM(folder, **OPTIONS, taps=[f"model.layers.{layer}"])
+        with tapped.trace(PROMPTS[0], **GREEDY) as tracer:
+            hidden = tapped.model.layers[layer].residual.save()
+            result = tracer.result.save()
+        close(hidden, hidden_states(reference, result.prompt_token_ids, layer=layer)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"taps": ["model.layers.9"]}, ValueError, "no module 'model.layers.9'"),
+        ({"taps": ["layers.*"]}, ValueError, "no module"),
+        ({"taps": "model.layers.1"}, TypeError, "list of paths"),
+        ({"enforce_eager": False}, ValueError, "needs taps"),
+    ],
+)
+def test_wrong_taps(folder: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        VLLM(folder, **OPTIONS, **options)
 
 
 def test_a_mode_that_is_none(folder: Path) -> None:

@@ -6,9 +6,11 @@ be sent anywhere. One thread uses the engine at a time.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +60,10 @@ class Engine:
             options = _with_taps(options, taps)
         with _in_this_process():
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
+        client = self.llm.llm_engine.engine_core
+        client._finalizer.detach()
+        _living.add(id(client.engine_core))
+        weakref.finalize(self, _shut_down, client.engine_core)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -131,6 +137,22 @@ class Engine:
         self.llm.llm_engine.abort_request([internal], internal=True)
 
 
+#: Engine cores of this process that have not been shut down.
+_living: set[int] = set()
+
+
+def _shut_down(core: Any) -> None:
+    """Shut an engine core down. Parallel groups belong to the process: they stay until its last engine ends."""
+    _living.discard(id(core))
+    if not _living:
+        core.shutdown()
+        return
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()  # as vLLM does: it froze what was there when the engine was made
+
+
 def _with_taps(options: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any]:
     """Return ``options`` for an engine with ``taps``."""
     from vllm.config import CompilationConfig
@@ -142,7 +164,11 @@ def _with_taps(options: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any
     made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout_of(taps)}
     if not made.get("enforce_eager") and not current_platform.is_cpu():
         # Replayed graphs run no Python: they end where a tap is. Naming operations replaces vLLM's own list of them.
-        attention = [*CompilationConfig._attention_ops, "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"]
+        attention = [
+            *CompilationConfig._attention_ops,
+            "vllm::unified_kv_cache_update",
+            "vllm::unified_mla_kv_cache_update",
+        ]
         chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
         made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
     return made

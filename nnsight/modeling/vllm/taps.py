@@ -72,7 +72,9 @@ def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, tor
     for tap in taps:
         depth = tap.count(".")
         named = {
-            path: module for path, module in modules.items() if path.count(".") == depth and fnmatch.fnmatchcase(path, tap)
+            path: module
+            for path, module in modules.items()
+            if path.count(".") == depth and fnmatch.fnmatchcase(path, tap)
         }
         if not named:
             children = ", ".join(path for path in modules if path and path.count(".") <= 1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +16,15 @@ from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
 
 from .vllm_llama import HIDDEN, save_tiny_llama
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
 PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, prompt, temperature=0.0):"]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _environment() -> Iterator[None]:
-    chosen = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    yield
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @pytest.fixture(scope="session", params=[None, ["model.layers.*", "model.layers.*.mlp"]], ids=["everywhere", "tapped"])

@@ -12,6 +12,7 @@ import torch
 from ...envoy import Envoy
 from ...runtime.uncompiled import leave_to_python
 from ..base import _Names
+from ..language import _folder_or_name
 from ..mixins import MetaMixin
 from .residual import ModuleEnvoy
 from .taps import tapped_modules
@@ -37,7 +38,7 @@ class VLLM(MetaMixin):
     same shape.
 
     Args:
-        repo: Name of a repository on the model hub, or a folder.
+        repo: Name of a repository on the model hub, or a folder. ``"nnsight/demo"`` is the model of this package.
         dispatch: Start the engine at once. By default the first trace does.
         mode: ``"sync"``: the engine runs in this process, while a trace runs.
         tensor_parallel_size: Number of devices that share each layer; 1.
@@ -86,10 +87,11 @@ class VLLM(MetaMixin):
         engine_options = {"enforce_eager": not taps, "enable_chunked_prefill": False, **options}
         self.__dict__["_taps"] = _checked_taps(taps, engine_options)
         self.__dict__["_engine"] = None
-        super().__init__(os.fspath(repo), dispatch=dispatch, rename=rename, **engine_options)
+        repo = _folder_or_name(repo)
+        super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
             self._engine.stop_at(self._intercepting)
-        self.tokenizer = _tokenizer_of(os.fspath(repo), engine_options)
+        self.tokenizer = _tokenizer_of(repo, engine_options)
 
     # -- loading ---------------------------------------------------------------------------------------------
 

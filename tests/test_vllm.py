@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -130,12 +131,13 @@ def test_hidden_states_are_those_of_transformers(model: VLLM, reference: Languag
 
 
 def test_each_step_is_an_occurrence(model: VLLM, reference: LanguageModel) -> None:
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+    with warnings.catch_warnings(record=True) as caught, model.trace(PROMPTS[0], **GREEDY) as tracer:
         hidden, logits, samples = [].save(), [].save(), [].save()
         for _ in tracer.iter[:]:
             hidden.append(model.model.layers[1].residual)
             logits.append(model.logits.output)
             samples.append(model.samples.output.item())
+    assert ["The loop ended" in str(warning.message) for warning in caught] == [True]
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         result = tracer.result.save()
     assert samples == tokens(result) == plain(model, [PROMPTS[0]])[0]
@@ -326,7 +328,7 @@ def test_a_mixed_batch(model: VLLM, reference: LanguageModel, vector: torch.Tens
     assert tokens(steered) == steered_by_hand(reference, steered.prompt_token_ids, vector, 6)
     assert [tokens(result) for result in results] == [expected[1], expected[2], expected[0]]
     close(torch.cat(states), hidden_states(reference, [*results[1].prompt_token_ids, *tokens(results[1])[:-1]])[1])
-    place = "between modules" if model._taps is None else "at taps of the compiled model"
+    place = "between modules" if model._layout is None else "at taps of the compiled model"
     assert tracer.report.tiers == [place, "beside", place, "beside"]
     assert f"request 0: block ran {place}, in 6 steps" in str(tracer.report)
     assert tracer.report.steps == [6, 0, 5, 0]
@@ -553,7 +555,6 @@ def test_a_split_prompt_is_an_error(folder: Path) -> None:
         {"mode": "async"},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
-        {"edits": ["x"]},
         {"speculative_config": {"method": "ngram"}},
         {"compile": True},
     ],
@@ -611,6 +612,9 @@ def test_engines_with_other_taps_do_not_take_each_others_graphs(folder: Path, re
         ({"taps": ["model.layers.9"]}, ValueError, "no module 'model.layers.9'"),
         ({"taps": ["layers.*"]}, ValueError, "no module"),
         ({"taps": "model.layers.1"}, TypeError, "list of paths"),
+        ({"edits": ["model.layers.9"]}, ValueError, "no module 'model.layers.9'"),
+        ({"edits": {"slots": 3}}, TypeError, "a dict with 'modules'"),
+        ({"edits": {"modules": ["model.layers.1"], "slots": 0}}, ValueError, "a number from 1"),
         ({"enforce_eager": False}, ValueError, "needs taps"),
     ],
 )
@@ -622,3 +626,240 @@ def test_wrong_taps(folder: Path, options: dict[str, Any], error: type[Exception
 def test_a_mode_that_is_none(folder: Path) -> None:
     with pytest.raises(ValueError, match="'sync' or 'async'"):
         VLLM(folder, mode="fast")
+
+
+# -- steering without a stop ------------------------------------------------------------------------------------------
+
+EDITS = {"modules": ["model.layers.*"], "slots": 3, "rank": 2}
+
+
+@pytest.fixture(scope="module", params=[None, EDITS], ids=["everywhere", "tables"])
+def steerable(folder: Path, request: pytest.FixtureRequest) -> VLLM:
+    """An engine that stops between all modules; and a compiled one, with tables of parameters in its graph."""
+    return VLLM(folder, **OPTIONS, edits=request.param)
+
+
+tables = pytest.mark.parametrize("steerable", [EDITS], ids=["tables"], indirect=True)
+
+
+def generated_by_hand(reference: LanguageModel, ids: list[int], edit: Any, count: int, layer: int = 2) -> list[int]:
+    """Return the tokens that follow greedily when ``edit`` is applied to the hidden states after a layer."""
+
+    def replace(module: Any, args: Any, output: Any) -> Any:
+        return edit(output)
+
+    handle = reference._module.model.layers[layer].register_forward_hook(replace)
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(reference._module(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    handle.remove()
+    return ids[-count:]
+
+
+def without(hidden: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """Return ``hidden`` without its part in the plane of ``directions``."""
+    return hidden - hidden @ directions.T @ torch.linalg.inv(directions @ directions.T) @ directions
+
+
+@pytest.mark.parametrize("kind", ["add", "scale", "remove", "all", "from a position"])
+def test_steering_equals_transformers(
+    steerable: VLLM, reference: LanguageModel, vector: torch.Tensor, kind: str
+) -> None:
+    plane = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(2))
+    factor = torch.linspace(0.5, 1.5, HIDDEN)
+    state = hidden_states(reference, steerable.tokenizer(PROMPTS[0])["input_ids"])[1][-1:]
+
+    def late(hidden: torch.Tensor) -> torch.Tensor:
+        edited = hidden.clone()
+        edited[:, 5:] += vector
+        return edited
+
+    options, edit = {
+        "add": ({"add": vector}, lambda hidden: hidden + vector),
+        "scale": ({"scale": factor}, lambda hidden: hidden * factor),
+        "remove": ({"remove": state[0]}, lambda hidden: without(hidden, state)),
+        "all": (
+            {"add": vector, "scale": factor, "remove": plane},
+            lambda hidden: without(hidden, plane) * factor + vector,
+        ),
+        "from a position": ({"add": vector, "start": 5}, late),
+    }[kind]
+    with steerable.trace(PROMPTS[0], **GREEDY) as tracer:
+        steerable.model.layers[2].steer(**options)
+        result = tracer.result.save()
+    assert tokens(result) == generated_by_hand(reference, result.prompt_token_ids, edit, 6)
+    assert tokens(result) != plain(steerable, [PROMPTS[0]])[0]
+    expected = "between modules, in 6 steps" if steerable._layout is None else "in the compiled model, as parameters"
+    assert f"request 0: block ran {expected}" in str(tracer.report)
+
+
+def test_logits_of_a_steered_request_equal_transformers(
+    steerable: VLLM, reference: LanguageModel, vector: torch.Tensor
+) -> None:
+    with steerable.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[1]):
+            unsteered = steerable.logits.output.save()
+            first = tracer.result.save()
+        with tracer.invoke(PROMPTS[0]):
+            steerable.model.layers[2].steer(add=vector)
+            logits = [].save()
+            for _ in tracer.iter[:6]:
+                logits.append(steerable.logits.output)
+            result = tracer.result.save()
+    ids = [*result.prompt_token_ids, *tokens(result)[:-1]]
+    close(torch.cat(logits), hidden_states(reference, ids, vector=vector)[2][-6:])
+    close(unsteered, hidden_states(reference, first.prompt_token_ids)[2][-1:])
+
+
+def test_different_edits_share_steps(steerable: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """Two edits, both twice, and requests without, in one batch; then others in the same entries of the tables."""
+    for sign in (1.0, -1.0):
+        results: list[Any] = []
+        with steerable.trace(**GREEDY) as tracer:
+            for coefficient in (0.0, sign, 2 * sign, sign, 0.0, 2 * sign):
+                with tracer.invoke(PROMPTS[0]):
+                    if coefficient:
+                        steerable.model.layers[2].steer(add=coefficient * vector)
+                    results.append(tracer.result)
+        ids = results[0].prompt_token_ids
+        found = [tokens(result) for result in results]
+        once = steered_by_hand(reference, ids, sign * vector, 6)
+        twice = steered_by_hand(reference, ids, 2 * sign * vector, 6)
+        unsteered = plain(steerable, [PROMPTS[0]])[0]
+        assert found == [unsteered, once, twice, once, unsteered, twice]
+        assert once not in (twice, unsteered)
+
+
+def test_several_layers_and_edits_that_stay(steerable: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    with steerable.edit() as edited:
+        steerable.model.layers[1].steer(add=vector)
+        steerable.model.layers[2].steer(add=vector)
+    with edited.trace(PROMPTS[0], **GREEDY) as tracer:
+        edited.model.layers[2].steer(add=vector)
+        result = tracer.result.save()
+
+    def first(module: Any, args: Any, output: Any) -> Any:
+        return output + vector
+
+    handle = reference._module.model.layers[1].register_forward_hook(first)
+    expected = generated_by_hand(reference, result.prompt_token_ids, lambda hidden: hidden + 2 * vector, 6)
+    handle.remove()
+    assert tokens(result) == expected
+    assert tokens(edited(PROMPTS[0], **GREEDY)) != expected
+
+
+def test_chunks_and_cached_prefixes_of_steered_requests(
+    folder: Path, reference: LanguageModel, vector: torch.Tensor
+) -> None:
+    """A long prompt in pieces; once it is in the cache, requests with the same edit use it, and no others."""
+    model = VLLM(folder, **OPTIONS, edits=EDITS, max_num_batched_tokens=48, max_num_seqs=4)
+    prompt = [7 + number % 400 for number in range(200)]
+    expected = {
+        0.0: steered_by_hand(reference, prompt, 0 * vector, 3),
+        1.0: steered_by_hand(reference, prompt, vector, 3),
+        2.0: steered_by_hand(reference, prompt, 2 * vector, 3),
+    }
+    cached = []
+    for coefficient in (1.0, 0.0, 1.0, 2.0, 0.0):
+        with model.trace(prompt, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+            if coefficient:
+                model.model.layers[2].steer(add=coefficient * vector)
+            result = tracer.result.save()
+        assert tokens(result) == expected[coefficient]
+        cached.append(result.num_cached_tokens > 0)
+    assert cached == [False, False, True, False, True]
+
+
+@tables
+def test_unsteered_requests_beside_steered_ones(steerable: VLLM, vector: torch.Tensor) -> None:
+    with steerable.trace(PROMPTS[1], **GREEDY) as tracer:
+        alone = [].save()
+        for _ in tracer.iter[:6]:
+            alone.append(steerable.logits.output)
+    with steerable.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[1]):
+            beside = [].save()
+            for _ in tracer.iter[:6]:
+                beside.append(steerable.logits.output)
+        for coefficient in (1, 2, 3):
+            with tracer.invoke(PROMPTS[1]):
+                steerable.model.layers[2].steer(add=coefficient * vector)
+    assert len(alone) == 6
+    close(torch.cat(beside), torch.cat(alone))  # more rows are summed in another order
+    assert [int(row.argmax()) for row in beside] == [int(row.argmax()) for row in alone]
+
+
+@tables
+def test_a_table_that_is_full_fails_the_request(
+    steerable: VLLM, reference: LanguageModel, vector: torch.Tensor
+) -> None:
+    results = []
+    with pytest.raises(ValueError, match="room for 3 different edits at a time"):
+        with steerable.trace(**GREEDY) as tracer:
+            for coefficient in (1, 2, 3, 4):
+                with tracer.invoke(PROMPTS[0]):
+                    steerable.model.layers[2].steer(add=coefficient * vector)
+                    results.append(tracer.result)
+    ids = results[0].prompt_token_ids
+    expected = [steered_by_hand(reference, ids, coefficient * vector, 6) for coefficient in (1, 2, 3)]
+    assert [tokens(result) for result in results] == expected
+    with steerable.trace(PROMPTS[0], **GREEDY) as tracer:
+        steerable.model.layers[2].steer(add=4 * vector)
+        result = tracer.result.save()
+    assert tokens(result) == steered_by_hand(reference, ids, 4 * vector, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, ValueError, "nothing to do"),
+        ({"add": torch.zeros(3)}, ValueError, r"shape \(3,\); it is a number or \[128\]"),
+        ({"add": "x"}, TypeError, "a number or a tensor"),
+        ({"scale": float("nan")}, ValueError, "not finite"),
+        ({"remove": torch.zeros(HIDDEN)}, ValueError, "or a zero"),
+        ({"remove": torch.ones(2, HIDDEN)}, ValueError, "depend on each other"),
+        ({"remove": torch.ones(2, 3)}, ValueError, r"it is \[128\] or \[directions, 128\]"),
+        ({"add": 1.0, "start": -1}, ValueError, "counted from the start"),
+        ({"add": 1.0, "start": 0.5}, TypeError, "an int"),
+    ],
+)
+def test_wrong_steering(steerable: VLLM, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        with steerable.trace(PROMPTS[0], **GREEDY):
+            steerable.model.layers[2].steer(**options)
+
+
+def test_steering_stands_at_the_top(steerable: VLLM, vector: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="stands at the top of the block"):
+        with steerable.trace(PROMPTS[0], **GREEDY):
+            steerable.logits.output  # noqa: B018
+            steerable.model.layers[2].steer(add=vector)
+    with pytest.raises(ValueError, match="called twice for one layer"):
+        with steerable.trace(PROMPTS[0], **GREEDY):
+            steerable.model.layers[2].steer(add=vector)
+            steerable.model.layers[2].steer(scale=2.0)
+
+
+@tables
+def test_tables_have_a_rank(steerable: VLLM) -> None:
+    with pytest.raises(ValueError, match="3 directions, and this compiled engine has room for 2"):
+        with steerable.trace(PROMPTS[0], **GREEDY):
+            steerable.model.layers[2].steer(remove=torch.eye(HIDDEN)[:3])
+
+
+@tapped
+def test_taps_are_no_tables(model: VLLM) -> None:
+    with pytest.raises(ValueError, match="has no table for edits: this engine is compiled"):
+        with model.trace(PROMPTS[0], **GREEDY):
+            model.model.layers[2].steer(add=1.0)
+
+
+def test_tables_and_taps_at_one_layer(folder: Path, reference: LanguageModel, vector: torch.Tensor) -> None:
+    model = VLLM(folder, **OPTIONS, taps=["model.layers.2"], edits=["model.layers.2"])
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        model.model.layers[2].steer(add=vector)
+        hidden = model.model.layers[2].residual.save()
+        result = tracer.result.save()
+    close(hidden, hidden_states(reference, result.prompt_token_ids, vector=vector)[1])
+    assert tokens(result) == steered_by_hand(reference, result.prompt_token_ids, vector, 6)

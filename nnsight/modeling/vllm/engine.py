@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from .prompts import refusals
-from .requests import RequestRun
+from .requests import Limits, RequestRun
+from .steering import Slots, salt_of
+from .taps import HANDOFF, Layout
 
 WORKER = f"{__package__}.worker.Worker"
 
@@ -47,17 +49,17 @@ class Engine:
     Args:
         repo: Repository or folder.
         options: Those of ``vllm.LLM``.
-        taps: The modules at which a compiled engine stops, see :mod:`.taps`; ``None`` for one that stops between all modules.
+        layout: What a compiled engine has in its graph, see :mod:`.taps`; ``None`` for one that stops between all modules.
 
     Attributes:
         llm: vLLM's own object.
     """
 
-    def __init__(self, repo: str, options: Mapping[str, Any], taps: Sequence[str] | None = None) -> None:
+    def __init__(self, repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> None:
         from vllm import LLM
 
-        if taps is not None:
-            options = _with_taps(options, taps)
+        if layout is not None:
+            options = _with_layout(options, layout)
         with _in_this_process():
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
         client = self.llm.llm_engine.engine_core
@@ -75,9 +77,12 @@ class Engine:
         return self._runner.get_model()
 
     @property
-    def locations(self) -> list[str] | None:
-        """The locations of the taps; ``None`` if blocks can stop at all modules."""
-        return self._runner.tapped
+    def limits(self) -> Limits:
+        """What the engine can do."""
+        hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
+        if tapped is None:
+            return Limits(hidden)
+        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank)
 
     def stop_at(self, instrumentation: Callable[[], Any]) -> None:
         """Say what intercepts the model's calls: a function that returns a context manager."""
@@ -102,38 +107,71 @@ class Engine:
                 self._running = False
 
     def _run_all(self, requests: Sequence[Request]) -> None:
-        engine, pending, ids = self.llm.llm_engine, {}, {}
+        engine = self.llm.llm_engine
+        pending: dict[str, Request] = {}
+        ids: dict[str, str] = {}
         try:
             for request in requests:
                 if request.run.error is not None:
                     continue
                 name = f"nnsight-{next(self._numbers)}"
-                if request.run.touches_model:
-                    # Nobody may read what it leaves in the cache, and it has to see all of its own tokens.
-                    request.prompt["cache_salt"] = name
-                    request.sampling.skip_reading_prefix_cache = True
-                with refusals():
-                    ids[name] = engine.add_request(name, request.prompt, request.sampling)
+                slot = self._prepare(request, name)
+                if request.run.error is not None:
+                    continue
+                try:
+                    with refusals():
+                        ids[name] = engine.add_request(name, request.prompt, request.sampling)
+                finally:
+                    if slot and name not in ids:
+                        self._slots.give_back(request.run.steering)
                 pending[name] = request
-                if request.run.touches_model:
+                if request.run.needs_stops:
                     self._runner.runs[ids[name]] = request.run
+                if slot:
+                    self._runner.slots[ids[name]] = slot, next(iter(request.run.steering.values())).start
             while pending:
                 for output in engine.step():
-                    request = pending.get(output.request_id)
-                    if request is not None and output.finished:
-                        del pending[output.request_id]
+                    if output.request_id in pending and output.finished:
+                        request = pending.pop(output.request_id)
                         request.output = output
-                        self._runner.runs.pop(ids[output.request_id], None)
+                        self._detach(request, ids[output.request_id])
                         request.run.conclude(output)
                 for name in [name for name, request in pending.items() if request.run.error is not None]:
-                    self._take_out(name, ids[name])
-                    del pending[name]
+                    self._take_out(pending.pop(name), ids[name])
         finally:
-            for name in pending:
-                self._take_out(name, ids[name])
+            for name, request in pending.items():
+                self._take_out(request, ids[name])
 
-    def _take_out(self, name: str, internal: str) -> None:
+    @property
+    def _slots(self) -> Slots:
+        slots: Slots = self._runner.tapped.slots
+        return slots
+
+    def _prepare(self, request: Request, name: str) -> int:
+        """Return the request's slot, 0 if it needs none; keep what others cached, and what it caches itself, apart."""
+        run = request.run
+        run.begun = True
+        if run.touches_model:  # it has to see all of its own tokens
+            request.prompt["cache_salt"] = name
+            request.sampling.skip_reading_prefix_cache = True
+        elif run.steering:
+            request.prompt["cache_salt"] = salt_of(run.steering)
+        if not run.steering or self._runner.tapped is None:
+            return 0
+        try:
+            return self._slots.take(run.steering)
+        except ValueError as error:
+            run.fail(error)
+            return 0
+
+    def _detach(self, request: Request, internal: str) -> None:
+        """Let the runner forget the request."""
         self._runner.runs.pop(internal, None)
+        if self._runner.slots.pop(internal, None) is not None:
+            self._slots.give_back(request.run.steering)
+
+    def _take_out(self, request: Request, internal: str) -> None:
+        self._detach(request, internal)
         self.llm.llm_engine.abort_request([internal], internal=True)
 
 
@@ -153,16 +191,14 @@ def _shut_down(core: Any) -> None:
     gc.unfreeze()  # as vLLM does: it froze what was there when the engine was made
 
 
-def _with_taps(options: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any]:
-    """Return ``options`` for an engine with ``taps``."""
+def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return ``options`` for an engine with ``layout``."""
     from vllm.config import CompilationConfig
     from vllm.platforms import current_platform
 
-    from .taps import HANDOFF, layout_of
-
     made = dict(options)
-    made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout_of(taps)}
-    if not made.get("enforce_eager") and not current_platform.is_cpu():
+    made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout.description}
+    if layout.taps and not made.get("enforce_eager") and not current_platform.is_cpu():
         # Replayed graphs run no Python: they end where a tap is. Naming operations replaces vLLM's own list of them.
         attention = [
             *CompilationConfig._attention_ops,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from ..base import _Names
 from ..language import _folder_or_name
 from ..mixins import MetaMixin
 from .residual import ModuleEnvoy
-from .taps import tapped_modules
+from .taps import Layout, tapped_modules
 from .tracing import RequestTracer
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from ...tracing import Backend
     from .engine import Engine
+    from .requests import Limits
 
 _NO_VLLM = (
     "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
@@ -43,7 +45,10 @@ class VLLM(MetaMixin):
         mode: ``"sync"``: the engine runs in this process, while a trace runs.
         tensor_parallel_size: Number of devices that share each layer; 1.
         taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop at
-            what these modules return only. Without taps the engine compiles nothing, and blocks can stop everywhere.
+            what these modules return only. Without taps and edits the engine compiles nothing, and blocks can stop everywhere.
+        edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
+            dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), and how
+            many directions each may remove (``"rank"``, 1).
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
             ``enforce_eager`` is true without taps, and ``enable_chunked_prefill`` false, because blocks see a prompt whole.
@@ -74,6 +79,7 @@ class VLLM(MetaMixin):
         mode: str = "sync",
         tensor_parallel_size: int = 1,
         taps: Sequence[str] | None = None,
+        edits: Sequence[str] | Mapping[str, Any] | None = None,
         rename: Any = None,
         **options: Any,
     ) -> None:
@@ -84,8 +90,16 @@ class VLLM(MetaMixin):
                 f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
             )
         _check_options(mode, tensor_parallel_size, options)
-        engine_options = {"enforce_eager": not taps, "enable_chunked_prefill": False, **options}
-        self.__dict__["_taps"] = _checked_taps(taps, engine_options)
+        layout = _layout_of(taps, edits)
+        # A block sees a prompt whole; tables apply to any part of one.
+        chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
+        engine_options = {"enforce_eager": layout is None, **chunked, **options}
+        if layout is None and not engine_options["enforce_eager"]:
+            raise ValueError(
+                "VLLM(enforce_eager=False) needs taps: a compiled engine stops at the modules that it was made with only, as in "
+                "`taps=['model.layers.*']`."
+            )
+        self.__dict__["_layout"] = layout
         self.__dict__["_engine"] = None
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
@@ -99,7 +113,7 @@ class VLLM(MetaMixin):
         """Start an engine and return its model."""
         from .engine import Engine
 
-        engine = self.__dict__["_engine"] = Engine(repo, options, self._taps)
+        engine = self.__dict__["_engine"] = Engine(repo, options, self._layout)
         return engine.module
 
     def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
@@ -107,14 +121,15 @@ class VLLM(MetaMixin):
         from .skeleton import skeleton_of
 
         module = skeleton_of(repo, options)
-        tapped_modules(module, self._taps or ())
+        if self._layout is not None:
+            tapped_modules(module, (*self._layout.taps, *self._layout.edits))
         return module
 
-    def _locations(self) -> list[str] | None:
-        """Return where blocks can stop, the engine being started; ``None`` for everywhere."""
+    def _limits(self) -> Limits:
+        """Return what the engine can do, which is started for that."""
         self.dispatch()
         assert self._engine is not None
-        return self._engine.locations
+        return self._engine.limits
 
     def dispatch(self) -> None:
         """Start the engine, unless it runs. Envoys stay the same objects and get the modules with weights."""
@@ -140,7 +155,7 @@ class VLLM(MetaMixin):
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def trace(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> RequestTracer:  # type: ignore[override]
+    def trace(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> RequestTracer:
         """Run a request, with the block of the ``with`` statement reading and editing the model's internals.
 
         Args:
@@ -208,7 +223,7 @@ class VLLM(MetaMixin):
         return Envoy(torch.nn.Module(), path="model.samples", tree=self._tree)
 
     _engine: Engine | None
-    _taps: list[str] | None
+    _layout: Layout | None
 
 
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
@@ -226,8 +241,6 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if options.get(name, 1) != 1:
             raise NotImplementedError(f"VLLM({name}={options[name]}) is not implemented: blocks run on one device.")
-    if options.pop("edits", None):
-        raise NotImplementedError("VLLM(edits=...) is not implemented: edit in blocks, or with `model.edit()`.")
     for name in ("speculative_config", "spec_method", "enable_lora", "worker_cls"):
         if options.get(name):
             raise NotImplementedError(
@@ -237,23 +250,29 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 
 
-def _checked_taps(taps: Any, options: dict[str, Any]) -> list[str] | None:
-    """Return ``taps`` as a list, or ``None`` for an engine without.
+def _layout_of(taps: Any, edits: Any) -> Layout | None:
+    """Return what the graph of the engine has for ``taps`` and ``edits``; ``None`` for an engine that compiles nothing.
 
     Raises:
-        TypeError: If they are no paths.
-        ValueError: If the engine is to be compiled and has none.
+        TypeError: If they are not what :class:`VLLM` says.
+        ValueError: If there is no room for an edit.
     """
-    if not taps:
-        if not options["enforce_eager"]:
-            raise ValueError(
-                "VLLM(enforce_eager=False) needs taps: a compiled engine stops at the modules that it was made with only, as in "
-                "`taps=['model.layers.*']`."
-            )
+    if not taps and not edits:
         return None
-    if isinstance(taps, str) or not all(isinstance(path, str) for path in taps):
-        raise TypeError(f"taps= is a list of paths of modules, as in ['model.layers.*'], not {taps!r}.")
-    return list(taps)
+    room = {"slots": 16, "rank": 1}
+    if isinstance(edits, Mapping):
+        room |= {name: value for name, value in edits.items() if name != "modules"}
+        unknown = room.keys() - {"slots", "rank"}
+        if unknown or "modules" not in edits:
+            raise TypeError(f"edits= is a list of paths, or a dict with 'modules', 'slots' and 'rank', not {edits!r}.")
+        edits = edits["modules"]
+    for name, paths in (("taps", taps or ()), ("edits", edits or ())):
+        if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
+            raise TypeError(f"{name}= is a list of paths of modules, as in ['model.layers.*'], not {paths!r}.")
+    for name, least in (("slots", 1), ("rank", 0)):
+        if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
+            raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
+    return Layout(tuple(taps or ()), tuple(edits or ()), **room)
 
 
 def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ the trace raises the error once the other requests have finished.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ...runtime.errors import OutOfOrderError
 from ...runtime.interleaver import Interleaver, _active
 from ...runtime.mediator import EarlyStopException, Mediator
 from .rows import RequestReplacements, Rows, RowView
+from .steering import Steering
 
 #: Locations of what is not a module's.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
@@ -27,6 +29,23 @@ _NO_SKIP = (
     "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
     "Replace what it returns, as in `layer.output = value`."
 )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can do.
+
+    Attributes:
+        hidden: Channels of the hidden state.
+        locations: Where it stops; ``None`` for everywhere.
+        steered: Where its compiled graph has tables for edits; ``None`` if it is not compiled.
+        rank: How many directions they may read.
+    """
+
+    hidden: int
+    locations: tuple[str, ...] | None = None
+    steered: tuple[str, ...] | None = None
+    rank: int = 0
 
 
 class _NoSkips(dict[str, Any]):
@@ -60,13 +79,17 @@ class RequestRun(Interleaver):
         tracer: The tracer that makes the run.
         tree: The modules of the model.
         name: What messages call the request.
-        locations: Where the engine can stop; ``None`` for everywhere.
+        limits: What the engine can do.
 
     Attributes:
         name: As given.
         error: What ended the run before its time, if anything did: an error of a block, or ``tracer.stop()``.
+        begun: Whether the request has gone to the engine.
         steps: How many steps of the engine have had rows of the request.
         visited: Locations at which a block was served, in order, each once.
+        limits: As given.
+        steering: What is done to hidden states at every token, by location.
+        steered_here: The same where the engine stops for it; nothing where its compiled graph does it.
     """
 
     def __init__(
@@ -75,18 +98,22 @@ class RequestRun(Interleaver):
         tracer: Any,
         tree: Any,
         name: str,
-        locations: Iterable[str] | None = None,
+        limits: Limits,
     ) -> None:
         super().__init__(mediators, tracer)
         self.tree = tree
         self.name = name
         self.error: BaseException | None = None
         self.steps = 0
+        self.begun = False
         self.visited: dict[str, None] = {}
         self.skips = _NoSkips()
         self.check_replacement = RequestReplacements()
-        if locations is not None:
-            self.check_location = _OnlyAt(locations)
+        self.limits = limits
+        self.steering: dict[str, Steering] = {}
+        self.steered_here = self.steering if limits.steered is None else {}
+        if limits.locations is not None:
+            self.check_location = _OnlyAt(limits.locations)
 
     @property
     def failed(self) -> BaseException | None:
@@ -102,6 +129,48 @@ class RequestRun(Interleaver):
         waiting = (mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None)
         return bool(self.observers) or any(location != "result" for location in waiting)
 
+    @property
+    def tier(self) -> str:
+        """How the blocks of the request run."""
+        between = "between modules"
+        if self.touches_model:
+            return between if self.limits.locations is None else "at taps of the compiled model"
+        if self.steering:
+            return between if self.limits.steered is None else "in the compiled model, as parameters"
+        return "beside"
+
+    @property
+    def needs_stops(self) -> bool:
+        """Whether the engine has to stop somewhere for the request."""
+        return self.touches_model or (bool(self.steering) and self.limits.steered is None)
+
+    def steer(self, location: str, steering: Steering) -> None:
+        """Do ``steering`` to every hidden state at ``location``.
+
+        Raises:
+            ValueError: If the engine has begun to run the request, or cannot do it.
+        """
+        limits = self.limits
+        if self.steps or self.begun:
+            raise ValueError(
+                "steer() is for all tokens of a request, so it stands at the top of the block, before the model's first value."
+            )
+        if limits.steered is not None and location not in limits.steered:
+            named = location.removeprefix("model.").rpartition(".")[0]
+            raise ValueError(
+                f"`{location}` has no table for edits: this engine is compiled. Make the model with `edits=[..., {named!r}]`, "
+                "or without taps and edits, for an engine that stops between all modules."
+            )
+        if limits.steered is not None and steering.rank > limits.rank:
+            raise ValueError(
+                f"steer(remove=...) has {steering.rank} directions, and this compiled engine has room for {limits.rank}: make the "
+                f"model with `edits={{'modules': [...], 'rank': {steering.rank}}}`."
+            )
+        known = self.steering.get(location)
+        self.steering[location] = steering if known is None else known.plus(steering)
+        if len({found.start for found in self.steering.values()}) > 1:
+            raise ValueError("steer(start=...) has to be the same for all layers of a request.")
+
     def begin(self, mediators: Iterable[Mediator] = ()) -> None:
         """Add ``mediators`` and let each block that has not begun run to the first location it waits for."""
         self.mediators = [*mediators, *self.mediators]
@@ -115,6 +184,8 @@ class RequestRun(Interleaver):
 
     def meet(self, location: str, value: Any, rows: Rows) -> Any:
         """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it."""
+        if location in self.steered_here:
+            value = self._steered(location, value, rows)
         if not self.is_waited(location):
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
@@ -125,6 +196,17 @@ class RequestRun(Interleaver):
         if left is view:
             return value
         return self._guarded(view.put_back, left, otherwise=value)
+
+    def _steered(self, location: str, value: Any, rows: Rows) -> Any:
+        """Return what a layer returned, with the request's rows steered."""
+        steering = self.steering[location]
+        pair = not isinstance(value, torch.Tensor)
+        first = (value[0] if pair else value).clone()
+        skipped = min(max(steering.start - rows.position, 0), rows.size)
+        mine = rows.of(first)[skipped:]
+        hidden = mine if not pair or value[1] is None else mine + rows.of(value[1])[skipped:]
+        mine += steering.difference(hidden)
+        return (first, *value[1:]) if pair else first
 
     def conclude(self, result: Any) -> None:
         """Offer the result, and end the blocks."""

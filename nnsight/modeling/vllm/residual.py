@@ -16,6 +16,9 @@ import torch
 
 from ...envoy import Envoy
 from ...eproperty import eproperty
+from ...runtime.iteration import running_mediator
+from .requests import RequestRun
+from .steering import Steering
 
 _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)$")
 
@@ -50,6 +53,26 @@ class LayerEnvoy(Envoy):
 
         Edit it in place, or assign a replacement of the same shape.
         """
+
+    def steer(self, *, add: Any = None, scale: Any = None, remove: Any = None, start: int = 0) -> None:
+        """Edit the residual stream after this layer, for all tokens of the request; see :mod:`.steering`.
+
+        Written at the top of a block. In a compiled engine it is a part of the graph, and no Python runs at the layer.
+
+        Args:
+            add: What is added in the end, ``[hidden]`` or a number.
+            scale: What it is multiplied with before, likewise.
+            remove: Direction, or directions, that are projected out before that, ``[hidden]`` or ``[directions, hidden]``.
+            start: First position, counted from the start of the prompt.
+
+        Raises:
+            ValueError: For another size, after the block has read a value, or where a compiled engine has no room for it.
+            TypeError: For what is no number or tensor.
+        """
+        run = running_mediator("steer()").interleaver
+        if not isinstance(run, RequestRun):
+            raise ValueError("steer() is for traces on a vLLM engine.")
+        run.steer(f"{self._path}.output", Steering.of(run.limits.hidden, add, scale, remove, start))
 
 
 class ModuleEnvoy(Envoy):

@@ -93,10 +93,10 @@ class _Counts:
 
 
 class _Waited:
-    """The locations for which one of the requests waits."""
+    """The locations for which one of the requests waits, or where it is steered."""
 
     def __init__(self, parts: list[Part]) -> None:
-        self._waited = [part.run.waited for part in parts]
+        self._waited: list[Any] = [found for part in parts for found in (part.run.waited, part.run.steered_here)]
 
     def __contains__(self, location: str) -> bool:
         return any(location in waited for waited in self._waited)

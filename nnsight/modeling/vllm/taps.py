@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from ...runtime.interleaver import active_interleaver
+from .steering import Slots, add_tables, steered
 from .steps import Step
 
 #: Name of the operation as vLLM's list of splitting operations has it.
 HANDOFF = "nnsight::handoff"
 
 #: Part of the key of the compile cache: to be raised when what is put into a graph changes.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @torch.library.custom_op(HANDOFF, mutates_args=("first", "second"))
@@ -52,9 +54,51 @@ def _(first: torch.Tensor, second: torch.Tensor | None, location: str) -> None:
     return None
 
 
-def layout_of(taps: Sequence[str]) -> dict[str, Any]:
-    """Return what ``additional_config`` says of the taps."""
-    return {"format": _FORMAT, "taps": list(taps)}
+@dataclass(frozen=True)
+class Layout:
+    """What is put into the graph of a compiled model.
+
+    Attributes:
+        taps: Modules whose output is handed to blocks, as paths or patterns.
+        edits: Layers with tables for edits, likewise; see :mod:`.steering`.
+        slots: How many different edits the tables have room for.
+        rank: How many directions each may read.
+    """
+
+    taps: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+    slots: int = 16
+    rank: int = 1
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What ``additional_config`` says of it: plain data that vLLM makes a key of."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    def described(cls, description: Mapping[str, Any]) -> Layout:
+        """Return the layout with this description."""
+        given = {name: value for name, value in description.items() if name != "format"}
+        return cls(**{**given, "taps": tuple(given["taps"]), "edits": tuple(given["edits"])})
+
+
+@dataclass(frozen=True)
+class Tapped:
+    """A model with what a layout puts into it.
+
+    Attributes:
+        locations: Where blocks can stop.
+        rows: The slot of each row of a step, ``[tokens]``, which every layer with tables looks at.
+        slots: Who has which entry of the tables.
+        rank: As in the layout.
+        steered: Where the tables apply.
+    """
+
+    locations: list[str]
+    rows: torch.Tensor
+    slots: Slots
+    rank: int
+    steered: list[str]
 
 
 def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, torch.nn.Module]:
@@ -78,28 +122,49 @@ def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, tor
         }
         if not named:
             children = ", ".join(path for path in modules if path and path.count(".") <= 1)
-            raise ValueError(f"taps: the model has no module {tap!r}. Paths begin with one of: {children}.")
+            raise ValueError(f"taps and edits: the model has no module {tap!r}. Paths begin with one of: {children}.")
         found |= named
     return found
 
 
-def tap(model: torch.nn.Module, taps: Iterable[str]) -> list[str]:
-    """Tap modules of ``model``, which has not run yet; return the locations."""
-    locations = []
-    for path, module in tapped_modules(model, taps).items():
-        module.nnsight_location = f"model.{path}.output"  # type: ignore[assignment]
+def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int, dtype: torch.dtype) -> Tapped:
+    """Put what ``layout`` says into ``model``, which has not run yet.
+
+    Args:
+        model: The model.
+        layout: The layout.
+        rows: Zeros, int64, for the longest step of the engine.
+        hidden: Channels of the hidden state.
+        dtype: Of the hidden state.
+    """
+    stops, steered = tapped_modules(model, layout.taps), tapped_modules(model, layout.edits)
+    for path, module in (stops | steered).items():
+        module.nnsight_location = _location(path)  # type: ignore[assignment]
+        module.nnsight_hands_over = path in stops  # type: ignore[assignment]
+        module.nnsight_steers = path in steered  # type: ignore[assignment]
+        if path in steered:
+            add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
         module.__class__ = _tapped(type(module))
-        locations.append(f"model.{path}.output")
-    return locations
+    tables = {_location(path): module for path, module in steered.items()}
+    return Tapped([*map(_location, stops)], rows, Slots(tables, layout.slots), layout.rank, list(tables))
+
+
+def _location(path: str) -> str:
+    return f"model.{path}.output"
 
 
 @functools.cache
-def _tapped(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return ``base`` with a ``forward`` that hands its output over."""
+def _tapped(base: Any) -> Any:
+    """Return the class of modules ``base`` with a ``forward`` that steers its output and hands it over."""
     forward_of_base: Callable[..., Any] = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _handed_over(forward_of_base(self, *args, **kwargs), self.nnsight_location)
+        output = forward_of_base(self, *args, **kwargs)
+        if self.nnsight_steers:
+            output = steered(self, output)
+        if self.nnsight_hands_over:
+            output = _handed_over(output, self.nnsight_location)
+        return output
 
     return type(f"Tapped{base.__name__}", (base,), {"forward": forward, "__module__": __name__})
 

@@ -29,8 +29,8 @@ class EngineReport(Report):
     """Account of a trace on an engine.
 
     Attributes:
-        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, or ``"beside"``
-            where it needed no value of the model.
+        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"in the compiled
+            model, as parameters"``, or ``"beside"`` where it needed no value of the model.
         steps: For each request, in how many steps of the engine the block had rows.
     """
 
@@ -103,8 +103,8 @@ class RequestTracer(InterleavingTracer):
 
     def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
         assert self._call is not None
-        locations = self._call[1]._locations()  # type: ignore[attr-defined]
-        return RequestRun(blocks, self, None if self._model is None else self._model.modules, name, locations)
+        limits = self._call[1]._limits()  # type: ignore[attr-defined]
+        return RequestRun(blocks, self, None if self._model is None else self._model.modules, name, limits)
 
     def _requests(
         self, model: Any, main: RequestRun, args: tuple[Any, ...], sampling: Mapping[str, Any]
@@ -143,15 +143,13 @@ class RequestTracer(InterleavingTracer):
         """Run ``requests``; raise the first error of a block when all have finished."""
         report = self.report
         report.mode = "engine"
-        touching = [request.run.touches_model for request in requests]
+        report.tiers = [request.run.tier for request in requests]
         try:
             model.dispatch()
             model._engine.run(requests)
         finally:
             for request in requests:
                 request.run.cancel()
-        place = "between modules" if model._locations() is None else "at taps of the compiled model"
-        report.tiers = [place if touches else "beside" for touches in touching]
         report.steps = [request.run.steps for request in requests]
         report.spliced = list(dict.fromkeys(location for request in requests for location in request.run.visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
@@ -163,5 +161,5 @@ class RequestTracer(InterleavingTracer):
             raise failures[0][1]
 
 
-def _no_driver(*_: Any) -> Any:
+def _no_driver(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:
     raise AssertionError("an engine drives itself")

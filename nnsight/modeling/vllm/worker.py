@@ -17,13 +17,21 @@ from vllm.platforms import current_platform
 from .requests import LOGITS, SAMPLES, RequestRun
 from .rows import Rows
 from .steps import Part, Step
-from .taps import tap
+from .taps import Layout, tap
 
-Base: Any
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Base
-else:
-    from vllm.v1.worker.gpu_worker import Worker as Base
+
+def _platform_worker() -> Any:
+    """Return vLLM's worker for this machine."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+_Base: Any = _platform_worker()
 
 _CHUNKED = (
     "This request's prompt was split over several steps of the engine (chunked prefill), so no location sees all of it. Make the "
@@ -35,7 +43,7 @@ _PREEMPTED = (
 )
 
 
-class Worker(Base):  # type: ignore[misc]
+class Worker(_Base):  # type: ignore[misc]
     """A worker whose model runner offers the values of a step to the requests' blocks."""
 
     def init_device(self) -> None:
@@ -47,28 +55,35 @@ class Worker(Base):  # type: ignore[misc]
         runner.runs = {}
         runner.instrumentation = None
         runner.step = None
+        runner.slots = {}
+        runner.steered = 0
+        runner.tapped = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        layout = self.vllm_config.additional_config.get("nnsight")
-        compiled = self.vllm_config.compilation_config.mode != CompilationMode.NONE
-        # Between the modules of an engine that is not compiled, blocks run without taps.
-        self.model_runner.tapped = tap(self.model_runner.get_model(), layout["taps"]) if layout and compiled else None
+        description = self.vllm_config.additional_config.get("nnsight")
+        if description and self.vllm_config.compilation_config.mode != CompilationMode.NONE:
+            runner, config = self.model_runner, self.vllm_config.model_config
+            rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
+            layout = Layout.described(description)
+            runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
 
 
 def _hooks(base: Any) -> dict[str, Any]:
     """Return the methods that a model runner of the class ``base`` gets."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.runs:
+        if not self.runs and not self.slots and not self.steered:
             return base.execute_model(self, scheduler_output, *args, **kwargs)
         self.scheduled, self.step = scheduler_output, None
         with ExitStack() as self.stack:
             return base.execute_model(self, scheduler_output, *args, **kwargs)
 
     def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.slots or self.steered:
+            _fill_rows(self)
         if self.runs:
-            first = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+            first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
             self.step = _step(self, first.shape[0])
             if self.step is not None:
                 if self.tapped is None:
@@ -106,12 +121,27 @@ def _step(runner: Any, total: int) -> Step | None:
         run: RequestRun | None = runner.runs.get(request)
         if run is not None and run.error is None:
             done = int(batch.num_computed_tokens_cpu[index])
-            if request in resumed:
+            if run.touches_model and request in resumed:
                 run.fail(RuntimeError(_PREEMPTED))
-            elif (run.steps == 0 and done) or done + size < int(batch.num_prompt_tokens[index]):
+            elif run.touches_model and ((run.steps == 0 and done) or done + size < int(batch.num_prompt_tokens[index])):
                 run.fail(ValueError(_CHUNKED))
             else:
                 run.steps += 1
-                parts.append(Part(run, Rows(start, size, total), Rows(index, 1, len(batch.req_ids))))
+                parts.append(Part(run, Rows(start, size, total, done), Rows(index, 1, len(batch.req_ids))))
         start += size
     return Step(parts) if parts else None
+
+
+def _fill_rows(runner: Any) -> None:
+    """Say for each row of the step that ``runner`` is about to make which entry of the tables applies to it."""
+    rows, batch = runner.tapped.rows, runner.input_batch
+    rows[: runner.steered].zero_()
+    start = runner.steered = 0
+    for index, request in enumerate(batch.req_ids):
+        size = runner.scheduled.num_scheduled_tokens[request]
+        slot, first = runner.slots.get(request, (0, 0))
+        skipped = max(first - int(batch.num_computed_tokens_cpu[index]), 0)
+        if slot and skipped < size:
+            rows[start + skipped : start + size] = slot
+            runner.steered = start + size
+        start += size

@@ -131,12 +131,14 @@ def test_hidden_states_are_those_of_transformers(model: VLLM, reference: Languag
 
 
 def test_each_step_is_an_occurrence(model: VLLM, reference: LanguageModel) -> None:
-    with warnings.catch_warnings(record=True) as caught, model.trace(PROMPTS[0], **GREEDY) as tracer:
-        hidden, logits, samples = [].save(), [].save(), [].save()
-        for _ in tracer.iter[:]:
-            hidden.append(model.model.layers[1].residual)
-            logits.append(model.logits.output)
-            samples.append(model.samples.output.item())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with model.trace(PROMPTS[0], **GREEDY) as tracer:
+            hidden, logits, samples = [].save(), [].save(), [].save()
+            for _ in tracer.iter[:]:
+                hidden.append(model.model.layers[1].residual)
+                logits.append(model.logits.output)
+                samples.append(model.samples.output.item())
     assert ["The loop ended" in str(warning.message) for warning in caught] == [True]
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         result = tracer.result.save()

@@ -73,9 +73,10 @@ def _hooks(base: Any) -> dict[str, Any]:
     """Return the methods that a model runner of the class ``base`` gets."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.step = None
         if not self.runs and not self.slots and not self.steered:
             return base.execute_model(self, scheduler_output, *args, **kwargs)
-        self.scheduled, self.step = scheduler_output, None
+        self.scheduled = scheduler_output
         with ExitStack() as self.stack:
             return base.execute_model(self, scheduler_output, *args, **kwargs)
 

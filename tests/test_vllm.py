@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import LanguageModel
+from nnsight import LanguageModel, fx
 from nnsight.modeling.vllm import VLLM
 from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
 
@@ -333,6 +333,7 @@ def test_a_mixed_batch(model: VLLM, reference: LanguageModel, vector: torch.Tens
     place = "between modules" if model._layout is None else "at taps of the compiled model"
     assert tracer.report.tiers == [place, "beside", place, "beside"]
     assert f"request 0: block ran {place}, in 6 steps" in str(tracer.report)
+    assert str(tracer.report) in str(fx.explain(tracer))
     assert tracer.report.steps == [6, 0, 5, 0]
 
 

@@ -58,6 +58,8 @@ class Engine:
     def __init__(self, repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> None:
         from vllm import LLM
 
+        # vLLM asks for it with every request, so it stays. Blocks run on the first generation of model runners only.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         if layout is not None:
             options = _with_layout(options, layout)
         with _in_this_process():

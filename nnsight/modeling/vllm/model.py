@@ -51,7 +51,8 @@ class VLLM(MetaMixin):
             many directions each may remove (``"rank"``, 1).
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
-            ``enforce_eager`` is true without taps, and ``enable_chunked_prefill`` false, because blocks see a prompt whole.
+            ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
+            there are edits only: blocks see a prompt whole.
 
     Attributes:
         tokenizer: That of the repository.
@@ -93,7 +94,8 @@ class VLLM(MetaMixin):
         layout = _layout_of(taps, edits)
         # A block sees a prompt whole; tables apply to any part of one.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
-        engine_options = {"enforce_eager": layout is None, **chunked, **options}
+        # A step may begin when the one before has ended: a block can write the tokens that it begins with.
+        engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
         if layout is None and not engine_options["enforce_eager"]:
             raise ValueError(
                 "VLLM(enforce_eager=False) needs taps: a compiled engine stops at the modules that it was made with only, as in "

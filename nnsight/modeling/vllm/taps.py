@@ -144,7 +144,8 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
         module.nnsight_steers = path in steered  # type: ignore[assignment]
         if path in steered:
             add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
-        module.__class__ = _tapped(type(module))
+        base: Any = type(module)
+        module.__class__ = _tapped(base)
     tables = {_location(path): module for path, module in steered.items()}
     return Tapped([*map(_location, stops)], rows, Slots(tables, layout.slots), layout.rank, list(tables))
 

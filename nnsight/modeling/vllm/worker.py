@@ -50,7 +50,9 @@ class Worker(_Base):  # type: ignore[misc]
         super().init_device()
         runner = self.model_runner
         if self.use_v2_model_runner:
-            raise NotImplementedError("Blocks run on vLLM's model runner V1 only: set VLLM_USE_V2_MODEL_RUNNER=0.")
+            raise NotImplementedError(
+                "Blocks run on vLLM's model runner V1 only: leave VLLM_USE_V2_MODEL_RUNNER unset, or at 0."
+            )
         runner.__class__ = type(type(runner).__name__, (type(runner),), dict(_hooks(type(runner))))
         runner.runs = {}
         runner.instrumentation = None

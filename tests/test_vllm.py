@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from pathlib import Path
@@ -377,7 +379,8 @@ def test_invokes_share_values(model: VLLM, reference: LanguageModel) -> None:
 def test_cached_prefixes_do_not_cross_requests(
     model: VLLM, reference: LanguageModel, vector: torch.Tensor, order: str
 ) -> None:
-    prompt = [7 + number % 400 for number in range(hash(order) % 100, hash(order) % 100 + 160)]
+    first = sum(map(ord, order)) % 100
+    prompt = [7 + number % 400 for number in range(first, first + 160)]
     expected = {
         "plain": steered_by_hand(reference, prompt, torch.zeros(HIDDEN), 3),
         "steered": steered_by_hand(reference, prompt, vector, 3),
@@ -670,6 +673,13 @@ def test_engines_with_other_taps_do_not_take_each_others_graphs(folder: Path, re
 def test_wrong_taps(folder: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         VLLM(folder, **OPTIONS, **options)
+
+
+def test_an_engine_is_not_copied(folder: Path) -> None:
+    lazy = VLLM(folder, **OPTIONS)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(lazy)
 
 
 def test_a_mode_that_is_none(folder: Path) -> None:

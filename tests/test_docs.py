@@ -37,6 +37,8 @@ from nnsight.modeling.mixins import LoadableMixin, MetaMixin
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: The documents, those whose code runs elsewhere being marked so.
+RUNNING = [pytest.param(path, marks=pytest.mark.vllm) if path.stem == "vllm" else path for path in DOCUMENTS]
 LANGUAGES = {"python", "text", "sh"}
 OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -93,8 +95,10 @@ def run_document(document: str, path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Let nothing of the user's options, file or cache folder be seen or changed."""
+    if request.node.get_closest_marker("vllm"):
+        request.getfixturevalue("vllm_environment")
     for variable in list(os.environ):
         if variable.startswith(("NNSIGHT_", "NDIF_")):
             monkeypatch.delenv(variable)
@@ -140,14 +144,14 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_plain_torch", "_quick_backend")
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("path", RUNNING, ids=map(name_of, DOCUMENTS))
 def test_code_runs_and_prints_what_is_said(path: Path, tmp_path: Path) -> None:
     run_document(path.read_text(encoding="utf-8"), tmp_path / f"{path.stem}.py")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_plain_torch")
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem != "vllm"], ids=name_of)
 def test_code_runs_with_the_backends_it_names(path: Path, tmp_path: Path) -> None:
     run_document(path.read_text(encoding="utf-8"), tmp_path / f"{path.stem}.py")
 

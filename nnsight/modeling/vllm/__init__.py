@@ -1,0 +1,23 @@
+"""Models in a vLLM engine, traced request by request.
+
+vLLM runs many requests at once: their tokens lie side by side in one flat batch that changes with every step of the engine.
+A block is written against one request, so here each request is a run of its own, with its own count of passages; the batch
+of a step only says which rows belong to whom. The modules, from the bottom up:
+
+* :mod:`.rows`: the rows of one request, as the block is given them and as they go back;
+* :mod:`.steering`: edits that are parameters, so that no block has to run at the layer;
+* :mod:`.requests`: the run of one request, and how it ends;
+* :mod:`.steps`: one step of the engine, offered to the runs that take part in it;
+* :mod:`.taps`: what is put into the graph of a compiled engine, stops for blocks and tables for edits;
+* :mod:`.worker`: where vLLM calls all that;
+* :mod:`.engine`: an engine in this process, and requests in it;
+* :mod:`.residual`: the residual stream of models that carry it in two parts;
+* :mod:`.prompts`, :mod:`.skeleton`: what users pass, and the model before its engine runs;
+* :mod:`.tracing`, :mod:`.model`: the traces and the root envoy.
+
+vLLM itself is imported when a model is made, not with this package.
+"""
+
+from .model import VLLM
+
+__all__ = ["VLLM"]

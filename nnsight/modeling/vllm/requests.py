@@ -1,0 +1,240 @@
+"""The run of one request.
+
+Every request is a run of its own: an :class:`~nnsight.runtime.interleaver.Interleaver` with the edits of the model and one
+block. So passages are counted for each request, whatever other requests the engine puts into the same step, and ``tracer.iter``
+counts the tokens of the request.
+
+An error of a block ends this run only. The engine goes on with the model's own values, the request is taken out of it, and
+the trace raises the error once the other requests have finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...runtime.errors import OutOfOrderError
+from ...runtime.interleaver import Interleaver, _active
+from ...runtime.mediator import EarlyStopException, Mediator
+from .rows import RequestReplacements, Rows, RowView
+from .steering import Steering
+
+#: Locations of what is not a module's.
+LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
+
+_NO_SKIP = (
+    "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
+    "Replace what it returns, as in `layer.output = value`."
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can do.
+
+    Attributes:
+        hidden: Channels of the hidden state.
+        locations: Where it stops; ``None`` for everywhere.
+        steered: Where its compiled graph has tables for edits; ``None`` if it is not compiled.
+        rank: How many directions they may read.
+    """
+
+    hidden: int
+    locations: tuple[str, ...] | None = None
+    steered: tuple[str, ...] | None = None
+    rank: int = 0
+
+
+class _NoSkips(dict[str, Any]):
+    """What blocks want to skip: nothing may be put in."""
+
+    def setdefault(self, *_: Any) -> Any:
+        raise NotImplementedError(_NO_SKIP)
+
+
+class _OnlyAt:
+    """Refuses requests for locations at which a compiled engine does not stop."""
+
+    def __init__(self, locations: Iterable[str]) -> None:
+        self._locations = {*locations, LOGITS, SAMPLES, "result"}
+
+    def __call__(self, location: str) -> None:
+        if location not in self._locations and not location.startswith("barrier("):
+            tapped = ", ".join(f"`{found}`" for found in sorted(self._locations))
+            raise OutOfOrderError(
+                f"`{location}` is not tapped: this engine is compiled, and stops at {tapped} only. Make the model with "
+                f"`taps=[..., {location.removeprefix('model.').rpartition('.')[0]!r}]`, or without taps, for an engine that stops "
+                "between all modules. Only outputs can be tapped."
+            )
+
+
+class RequestRun(Interleaver):
+    """A request with the blocks written against it.
+
+    Args:
+        mediators: The edits of the model, then the block.
+        tracer: The tracer that makes the run.
+        tree: The modules of the model.
+        name: What messages call the request.
+        limits: What the engine can do.
+
+    Attributes:
+        name: As given.
+        error: What ended the run before its time, if anything did: an error of a block, or ``tracer.stop()``.
+        begun: Whether the request has gone to the engine.
+        steps: How many steps of the engine have had rows of the request.
+        visited: Locations at which a block was served, in order, each once.
+        limits: As given.
+        steering: What is done to hidden states at every token, by location.
+        steered_here: The same where the engine stops for it; nothing where its compiled graph does it.
+    """
+
+    def __init__(
+        self,
+        mediators: Iterable[Mediator],
+        tracer: Any,
+        tree: Any,
+        name: str,
+        limits: Limits,
+    ) -> None:
+        super().__init__(mediators, tracer)
+        self.tree = tree
+        self.name = name
+        self.error: BaseException | None = None
+        self.steps = 0
+        self.begun = False
+        self.visited: dict[str, None] = {}
+        self.skips = _NoSkips()
+        self.check_replacement = RequestReplacements()
+        self.limits = limits
+        self.steering: dict[str, Steering] = {}
+        self.steered_here = self.steering if limits.steered is None else {}
+        if limits.locations is not None:
+            self.check_location = _OnlyAt(limits.locations)
+
+    @property
+    def failed(self) -> BaseException | None:
+        """The error of a block; ``None`` where there was none, or the block stopped the request on purpose."""
+        return None if isinstance(self.error, EarlyStopException) else self.error
+
+    @property
+    def touches_model(self) -> bool:
+        """Whether a block waits for a value of the model, so that the engine has to stop there.
+
+        A block that waits for the result only leaves the request as any other: it may share what the engine has cached.
+        """
+        waiting = (mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None)
+        return bool(self.observers) or any(location != "result" for location in waiting)
+
+    @property
+    def tier(self) -> str:
+        """How the blocks of the request run."""
+        between = "between modules"
+        if self.touches_model:
+            return between if self.limits.locations is None else "at taps of the compiled model"
+        if self.steering:
+            return between if self.limits.steered is None else "in the compiled model, as parameters"
+        return "beside"
+
+    @property
+    def needs_stops(self) -> bool:
+        """Whether the engine has to stop somewhere for the request."""
+        return self.touches_model or (bool(self.steering) and self.limits.steered is None)
+
+    def steer(self, location: str, steering: Steering) -> None:
+        """Do ``steering`` to every hidden state at ``location``.
+
+        Raises:
+            ValueError: If the engine has begun to run the request, or cannot do it.
+        """
+        limits = self.limits
+        if self.steps or self.begun:
+            raise ValueError(
+                "steer() is for all tokens of a request, so it stands at the top of the block, before the model's first value."
+            )
+        if limits.steered is not None and location not in limits.steered:
+            named = location.removeprefix("model.").rpartition(".")[0]
+            raise ValueError(
+                f"`{location}` has no table for edits: this engine is compiled. Make the model with `edits=[..., {named!r}]`, "
+                "or without taps and edits, for an engine that stops between all modules."
+            )
+        if limits.steered is not None and steering.rank > limits.rank:
+            raise ValueError(
+                f"steer(remove=...) has {steering.rank} directions, and this compiled engine has room for {limits.rank}: make the "
+                f"model with `edits={{'modules': [...], 'rank': {steering.rank}}}`."
+            )
+        known = self.steering.get(location)
+        self.steering[location] = steering if known is None else known.plus(steering)
+        if len({found.start for found in self.steering.values()}) > 1:
+            raise ValueError("steer(start=...) has to be the same for all layers of a request.")
+
+    def begin(self, mediators: Iterable[Mediator] = ()) -> None:
+        """Add ``mediators`` and let each block that has not begun run to the first location it waits for."""
+        self.mediators = [*mediators, *self.mediators]
+        for mediator in list(self.mediators):
+            if mediator.interleaver is None and self.error is None:
+                self._guarded(self._start, mediator)
+
+    def _start(self, mediator: Mediator) -> None:
+        mediator.start(self)
+        self.run_ready()
+
+    def meet(self, location: str, value: Any, rows: Rows) -> Any:
+        """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it."""
+        if location in self.steered_here:
+            value = self._steered(location, value, rows)
+        if not self.is_waited(location):
+            self.counts[location] = self.counts.get(location, 0) + 1
+            return value
+        self.visited[location] = None
+        view = RowView(rows, location, value)
+        with torch.inference_mode(False), torch.no_grad():
+            left = self._guarded(self.handle, location, view.value, otherwise=view)
+        if left is view:
+            return value
+        return self._guarded(view.put_back, left, otherwise=value)
+
+    def _steered(self, location: str, value: Any, rows: Rows) -> Any:
+        """Return what a layer returned, with the request's rows steered."""
+        steering = self.steering[location]
+        pair = not isinstance(value, torch.Tensor)
+        first = (value[0] if pair else value).clone()
+        skipped = min(max(steering.start - rows.position, 0), rows.size)
+        mine = rows.of(first)[skipped:]
+        hidden = mine if not pair or value[1] is None else mine + rows.of(value[1])[skipped:]
+        mine += steering.difference(hidden)
+        return (first, *value[1:]) if pair else first
+
+    def conclude(self, result: Any) -> None:
+        """Offer the result, and end the blocks."""
+        if self.error is None:
+            self._guarded(self.handle, "result", result)
+        if self.error is None:
+            self._guarded(self.finish)
+        self.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with ``error``, raised in the blocks at the lines where they wait."""
+        for mediator in self.mediators:
+            if mediator.waiting is not None and self.error is None:
+                self._guarded(mediator.throw, error)
+        if self.error is None:
+            self._end(error)
+
+    def _guarded(self, function: Any, *arguments: Any, otherwise: Any = None) -> Any:
+        """Return what ``function`` returns; if it raises, end the run and return ``otherwise``."""
+        token = _active.set(self)
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self._end(error)
+            return otherwise
+        finally:
+            _active.reset(token)
+
+    def _end(self, error: BaseException) -> None:
+        self.error, self.failure = error, None
+        self.cancel()

@@ -1,0 +1,103 @@
+"""The residual stream of models that carry it in two parts.
+
+Many models of vLLM keep what a layer adds apart from what was there: a layer returns ``(hidden, residual)``, and the next one adds
+them inside its first norm. The hidden state of the model, as transformers has it, is their sum. :attr:`LayerEnvoy.residual` is
+that sum, to be read, edited in place and replaced; ``.output`` stays vLLM's pair.
+
+An edit goes back as ``(edited, zeros)``: the next addition then gives the edited sum exactly.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ...envoy import Envoy
+from ...eproperty import eproperty
+from ...runtime.iteration import running_mediator
+from .requests import RequestRun
+from .steering import Steering
+
+_LAYERS = re.compile(r"(^|\.)(layers|h|blocks)$")
+
+
+class _Residual(eproperty):
+    """An eproperty whose view goes back only where the block changed it."""
+
+    def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
+        if owner is None:
+            return self
+        location = self.location(owner)
+        mediator = self._mediator(owner, location)
+        value = mediator.request(location)
+        view = _sum_of(value, location)
+        version = view._version
+        if view is not value:
+            mediator.on_leave(lambda: _like(mediator._value, view) if view._version > version else mediator._value)
+        return view
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        location = self.location(owner)
+        mediator = self._mediator(owner, location)
+        mediator.swap(location, _like(mediator.request(location), value))
+
+
+class LayerEnvoy(Envoy):
+    """A layer of the model."""
+
+    @_Residual(key="output", description="hidden state after the layer")
+    def residual(self) -> Any:
+        """The residual stream after the layer, ``[tokens, hidden]``: the hidden state that transformers has there.
+
+        Edit it in place, or assign a replacement of the same shape.
+        """
+
+    def steer(self, *, add: Any = None, scale: Any = None, remove: Any = None, start: int = 0) -> None:
+        """Edit the residual stream after this layer, for all tokens of the request; see :mod:`.steering`.
+
+        Written at the top of a block. In a compiled engine it is a part of the graph, and no Python runs at the layer.
+
+        Args:
+            add: What is added in the end, ``[hidden]`` or a number.
+            scale: What it is multiplied with before, likewise.
+            remove: Direction, or directions, that are projected out before that, ``[hidden]`` or ``[directions, hidden]``.
+            start: First position, counted from the start of the prompt.
+
+        Raises:
+            ValueError: For another size, after the block has read a value, or where a compiled engine has no room for it.
+            TypeError: For what is no number or tensor.
+        """
+        run = running_mediator("steer()").interleaver
+        if not isinstance(run, RequestRun):
+            raise ValueError("steer() is for traces on a vLLM engine.")
+        run.steer(f"{self._path}.output", Steering.of(run.limits.hidden, add, scale, remove, start))
+
+
+class ModuleEnvoy(Envoy):
+    """Any other module of the model."""
+
+    def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
+        return LayerEnvoy if _LAYERS.search(self._path) else super()._class_for(module, path)
+
+
+def _sum_of(value: Any, location: str) -> torch.Tensor:
+    """Return the hidden state of what a layer returned."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
+        hidden, residual = value
+        return hidden.clone() if residual is None else hidden + residual
+    raise ValueError(
+        f"`{location}` is no hidden state and no pair `(hidden, residual)`, but a {type(value).__name__}: this layer has no "
+        "`.residual`. Use `.output`."
+    )
+
+
+def _like(value: Any, hidden: Any) -> Any:
+    """Return ``hidden`` in the form of ``value``, which a layer returned."""
+    if isinstance(value, torch.Tensor):
+        return hidden
+    _, residual = value
+    return hidden, None if residual is None else torch.zeros_like(residual)

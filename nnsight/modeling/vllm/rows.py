@@ -1,0 +1,140 @@
+"""The rows of one request in the values of a step.
+
+A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``; what comes after the last
+layer has one row for each request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine
+writes to its activations in place (fused norms do), so a view that was saved would change later. And it runs in inference
+mode, whose tensors cannot be used in autograd afterwards. When the block moves on, what it edited in place is written to the
+rows; what it replaced becomes a new tensor, so that other names of the model for the old one keep it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...runtime.errors import ReplacementShapeError
+from ...runtime.replacing import Replacements
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a flat batch belong to one request.
+
+    Attributes:
+        start: The first.
+        size: How many.
+        total: Rows of the whole batch, those that only pad it included.
+        position: Position of the first in its request.
+    """
+
+    start: int
+    size: int
+    total: int
+    position: int = 0
+
+    def has(self, leaf: Any) -> bool:
+        """Whether ``leaf`` is a tensor with the rows of this batch."""
+        return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.total
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows in ``tensor``, as a view."""
+        return tensor[self.start : self.start + self.size]
+
+
+class RowView:
+    """What one request is given of the value at a location.
+
+    Args:
+        rows: Its rows.
+        location: Where the model is.
+        whole: The value of the whole batch.
+
+    Attributes:
+        value: The value of its rows: copies, as ordinary tensors.
+    """
+
+    def __init__(self, rows: Rows, location: str, whole: Any) -> None:
+        self._rows, self._location, self._whole = rows, location, whole
+        self._leaves, self._structure = pytree.tree_flatten(whole)
+        with torch.inference_mode(False), torch.no_grad():
+            self._given = [self._copy(leaf) for leaf in self._leaves]
+        self.value = pytree.tree_unflatten(self._given, self._structure)
+
+    def _copy(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return (self._rows.of(leaf) if self._rows.has(leaf) else leaf).clone()
+
+    def put_back(self, left: Any) -> Any:
+        """Return the value of the whole batch with what the block changed in its rows.
+
+        Args:
+            left: What the block left: :attr:`value` where it replaced nothing.
+
+        Raises:
+            ReplacementShapeError: If a replacement does not fit in place of the rows, or the block changed what it shares with
+                other requests.
+        """
+        check_replacement(self._location, self.value, left)
+        changed = list(self._leaves)
+        for index, (leaf, given, new) in enumerate(
+            zip(self._leaves, self._given, pytree.tree_leaves(left), strict=True)
+        ):
+            edited = isinstance(given, torch.Tensor) and given._version > 0
+            if not edited and new is given:
+                continue
+            if not self._rows.has(leaf):
+                raise ReplacementShapeError(
+                    f"The value at `{self._location}` that the block changed has no rows of its own: other requests of the "
+                    "same step use it, too."
+                )
+            if edited:
+                self._rows.of(leaf).copy_(given)
+            if new is not given:
+                changed[index] = leaf.clone()
+                self._rows.of(changed[index]).copy_(new)
+        if all(new is old for new, old in zip(changed, self._leaves, strict=True)):
+            return self._whole
+        return pytree.tree_unflatten(changed, self._structure)
+
+
+class RequestReplacements(Replacements):
+    """Looks at the replacements of one request, at the user's line; see :class:`~nnsight.runtime.replacing.Replacements`."""
+
+    def __call__(self, location: str, old: Any, new: Any) -> None:
+        """Raise for a replacement that does not fit in place of the request's rows.
+
+        Raises:
+            ReplacementShapeError: If structure or shape differ: the other rows of the batch are as they are.
+        """
+        super().__call__(location, old, new)
+        if location != "result":
+            check_replacement(location, old, new)
+
+
+def check_replacement(location: str, old: Any, new: Any) -> None:
+    """Raise unless ``new`` fits in place of ``old``.
+
+    Raises:
+        ReplacementShapeError: If it does not.
+    """
+    old_leaves, structure = pytree.tree_flatten(old)
+    new_leaves, found = pytree.tree_flatten(new)
+    if found != structure:
+        raise ReplacementShapeError(
+            f"The replacement of `{location}` has another structure than the model's value there: {found} instead of "
+            f"{structure}."
+        )
+    for before, after in zip(old_leaves, new_leaves, strict=True):
+        if not isinstance(before, torch.Tensor):
+            continue
+        shape = tuple(after.shape) if isinstance(after, torch.Tensor) else None
+        if shape != tuple(before.shape):
+            raise ReplacementShapeError(
+                f"The replacement of `{location}` has {'no shape' if shape is None else shape} in place of this request's "
+                f"{tuple(before.shape)}: a request may not change how many rows, or channels, it has. vLLM's batch is flat: "
+                "`[tokens, hidden]`, without a dimension for the prompt."
+            )

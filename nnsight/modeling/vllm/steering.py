@@ -1,0 +1,217 @@
+"""Edits that are the same at every token, so that they need no stop: parameters instead of a block.
+
+``layer.steer(add=..., scale=..., remove=...)`` at the top of a block says what happens to the residual stream after a layer for
+every token of the request. For a hidden state ``h`` with the directions ``remove`` projected out of it the result is
+``scale * h + add``; as a difference to ``h``::
+
+    h * gain + add + up @ (down @ h)
+
+In a compiled engine (``edits=`` of the model) this sum is a part of the graph, with a table of parameters for each layer. A row of the
+batch says by a number, its *slot*, which entry of the tables applies to it; entry 0 is all zeros. So requests with different edits share
+a step, and new values are a write to a table: nothing is compiled or recorded anew, and no Python runs at the layer. In an
+engine that stops between its modules the same sum is added there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What is done to the hidden state after one layer.
+
+    Attributes:
+        add: Added, ``[hidden]``.
+        gain: What is added of the hidden state itself, ``[hidden]``.
+        down: Directions that are read, ``[rank, hidden]``.
+        up: What is added for each, ``[rank, hidden]``.
+        start: First position of the request to which it is done.
+    """
+
+    add: torch.Tensor
+    gain: torch.Tensor
+    down: torch.Tensor
+    up: torch.Tensor
+    start: int = 0
+
+    @classmethod
+    def of(cls, hidden: int, add: Any, scale: Any, remove: Any, start: int) -> Steering:
+        """Return the parameters for what a user asks for.
+
+        Args:
+            hidden: Channels of the hidden state.
+            add: As for :meth:`LayerEnvoy.steer`; likewise the others.
+            scale: Number or vector.
+            remove: Direction or directions.
+            start: First position.
+
+        Raises:
+            ValueError: For another size, values that are not finite, or nothing to do.
+            TypeError: For what is no number or tensor.
+        """
+        if add is None and scale is None and remove is None:
+            raise ValueError("steer() was given nothing to do: pass `add=`, `scale=` or `remove=`.")
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise TypeError(f"steer(start=...) is a position of the request, an int; not {type(start).__name__}.")
+        if start < 0:
+            raise ValueError(f"steer(start={start}): positions are counted from the start of the prompt, from 0.")
+        added = _vector("add", 0.0 if add is None else add, hidden)
+        factor = _vector("scale", 1.0 if scale is None else scale, hidden)
+        directions = torch.zeros(0, hidden)
+        if remove is not None:
+            given = torch.atleast_2d(_tensor("remove", remove))
+            if given.dim() != 2 or given.shape[1] != hidden or not given.shape[0] <= hidden:
+                raise ValueError(
+                    f"steer(remove=...) has shape {tuple(given.shape)}; it is [{hidden}] or [directions, {hidden}]."
+                )
+            basis, triangle = torch.linalg.qr(given.double().T)
+            if (triangle.diagonal().abs() <= 1e-10 * triangle.abs().max()).any():
+                raise ValueError(
+                    "steer(remove=...) has directions that depend on each other, or a zero: leave them out."
+                )
+            directions = basis.T.float().contiguous()
+        return cls(added, factor - 1, directions, -directions * factor, start)
+
+    @property
+    def rank(self) -> int:
+        """How many directions it reads."""
+        return self.down.shape[0]
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal parameters."""
+        return hashlib.sha256(b"".join([self._bytes(), str(self.start).encode()])).hexdigest()
+
+    def _bytes(self) -> bytes:
+        return b"".join(bytes(table.numpy().tobytes()) for table in (self.add, self.gain, self.down, self.up))
+
+    def difference(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what is to be added to ``hidden``, ``[tokens, hidden]``."""
+        add, gain, down, up = (table.to(hidden) for table in (self.add, self.gain, self.down, self.up))
+        return hidden * gain + add + (hidden @ down.T) @ up
+
+    def plus(self, other: Steering) -> Steering:
+        """Return this and then ``other``, both at one layer.
+
+        Raises:
+            ValueError: If they do more than add, or begin at different positions.
+        """
+        if self.rank or other.rank or self.gain.any() or other.gain.any() or self.start != other.start:
+            raise ValueError(
+                "steer() was called twice for one layer of a request. Only additions from the same position can be joined: say "
+                "everything in one call, `steer(add=..., scale=..., remove=...)`."
+            )
+        return Steering(self.add + other.add, self.gain, self.down, self.up, self.start)
+
+
+def salt_of(steering: Mapping[str, Steering]) -> str:
+    """Return what keeps cached prefixes of requests apart: equal for requests that are steered alike."""
+    parts = sorted(f"{location}={found.digest}" for location, found in steering.items())
+    return "nnsight-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class Slots:
+    """The tables of a compiled model: who has which entry.
+
+    Args:
+        modules: The modules that have tables, by the location of their output.
+        count: Entries of each table, without the first.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], count: int) -> None:
+        self._modules = dict(modules)
+        self._free = list(range(count, 0, -1))
+        self._users: dict[str, int] = {}
+        self._slots: dict[str, int] = {}
+
+    def take(self, steering: Mapping[str, Steering]) -> int:
+        """Return the slot of ``steering``, whose parameters are in the tables from then on.
+
+        Raises:
+            ValueError: If no entry is free.
+        """
+        salt = salt_of(steering)
+        if salt not in self._slots:
+            if not self._free:
+                raise ValueError(
+                    f"The engine has room for {len(self._slots)} different edits at a time, and all are in use. Make the model with "
+                    "more, as in `edits={'modules': [...], 'slots': 32}`, or trace fewer requests at once."
+                )
+            slot = self._slots[salt] = self._free.pop()
+            for location, module in self._modules.items():
+                self._write(module, slot, steering.get(location))
+        self._users[salt] = self._users.get(salt, 0) + 1
+        return self._slots[salt]
+
+    def give_back(self, steering: Mapping[str, Steering]) -> None:
+        """Say that one request less uses ``steering``."""
+        salt = salt_of(steering)
+        self._users[salt] -= 1
+        if not self._users[salt]:
+            del self._users[salt]
+            self._free.append(self._slots.pop(salt))
+
+    def _write(self, module: Any, slot: int, steering: Steering | None) -> None:
+        for name in ("add", "gain", "down", "up"):
+            table = getattr(module, f"nnsight_{name}")[slot]
+            table.zero_()
+            if steering is not None:
+                values = getattr(steering, name)
+                (table[: steering.rank] if name in {"down", "up"} else table).copy_(values)
+
+
+def add_tables(
+    module: torch.nn.Module, rows: torch.Tensor, slots: int, rank: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """Give ``module`` tables for ``slots`` edits; ``rows`` has the slot of each row of a step."""
+    tables = {
+        "rows": rows,
+        "add": rows.new_zeros(slots + 1, hidden, dtype=dtype),
+        "gain": rows.new_zeros(slots + 1, hidden, dtype=dtype),
+        "down": rows.new_zeros(slots + 1, rank, hidden, dtype=dtype),
+        "up": rows.new_zeros(slots + 1, rank, hidden, dtype=dtype),
+    }
+    for name, table in tables.items():
+        module.register_buffer(f"nnsight_{name}", table, persistent=False)
+
+
+def steered(module: Any, output: Any) -> Any:
+    """Return ``output`` of a layer with the edits in its tables. Dynamo traces this."""
+    pair = not isinstance(output, torch.Tensor)
+    first = output[0] if pair else output
+    hidden = first + output[1] if pair and output[1] is not None else first
+    rows = module.nnsight_rows[: hidden.shape[0]]
+    lookup = torch.nn.functional.embedding
+    difference = hidden * lookup(rows, module.nnsight_gain) + lookup(rows, module.nnsight_add)
+    if module.nnsight_down.shape[1]:
+        read = (module.nnsight_down[rows] * hidden[:, None]).sum(-1, keepdim=True)
+        difference = difference + (module.nnsight_up[rows] * read).sum(1)
+    first = torch.where(
+        (rows > 0)[:, None], first + difference, first
+    )  # rows without an edit stay as they are, bit by bit
+    return (first, *output[1:]) if pair else first
+
+
+def _vector(name: str, value: Any, hidden: int) -> torch.Tensor:
+    tensor = _tensor(name, value)
+    if tensor.dim() == 0:
+        return tensor.expand(hidden).clone()
+    if tuple(tensor.shape) != (hidden,):
+        raise ValueError(f"steer({name}=...) has shape {tuple(tensor.shape)}; it is a number or [{hidden}].")
+    return tensor
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+        raise TypeError(f"steer({name}=...) is a number or a tensor, not {type(value).__name__}.")
+    with torch.inference_mode(False):
+        tensor = torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"steer({name}=...) has values that are not finite.")
+    return tensor

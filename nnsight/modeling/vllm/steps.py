@@ -1,0 +1,102 @@
+"""One step of the engine, for the interception of module calls.
+
+While the engine runs the model, the active run is a :class:`Step`. It is not a run with blocks itself: it hands each value on to the
+runs of the requests that have rows in the step, which narrow it and count the passage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from ...runtime.interleaver import _active
+from .requests import RequestRun
+from .rows import Rows
+
+
+class Part(NamedTuple):
+    """What one request has in a step.
+
+    Attributes:
+        run: Its run.
+        tokens: Its rows of the flat batch.
+        request: Its row of what has one row for each request.
+    """
+
+    run: RequestRun
+    tokens: Rows
+    request: Rows
+
+
+class Step:
+    """What an intercepted call takes for the active run.
+
+    Args:
+        parts: The requests with blocks that take part.
+
+    Attributes:
+        current: No block: the model runs.
+        skips: Nothing can be skipped.
+        counts: Counts a passage for all requests of the step.
+        waited: The locations that one of them waits for.
+    """
+
+    current = None
+    skips: dict[str, Any] = {}  # noqa: RUF012 - never written to
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self.parts = list(parts)
+        self.counts = _Counts(self.parts)
+        self.waited = _Waited(self.parts)
+        self.offer = Step.meet
+        self._sampling = False
+
+    @property
+    def mediators(self) -> list[Any]:
+        """The blocks of all requests."""
+        return [mediator for part in self.parts for mediator in part.run.mediators]
+
+    def rows_are_requests(self) -> None:
+        """Say that from here on values have one row for each request."""
+        self._sampling = True
+
+    def meet(self, location: str, value: Any) -> Any:
+        """Offer ``value`` to every request; return what they made of it."""
+        for part in self.parts:
+            if part.run.error is None:
+                value = part.run.meet(location, value, part.request if self._sampling else part.tokens)
+        return value
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let intercepted calls find this step."""
+        token = _active.set(self)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+
+class _Counts:
+    """The part of a dict that intercepted calls use to count: one more passage for every request."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._counts = [part.run.counts for part in parts]
+
+    def get(self, location: str, default: int) -> int:
+        return default
+
+    def __setitem__(self, location: str, _: int) -> None:
+        for counts in self._counts:
+            counts[location] = counts.get(location, 0) + 1
+
+
+class _Waited:
+    """The locations for which one of the requests waits, or where it is steered."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._waited: list[Any] = [found for part in parts for found in (part.run.waited, part.run.steered_here)]
+
+    def __contains__(self, location: str) -> bool:
+        return any(location in waited for waited in self._waited)

@@ -1,0 +1,165 @@
+"""A trace on an engine: its block, or each of its invokes, is a request.
+
+As in other traces the block of the ``with`` statement starts first. If it opens invokes, each is a request of its own, with
+its own sampling parameters; else the block itself is written against the one request that the trace was given. All run
+together, and with whatever else the engine has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.mediator import Mediator
+from ...runtime.report import Report
+from ...runtime.tracer import InterleavingTracer
+from ...tracing.saving import saves
+from .engine import Request
+from .prompts import prompt_of, sampling_of
+from .requests import RequestRun
+
+if TYPE_CHECKING:
+    from ...tracing import Backend
+    from .model import VLLM
+
+
+@dataclass(eq=False)
+class EngineReport(Report):
+    """Account of a trace on an engine.
+
+    Attributes:
+        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"in the compiled
+            model, as parameters"``, or ``"beside"`` where it needed no value of the model.
+        steps: For each request, in how many steps of the engine the block had rows.
+    """
+
+    tiers: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return a line for the trace and one for each request."""
+        if self.mode != "engine":
+            return super().__str__()
+        lines = [f"trace: engine, {len(self.tiers)} request{'s' * (len(self.tiers) != 1)}"]
+        lines += [
+            f"  request {number}: block ran {tier}" + (f", in {steps} steps" if steps else "")
+            for number, (tier, steps) in enumerate(zip(self.tiers, self.steps, strict=True))
+        ]
+        return "\n".join([*lines, *(f"    {location}" for location in self.spliced)])
+
+
+class RequestTracer(InterleavingTracer):
+    """Runs requests in the engine of a model, with blocks reading and editing its internals.
+
+    Args:
+        model: The model.
+        args: The prompt, unless invokes have one each.
+        kwargs: Sampling parameters, for all requests.
+        backend: Where the block runs; in this process by default.
+        named: Knows the names and the edits of the model.
+    """
+
+    def __init__(
+        self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None, named: Any
+    ) -> None:
+        super().__init__(_no_driver, model, args, kwargs, backend, named)
+        self.report: EngineReport = EngineReport()
+
+    def execute(self, function: Callable[[], None]) -> None:
+        """Run the requests, with ``function`` as the block of the one, or as what opens their blocks."""
+        assert self._call is not None
+        _, model, args, sampling = self._call
+        self.note_start()
+        self._invokes = None if args else []
+        self._open_mentioned()
+        main = self._run_of([Mediator(function, self.info, "trace")], "the request")
+        main.begin()
+        try:
+            requests = self._requests(model, main, args, sampling)
+            self._run_requests(model, requests)
+        finally:
+            main.cancel()
+            for action in self._at_end:
+                action()
+
+    def call(self) -> Any:
+        """Run the request with the model's edits and no other block; return vLLM's output."""
+        assert self._call is not None
+        _, model, args, sampling = self._call
+        self._entered = True
+        self._open_mentioned()
+        run = self._run_of([], "the request")
+        run.begin(self._edits())
+        token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
+        try:
+            request = Request(prompt_of(args), sampling_of(sampling), run)
+            self._run_requests(model, [request])
+        finally:
+            run.cancel()
+            saves.reset(token)
+            self._close()
+        return request.output
+
+    def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
+        assert self._call is not None
+        limits = self._call[1]._limits()  # type: ignore[attr-defined]
+        return RequestRun(blocks, self, None if self._model is None else self._model.modules, name, limits)
+
+    def _requests(
+        self, model: Any, main: RequestRun, args: tuple[Any, ...], sampling: Mapping[str, Any]
+    ) -> list[Request]:
+        """Return the requests of this trace, their blocks begun."""
+        invokes, self._invokes = self._invokes or [], None
+        if main.failed is not None:
+            raise main.failed
+        if args:
+            request = Request(prompt_of(args), sampling_of(sampling), main)
+            main.begin(self._edits())
+            return [request]
+        if not invokes and main.error is not None:
+            return []
+        if any(mediator.alive for mediator in main.mediators) or not invokes:
+            raise ValueError(
+                "The model did not execute: trace() was given no prompt. Pass one, as in `model.trace(prompt)`, or open "
+                "`with tracer.invoke(prompt):` inside the block, and read values of the model in there."
+            )
+        requests = []
+        for number, invoke in enumerate(invokes):
+            if not invoke.args:
+                raise ValueError(
+                    "tracer.invoke() without a prompt: on an engine each invoke is a request of its own, and there is no "
+                    "batch that one could see as a whole. Give it a prompt."
+                )
+            run = self._run_of(
+                [Mediator(invoke.function, None, f"invoke {number}", publish=invoke.publish)], f"invoke {number}"
+            )
+            requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
+        for request in requests:
+            request.run.begin(self._edits())
+        return requests
+
+    def _run_requests(self, model: Any, requests: list[Request]) -> None:
+        """Run ``requests``; raise the first error of a block when all have finished."""
+        report = self.report
+        report.mode = "engine"
+        report.tiers = [request.run.tier for request in requests]
+        try:
+            model.dispatch()
+            model._engine.run(requests)
+        finally:
+            for request in requests:
+                request.run.cancel()
+        report.steps = [request.run.steps for request in requests]
+        report.spliced = list(dict.fromkeys(location for request in requests for location in request.run.visited))
+        failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
+        for name, failure in failures[1:]:
+            failures[0][1].add_note(
+                f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}"
+            )
+        if failures:
+            raise failures[0][1]
+
+
+def _no_driver(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:
+    raise AssertionError("an engine drives itself")

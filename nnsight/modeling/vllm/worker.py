@@ -1,0 +1,150 @@
+"""vLLM's worker with a model runner that knows the runs of requests.
+
+vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, whose class is then replaced by a subclass
+that stops at three places: around the model's forward pass, where the flat batch is known; before sampling, with the logits; and after
+it, with the tokens. A step without blocks runs as it would without this package.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode
+from vllm.platforms import current_platform
+
+from .requests import LOGITS, SAMPLES, RequestRun
+from .rows import Rows
+from .steps import Part, Step
+from .taps import Layout, tap
+
+
+def _platform_worker() -> Any:
+    """Return vLLM's worker for this machine."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+_Base: Any = _platform_worker()
+
+_CHUNKED = (
+    "This request's prompt was split over several steps of the engine (chunked prefill), so no location sees all of it. Make the "
+    "engine with `enable_chunked_prefill=False`, which is the default of `VLLM`, or raise `max_num_batched_tokens`."
+)
+_PREEMPTED = (
+    "The engine ran out of key-value cache and computes this request anew; a block cannot run twice. Give the engine more memory "
+    "(`kv_cache_memory_bytes=...`, `gpu_memory_utilization=...`), or trace fewer requests at once."
+)
+
+
+class Worker(_Base):  # type: ignore[misc]
+    """A worker whose model runner offers the values of a step to the requests' blocks."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        runner = self.model_runner
+        if self.use_v2_model_runner:
+            raise NotImplementedError(
+                "Blocks run on vLLM's model runner V1 only: leave VLLM_USE_V2_MODEL_RUNNER unset, or at 0."
+            )
+        runner.__class__ = type(type(runner).__name__, (type(runner),), dict(_hooks(type(runner))))
+        runner.runs = {}
+        runner.instrumentation = None
+        runner.step = None
+        runner.slots = {}
+        runner.steered = 0
+        runner.tapped = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        description = self.vllm_config.additional_config.get("nnsight")
+        if description and self.vllm_config.compilation_config.mode != CompilationMode.NONE:
+            runner, config = self.model_runner, self.vllm_config.model_config
+            rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
+            layout = Layout.described(description)
+            runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
+
+
+def _hooks(base: Any) -> dict[str, Any]:
+    """Return the methods that a model runner of the class ``base`` gets."""
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.step = None
+        if not self.runs and not self.slots and not self.steered:
+            return base.execute_model(self, scheduler_output, *args, **kwargs)
+        self.scheduled = scheduler_output
+        with ExitStack() as self.stack:
+            return base.execute_model(self, scheduler_output, *args, **kwargs)
+
+    def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.slots or self.steered:
+            _fill_rows(self)
+        if self.runs:
+            first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+            self.step = _step(self, first.shape[0])
+            if self.step is not None:
+                if self.tapped is None:
+                    self.stack.enter_context(self.instrumentation())
+                self.stack.enter_context(self.step.active())
+        output = base._model_forward(self, input_ids, positions, *args, **kwargs)
+        if self.step is not None:
+            self.step.rows_are_requests()
+        return output
+
+    def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        step, self.step = self.step, None
+        if step is None or logits is None:
+            return base._sample(self, logits, spec_decode_metadata)
+        sampled = base._sample(self, step.meet(LOGITS, logits), spec_decode_metadata)
+        sampled.sampled_token_ids = step.meet(SAMPLES, sampled.sampled_token_ids)
+        return sampled
+
+    return {"execute_model": execute_model, "_model_forward": _model_forward, "_sample": _sample}
+
+
+def _step(runner: Any, total: int) -> Step | None:
+    """Return the step that ``runner`` is about to make, or ``None`` if no request with blocks takes part.
+
+    Args:
+        runner: The model runner, its inputs being prepared.
+        total: Rows of the flat batch.
+    """
+    scheduled, batch = runner.scheduled, runner.input_batch
+    resumed = getattr(scheduled.scheduled_cached_reqs, "resumed_req_ids", ())
+    parts: list[Part] = []
+    start = 0
+    for index, request in enumerate(batch.req_ids):
+        size = scheduled.num_scheduled_tokens[request]
+        run: RequestRun | None = runner.runs.get(request)
+        if run is not None and run.error is None:
+            done = int(batch.num_computed_tokens_cpu[index])
+            if run.touches_model and request in resumed:
+                run.fail(RuntimeError(_PREEMPTED))
+            elif run.touches_model and ((run.steps == 0 and done) or done + size < int(batch.num_prompt_tokens[index])):
+                run.fail(ValueError(_CHUNKED))
+            else:
+                run.steps += 1
+                parts.append(Part(run, Rows(start, size, total, done), Rows(index, 1, len(batch.req_ids))))
+        start += size
+    return Step(parts) if parts else None
+
+
+def _fill_rows(runner: Any) -> None:
+    """Say for each row of the step that ``runner`` is about to make which entry of the tables applies to it."""
+    rows, batch = runner.tapped.rows, runner.input_batch
+    rows[: runner.steered].zero_()
+    start = runner.steered = 0
+    for index, request in enumerate(batch.req_ids):
+        size = runner.scheduled.num_scheduled_tokens[request]
+        slot, first = runner.slots.get(request, (0, 0))
+        skipped = max(first - int(batch.num_computed_tokens_cpu[index]), 0)
+        if slot and skipped < size:
+            rows[start + skipped : start + size] = slot
+            runner.steered = start + size
+        start += size

@@ -1,0 +1,246 @@
+"""The parts of the vLLM backend that need no vLLM: rows of a flat batch, runs of requests, parameters of edits, prompts."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight.modeling.vllm import VLLM
+from nnsight.modeling.vllm.prompts import prompt_of
+from nnsight.modeling.vllm.requests import Limits, RequestRun
+from nnsight.modeling.vllm.rows import Rows, RowView
+from nnsight.modeling.vllm.steering import Slots, Steering, add_tables, steered
+from nnsight.modeling.vllm.steps import Part, Step
+from nnsight.modeling.vllm.taps import Layout, tapped_modules
+from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
+from nnsight.runtime.interleaver import active_interleaver
+from nnsight.runtime.mediator import Mediator
+
+HIDDEN = 4
+
+
+def requested(location: str) -> Any:
+    """Ask for a location, in a block."""
+    run = active_interleaver()
+    assert run is not None and run.current is not None
+    return run.current.request(location)
+
+
+def run_of(*blocks: Callable[[], Any], limits: Limits | None = None) -> RequestRun:
+    run = RequestRun([Mediator(block) for block in blocks], None, None, "request", limits or Limits(HIDDEN))
+    run.begin()
+    return run
+
+
+# -- without vLLM -----------------------------------------------------------------------------------------------------
+
+
+def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
+    with pytest.raises(ImportError, match=r"nnsight\[vllm\]"):
+        VLLM("nnsight/demo")
+
+
+def test_importing_the_class_imports_no_vllm() -> None:
+    code = "import sys; from nnsight.modeling.vllm import VLLM; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_copies_and_go_back() -> None:
+    with torch.inference_mode():
+        whole = (torch.arange(24.0).reshape(6, 4), torch.zeros(6, 4), "text")
+        before = whole[0].clone()
+        view = RowView(Rows(1, 2, 6), "x", whole)
+        hidden, zeros, text = view.value
+        assert torch.equal(hidden, before[1:3]) and text == "text" and not hidden.is_inference()
+        with torch.inference_mode(False):
+            hidden += 1
+        left = view.put_back((hidden, torch.ones(2, 4), text))
+    assert left[0] is whole[0]
+    expected = before.clone()
+    expected[1:3] += 1
+    assert torch.equal(whole[0], expected)
+    assert left[1] is not whole[1] and torch.equal(whole[1], torch.zeros(6, 4))
+    assert left[1].sum(1).tolist() == [0, 4, 4, 0, 0, 0]
+
+
+def test_what_was_not_changed_is_the_same_object() -> None:
+    whole = (torch.ones(3, 2), None)
+    view = RowView(Rows(0, 1, 3), "x", whole)
+    assert view.put_back(view.value) is whole
+
+
+def test_what_has_no_rows_cannot_be_changed() -> None:
+    view = RowView(Rows(0, 1, 3), "x", {"table": torch.ones(5)})
+    with pytest.raises(ReplacementShapeError, match="has no rows of its own"):
+        view.put_back({"table": torch.zeros(5)})
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [(torch.ones(1, 2, 4), r"\(1, 2, 4\) in place of this request's \(2, 4\)"), ([torch.ones(2, 4)], "structure")],
+)
+def test_replacements_have_to_fit(new: Any, message: str) -> None:
+    with pytest.raises(ReplacementShapeError, match=message):
+        RowView(Rows(0, 2, 3), "x", torch.zeros(3, 4)).put_back(new)
+
+
+# -- runs and steps ---------------------------------------------------------------------------------------------------
+
+
+def test_each_request_counts_its_own_passages() -> None:
+    seen: list[tuple[str, float]] = []
+
+    def block(name: str) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(2):
+                seen.append((name, requested("layer.output").sum().item()))
+                active_interleaver().current.advance(1)  # type: ignore[union-attr]
+
+        return run
+
+    first, second = run_of(block("first")), run_of(block("second"))
+    alone = Step([Part(first, Rows(0, 2, 2), Rows(0, 1, 1))])
+    together = Step([Part(first, Rows(0, 1, 3), Rows(0, 1, 2)), Part(second, Rows(1, 2, 3), Rows(1, 1, 2))])
+    alone.meet("layer.output", torch.ones(2, 4))
+    together.meet("layer.output", torch.ones(3, 4))
+    together.counts["other.output"] = 1
+    assert seen == [("first", 8.0), ("first", 4.0), ("second", 8.0)]
+    assert first.counts == {"layer.output": 2, "other.output": 1}
+    assert second.counts == {"layer.output": 1, "other.output": 1}
+    assert "layer.output" in together.waited
+    first.cancel()
+    second.cancel()
+
+
+def test_an_error_ends_one_run_and_leaves_the_value() -> None:
+    def fails() -> None:
+        requested("layer.output")
+        raise KeyError("mine")
+
+    def doubles() -> None:
+        requested("layer.output").mul_(2)
+
+    broken, working = run_of(fails), run_of(doubles)
+    step = Step([Part(broken, Rows(0, 1, 2), Rows(0, 1, 2)), Part(working, Rows(1, 1, 2), Rows(1, 1, 2))])
+    value = step.meet("layer.output", torch.ones(2, 2))
+    assert value.tolist() == [[1, 1], [2, 2]]
+    assert isinstance(broken.failed, KeyError) and working.failed is None
+    working.conclude(None)
+    assert working.failed is None
+
+
+def test_a_block_that_still_waits_fails_in_the_end() -> None:
+    run = run_of(lambda: requested("layer.output"))
+    run.conclude("result")
+    assert isinstance(run.failed, OutOfOrderError)
+
+
+def test_locations_without_a_tap_are_refused() -> None:
+    run = run_of(lambda: requested("model.b.output"), limits=Limits(HIDDEN, ("model.a.output",), ()))
+    assert "`model.b.output` is not tapped" in str(run.failed)
+
+
+def test_tiers() -> None:
+    compiled = Limits(HIDDEN, ("a",), ("a",), 1)
+    steering = Steering.of(HIDDEN, 1.0, None, None, 0)
+    assert run_of(lambda: requested("result")).tier == "beside"
+    for limits, expected in ((Limits(HIDDEN), "between modules"), (compiled, "in the compiled model, as parameters")):
+        run = run_of(lambda: requested("result"), limits=limits)
+        run.steer("a", steering)
+        assert run.tier == expected and run.needs_stops == (limits is not compiled)
+        run.cancel()
+    run = run_of(lambda: requested("a"), limits=compiled)
+    assert run.tier == "at taps of the compiled model" and run.needs_stops
+    run.cancel()
+
+
+# -- edits as parameters ----------------------------------------------------------------------------------------------
+
+
+def test_tables_do_what_each_rows_edit_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vector, plane, factor = torch.randn(4, generator=generator), torch.randn(2, 4, generator=generator), torch.rand(4)
+    hidden, residual = torch.randn(5, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    module = torch.nn.Identity()
+    rows = torch.zeros(8, dtype=torch.int64)
+    add_tables(module, rows, 2, 2, 4, torch.float32)
+    slots = Slots({"layer": module}, 2)
+    everything = {"layer": Steering.of(4, vector, factor, plane, 0)}
+    addition = {"layer": Steering.of(4, 2.0, None, None, 0)}
+    rows[1], rows[2], rows[4] = slots.take(everything), slots.take(addition), slots.take(everything)
+    found, kept = steered(module, (hidden, residual))
+    projector = torch.eye(4) - plane.T @ torch.linalg.inv(plane @ plane.T) @ plane
+    edited = (hidden + residual) @ projector * factor + vector
+    assert kept is residual
+    assert torch.equal(found[[0, 3]], hidden[[0, 3]])
+    torch.testing.assert_close((found + residual)[[1, 4]], edited[[1, 4]])
+    torch.testing.assert_close((found + residual)[2], (hidden + residual)[2] + 2)
+    torch.testing.assert_close(everything["layer"].difference(hidden), hidden @ projector * factor + vector - hidden)
+    assert not module.state_dict()
+
+
+def test_slots_are_given_back() -> None:
+    module = torch.nn.Identity()
+    add_tables(module, torch.zeros(8, dtype=torch.int64), 1, 0, 4, torch.float32)
+    slots = Slots({"layer": module}, 1)
+    first, second = ({"layer": Steering.of(4, value, None, None, 0)} for value in (1.0, 2.0))
+    assert slots.take(first) == slots.take(first) == 1
+    with pytest.raises(ValueError, match="room for 1 different edits"):
+        slots.take(second)
+    slots.give_back(first)
+    with pytest.raises(ValueError, match="room for 1 different edits"):
+        slots.take(second)
+    slots.give_back(first)
+    assert slots.take(second) == 1
+    assert module.nnsight_add[1].tolist() == [2.0] * 4
+
+
+def test_digests_tell_edits_apart() -> None:
+    edits = [
+        Steering.of(4, 1.0, None, None, 0),
+        Steering.of(4, 1.0, None, None, 3),
+        Steering.of(4, 2.0, None, None, 0),
+        Steering.of(4, None, 2.0, None, 0),
+        Steering.of(4, None, None, torch.eye(4)[0], 0),
+    ]
+    assert len({edit.digest for edit in edits}) == len(edits)
+    assert edits[0].digest == Steering.of(4, torch.ones(4), None, None, 0).digest
+
+
+# -- what users pass --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("text", {"prompt": "text"}),
+        (["text"], {"prompt": "text"}),
+        ([1, 2], {"prompt_token_ids": [1, 2]}),
+        (torch.tensor([[1, 2]]), {"prompt_token_ids": [1, 2]}),
+        ({"prompt": "text", "cache_salt": "mine"}, {"prompt": "text", "cache_salt": "mine"}),
+    ],
+)
+def test_forms_of_prompts(prompt: Any, expected: dict[str, Any]) -> None:
+    assert prompt_of((prompt,)) == expected
+
+
+def test_patterns_of_taps() -> None:
+    model = torch.nn.ModuleDict({"h": torch.nn.ModuleList(torch.nn.Sequential(torch.nn.ReLU()) for _ in range(2))})
+    assert list(tapped_modules(model, ["h.*"])) == ["h.0", "h.1"]
+    assert list(tapped_modules(model, ["h.1.0"])) == ["h.1.0"]
+    with pytest.raises(ValueError, match="no module 'h.7'"):
+        tapped_modules(model, ["h.7"])
+    layout = Layout(("h.*",), ("h.0",), 3, 2)
+    assert Layout.described(layout.description) == layout

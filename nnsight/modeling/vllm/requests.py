@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...runtime.errors import OutOfOrderError
-from ...runtime.interleaver import Interleaver, _active
+from ...runtime.interleaver import Interleaver, active_run
 from ...runtime.mediator import EarlyStopException, Mediator
 from .rows import RequestReplacements, Rows, RowView
 from .steering import Steering
@@ -226,14 +226,14 @@ class RequestRun(Interleaver):
 
     def _guarded(self, function: Any, *arguments: Any, otherwise: Any = None) -> Any:
         """Return what ``function`` returns; if it raises, end the run and return ``otherwise``."""
-        token = _active.set(self)
+        token = active_run.set(self)
         try:
             return function(*arguments)
         except Exception as error:
             self._end(error)
             return otherwise
         finally:
-            _active.reset(token)
+            active_run.reset(token)
 
     def _end(self, error: BaseException) -> None:
         self.error, self.failure = error, None

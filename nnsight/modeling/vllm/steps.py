@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ...runtime.interleaver import _active
+from ...runtime.interleaver import active_run
 from .requests import RequestRun
 from .rows import Rows
 
@@ -71,11 +71,11 @@ class Step:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let intercepted calls find this step."""
-        token = _active.set(self)  # type: ignore[arg-type]
+        token = active_run.set(self)  # type: ignore[arg-type]
         try:
             yield
         finally:
-            _active.reset(token)
+            active_run.reset(token)
 
 
 class _Counts:

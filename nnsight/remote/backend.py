@@ -42,3 +42,22 @@ class LocalBackend(ProgramBackend):
 
     def send(self, payload: bytes) -> bytes:
         return execute_payload(self._model, payload, self._limits)
+
+
+def backend_for(model: Any, remote: bool | str, backend: Backend | None, options: dict[str, Any]) -> Backend:
+    """Return the backend that ``remote=`` of a trace stands for.
+
+    Args:
+        model: The model of the trace.
+        remote: ``"local"``: this process.
+        backend: A backend that was given as well.
+        options: Further keyword arguments of the trace; options of the backend are taken out.
+
+    Raises:
+        ValueError: If both are given, or there is no such backend.
+    """
+    if backend is not None:
+        raise ValueError("Give `remote=` or `backend=`, not both.")
+    if remote == "local":
+        return LocalBackend(model)
+    raise ValueError(f"remote= is 'local' here, not {remote!r}.")

@@ -61,7 +61,7 @@ _adaptive_avg_pool2d.default constant_pad_nd.default
 _INDEXING = """
 index.Tensor index_select.default gather.default embedding.default scatter.src scatter.value scatter_add.default
 scatter.reduce scatter.value_reduce scatter_reduce.two index_put.default index_add.default index_copy.default
-index_fill.int_Scalar index_fill.int_Tensor masked_scatter.default take.default tril.default triu.default
+index_fill.int_Scalar index_fill.int_Tensor take.default tril.default triu.default
 slice_scatter.default select_scatter.default diagonal_scatter.default searchsorted.Tensor searchsorted.Scalar
 bucketize.Tensor
 """
@@ -85,7 +85,7 @@ div_.Tensor_mode pow_.Scalar pow_.Tensor addcmul_.default addcdiv_.default lerp_
 clamp_.Tensor clamp_min_.default clamp_max_.default copy_.default fill_.Scalar fill_.Tensor zero_.default neg_.default
 exp_.default log_.default sqrt_.default rsqrt_.default reciprocal_.default sigmoid_.default tanh_.default relu_.default
 sin_.default cos_.default floor_.default ceil_.default round_.default trunc_.default sign_.default erf_.default
-masked_fill_.Scalar masked_fill_.Tensor masked_scatter_.default index_put_.default index_add_.default index_copy_.default
+masked_fill_.Scalar masked_fill_.Tensor index_put_.default index_add_.default index_copy_.default
 index_fill_.int_Scalar index_fill_.int_Tensor scatter_.src scatter_.value scatter_add_.default scatter_reduce_.two
 tril_.default triu_.default logical_not_.default logical_and_.default logical_or_.default bitwise_and_.Tensor
 bitwise_or_.Tensor bitwise_xor_.Tensor remainder_.Scalar remainder_.Tensor floor_divide_.Scalar floor_divide_.Tensor

@@ -5,7 +5,8 @@ that run; the nodes of a block are done in their order, those of several blocks 
 its position in the list, so a reference can point backwards only.
 
 ===========  ============================================================================================================
-``read``     the tensor ``leaf`` of the value at ``site``, at its passage number ``at``; ``copy``: a copy of it
+``read``     the tensor ``leaf`` of the value at ``site``, at its passage number ``at``; ``inside``: the number of a tensor in
+             that leaf, if it is a cache; ``copy``: a copy of it
 ``const``    the tensor ``tensor`` of the container
 ``weight``   the parameter or buffer ``name`` of the model
 ``op``       the operator ``name`` of the table, applied to ``args`` and ``kwargs``
@@ -46,12 +47,12 @@ _OPTIONAL = {"line"}
 
 #: Keys of each kind of node, required and optional.
 _KEYS: dict[str, tuple[set[str], set[str]]] = {
-    "read": ({"site", "at", "leaf"}, {"copy", "loop"}),
+    "read": ({"site", "at", "leaf"}, {"inside", "copy", "loop"}),
     "const": ({"tensor"}, set()),
     "weight": ({"name"}, set()),
     "op": ({"name", "args"}, {"kwargs"}),
     "apply": ({"module", "args", "kwargs"}, {"copy"}),
-    "write": ({"site", "at", "leaf", "value"}, {"in_place", "loop"}),
+    "write": ({"site", "at", "leaf", "value"}, {"inside", "in_place", "loop"}),
     "skip": ({"site", "at", "value"}, {"loop"}),
     "barrier": ({"id", "of"}, set()),
     "stop": (set(), set()),
@@ -123,7 +124,7 @@ def _check_node(node: Node, job: Job, budget: Budget, number: int, owned: list[b
     for key in ("copy", "loop", "in_place"):
         if key in node and type(node[key]) is not bool:
             raise InvalidProgramError(f"`{key}` is no boolean")
-    for key in ("at", "leaf", "line", "id"):
+    for key in ("at", "leaf", "inside", "line", "id"):
         if key in node and not (is_int(node[key]) and 0 <= node[key] < 2**31):
             raise InvalidProgramError(f"`{key}` is no number of that kind")
     for key in ("site", "module", "name"):
@@ -149,6 +150,8 @@ def _check_write(node: Node, job: Job, budget: Budget, number: int, owned: list[
     if type(node["value"]) is not dict:
         raise InvalidProgramError("`value` is no reference to a tensor")
     check_references(node["value"], number)
+    if "inside" in node and not node.get("in_place"):
+        raise InvalidProgramError("a tensor inside of a cache is written to in place only")
     return False
 
 

@@ -43,7 +43,7 @@ from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
 from .binding import Binding
 from .errors import NotExpressibleError
-from .fake_runs import FakeModel, generation_size, tensors_at
+from .fake_runs import FakeModel, generation_size, places_of, tensors_at
 from .nodes import Node, why_not, write_argument
 from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
@@ -109,7 +109,9 @@ class _Visit:
         site: The location.
         at: Its passage.
         block: The block that has stopped there.
+        loop: Whether the block waited for it in a loop.
         structure: How the value is built.
+        places: Where its leaves are.
         leaves: Its leaves.
         reads: The node of each tensor among them.
         edited: The reads that were edited in place.
@@ -120,9 +122,18 @@ class _Visit:
     block: int
     loop: bool
     structure: Any
+    places: list[tuple[int, int | None]]
     leaves: list[Any]
     reads: dict[int, int] = field(default_factory=dict)
     edited: set[int] = field(default_factory=set)
+
+    def place(self, number: int) -> dict[str, Any]:
+        """Return what a node says of the place of a leaf."""
+        leaf, inside = self.places[number]
+        said = {"site": self.site, "at": self.at, "leaf": leaf}
+        if inside is not None:
+            said["inside"] = inside
+        return {**said, "loop": True} if self.loop else said
 
 
 def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +245,7 @@ class Recorder:
         binding = Binding(values, {id(fake): fake for fake in self._refs if id(fake) in references}, references, job.saves, scope)
         return Recorded(job, binding)
 
-    def _saved(self, name: str, value: Any) -> Any:
+    def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
         """Return the tree of a saved value that has none of its own."""
         if isinstance(value, torch.Tensor):
             known = self.model is not None and self.model.weights.get(id(value))
@@ -254,8 +265,11 @@ class Recorder:
             return {"ref": list(ref)}
         if hasattr(value, "_entries") and hasattr(value, "observe"):  # a cache of activations
             entries = [[path, {kind: found for kind, found in entry._values.items() if found}] for path, entry in value._entries.items()]
-            return write_tree({path: kinds for path, kinds in entries if kinds}, lambda leaf: self._saved(name, leaf))
+            kept = {path: kinds for path, kinds in entries if kinds}
+            return write_tree(kept, lambda leaf: self._saved(name, leaf, in_cache=True))
         if is_carrier(value):
+            if in_cache:  # a key-value cache belongs to the run
+                return {"absent": type(value).__name__[:100]}
             return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}
         inside = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)) else ()
         held = value if isinstance(value, (set, frozenset)) else inside
@@ -484,22 +498,20 @@ class Recorder:
         """Write down that a block reads what there is at a location."""
         assert self.block is not None
         structure = pytree.tree_structure(value, is_leaf=is_carrier)
-        visit = _Visit(site, at, self.block, bool(getattr(mediator, "loops", 0)), structure, tensors_at(value))
+        places = places_of(value)
+        loop = bool(getattr(mediator, "loops", 0))
+        visit = _Visit(site, at, self.block, loop, structure, [place for place, _ in places], [leaf for _, leaf in places])
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue
             known = self._refs.get(leaf)
             if known is not None and self.nodes[self._roots[known[0]]]["do"] == "op":
                 continue  # what a block has put there
-            number = visit.reads[place] = self.emit("read", site=site, at=at, leaf=place, **self._loop(visit))
+            number = visit.reads[place] = self.emit("read", **visit.place(place))
             self._refs[leaf] = (number, 0)
             self._storages[number] = StorageWeakRef(leaf.untyped_storage())
         self._visits.append(visit)
         return visit
-
-    @staticmethod
-    def _loop(visit: _Visit) -> dict[str, Any]:
-        return {"loop": True} if visit.loop else {}
 
     @_unseen
     def end_visit(self, visit: _Visit, left: Any) -> None:
@@ -511,10 +523,9 @@ class Recorder:
                 _here(f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
                       "a dict by a dict with its keys.")
             )
-        place = {"site": visit.site, "at": visit.at}
         for leaf, number in visit.reads.items():
             if number in visit.edited:
-                self.emit("write", **place, leaf=leaf, value={"ref": [number, 0]}, in_place=True, **self._loop(visit))
+                self.emit("write", **visit.place(leaf), value={"ref": [number, 0]}, in_place=True)
         for number, (old, new) in enumerate(zip(visit.leaves, leaves, strict=True)):
             if new is old:
                 continue
@@ -523,7 +534,9 @@ class Recorder:
                     continue
                 raise NotExpressibleError(_here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none."))
             value = self.reference(self.substitute(new))
-            self.emit("write", **place, leaf=number, value=value, **self._loop(visit))
+            if visit.places[number][1] is not None:
+                raise NotExpressibleError(_here(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead."))
+            self.emit("write", **visit.place(number), value=value)
         for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
             del self._stale[number]
 

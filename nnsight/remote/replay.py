@@ -25,7 +25,7 @@ from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.invoker import Barrier
 from ..runtime.mediator import EarlyStopException, Mediator
 from .errors import ExecutionFailedError, InvalidProgramError
-from .fake_runs import tensors_at, with_leaf
+from .fake_runs import leaf_at, tensors_at, with_leaf
 from .nodes import Node, read_argument
 from .operators import OPERATORS
 from .payload import Job
@@ -183,8 +183,7 @@ class Replay:
 
     def _leaf(self, mediator: Any, node: Node) -> torch.Tensor:
         self._waiting[mediator] = node
-        leaves = tensors_at(mediator.request(_place(node)))
-        leaf = leaves[node["leaf"]] if node["leaf"] < len(leaves) else None
+        leaf = leaf_at(mediator.request(_place(node)), node)
         if not isinstance(leaf, torch.Tensor):
             raise InvalidProgramError(f"{_what(node)}{_line(node)}: the value there has no tensor number {node['leaf']}.")
         return leaf

@@ -536,7 +536,6 @@ SIZES: dict[str, Callable[[], Any]] = {
     "scattering by floats": lambda: computed(op("aten.scatter.value", X, 0, X, 1.0)),
     "selecting by floats": lambda: computed(WEIGHT, op("aten.index_select.default", X, 0, ref(1))),
     "too many indices": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)] * 9), c=torch.tensor([0])),
-    "a shift of a float": lambda: computed(op("aten.bitwise_not.default", X)),
     "types that do not mix": lambda: computed(
         op("aten._to_copy.default", X, dtype={"dtype": "float64"}), WEIGHT, op("aten.mm.default", ref(2), ref(1))
     ),
@@ -642,6 +641,11 @@ def test_a_bad_index_that_is_computed_fails_before_it_is_used() -> None:
     )  # fmt: skip
     with pytest.raises(ExecutionFailedError, match=r"index_select.*out of range"):
         execute_payload(MODEL, payload, LIMITS)
+
+
+def test_what_only_a_kernel_refuses_fails() -> None:
+    with pytest.raises(ExecutionFailedError, match="bitwise_not"):
+        execute_payload(MODEL, computed(op("aten.bitwise_not.default", X)), LIMITS)
 
 
 def test_a_job_that_takes_too_long_is_ended() -> None:

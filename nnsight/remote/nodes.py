@@ -58,6 +58,9 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "stop": (set(), set()),
 }
 
+#: Kinds of nodes that make nothing.
+_EFFECTS = frozenset({"write", "skip", "barrier", "stop"})
+
 _VALUES = frozenset({"ref", "list", "tuple", "dict", "float"})
 _SITE = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*|\d+)(?:\.(?:[A-Za-z_][A-Za-z0-9_]*|\d+))*", re.ASCII)
 
@@ -96,13 +99,18 @@ def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
     if len(job.nodes) > limits.nodes:
         raise InvalidProgramError(f"The program has {len(job.nodes)} nodes; the limit is {limits.nodes}.")
     owned: list[bool] = []
-    before = 0
+    before: list[Node] = []
+    stopped: set[tuple[int, int]] = set()
     for number, node in enumerate(job.nodes):
         try:
-            _check_node(node, job, budget, number, owned)
-            if node["run"] < before:
+            _check_node(node, job, budget, before, owned)
+            if before and node["run"] < before[-1]["run"]:
                 raise InvalidProgramError("it belongs to a run that is over")
-            before = node["run"]
+            before.append(node)
+            if (node["run"], node["block"]) in stopped:
+                raise InvalidProgramError("its block has stopped before")
+            if node["do"] == "stop":
+                stopped.add((node["run"], node["block"]))
         except InvalidProgramError as error:
             what = node.get("do") if type(node) is dict else None
             line = node.get("line") if type(node) is dict else None
@@ -111,7 +119,7 @@ def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
             ) from None
 
 
-def _check_node(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> None:
+def _check_node(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> None:
     if type(node) is not dict or type(do := node.get("do")) is not str or do not in _KEYS:
         raise InvalidProgramError("it is no node of a known kind")
     required, optional = _KEYS[do]
@@ -132,56 +140,56 @@ def _check_node(node: Node, job: Job, budget: Budget, number: int, owned: list[b
             raise InvalidProgramError(f"`{key}` is no path")
     if "site" in node and node["site"] != "result" and not node["site"].endswith((".output", ".input")):
         raise InvalidProgramError("`site` is neither an input nor an output nor the result")
-    owned.append(_CHECKS[do](node, job, budget, number, owned) if do in _CHECKS else False)
+    owned.append(_CHECKS[do](node, job, budget, before, owned) if do in _CHECKS else False)
 
 
-def _check_const(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> bool:
+def _check_const(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
     if type(node["tensor"]) is not str or node["tensor"] not in job.tensors:
         raise InvalidProgramError("the container has no such tensor")
     return False
 
 
-def _check_read(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> bool:
+def _check_read(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
     return bool(node.get("copy", False))
 
 
-def _check_write(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> bool:
+def _check_write(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
     check_tree(node["value"], frozenset({"ref"}), budget)
     if type(node["value"]) is not dict:
         raise InvalidProgramError("`value` is no reference to a tensor")
-    check_references(node["value"], number)
+    check_references(node["value"], before)
     if "inside" in node and not node.get("in_place"):
         raise InvalidProgramError("a tensor inside of a cache is written to in place only")
     return False
 
 
-def _check_skip(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> bool:
+def _check_skip(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
     if not node["site"].endswith(".input"):
         raise InvalidProgramError("a module is skipped at its input")
     check_tree(node["value"], _VALUES, budget)
-    check_references(node["value"], number)
+    check_references(node["value"], before)
     return False
 
 
-def _check_barrier(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> bool:
+def _check_barrier(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
     if not (is_int(node["of"]) and 1 <= node["of"] <= job.runs[node["run"]]["blocks"]):
         raise InvalidProgramError("`of` is no number of blocks")
     return False
 
 
-def _check_apply(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> bool:
+def _check_apply(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
     for key, kind in (("args", "list"), ("kwargs", "dict")):
         tree = node[key]
         if type(tree) is not dict or kind not in tree:
             raise InvalidProgramError(f"`{key}` is no {kind}")
         check_tree(tree, _VALUES, budget)
-        check_references(tree, number)
+        check_references(tree, before)
     if not all(is_text(name) and name.isidentifier() for name, _ in node["kwargs"]["dict"]):
         raise InvalidProgramError("the name of an argument is no name")
     return bool(node.get("copy", False))
 
 
-def _check_op(node: Node, job: Job, budget: Budget, number: int, owned: list[bool]) -> bool:
+def _check_op(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
     name, args, kwargs = node["name"], node["args"], node.get("kwargs", {})
     operator = OPERATORS.get(name)
     if operator is None:
@@ -200,7 +208,7 @@ def _check_op(node: Node, job: Job, budget: Budget, number: int, owned: list[boo
     for argument in schema:
         if argument.name in given:
             allowed = STRINGS.get((base, argument.name), frozenset())
-            _check_argument(given[argument.name], str(argument.real_type), allowed, argument.name, number, budget)
+            _check_argument(given[argument.name], str(argument.real_type), allowed, argument.name, before, budget)
         elif not argument.has_default_value():
             raise InvalidProgramError(f"`{name}` lacks its argument `{argument.name}`")
     if base == "scaled_dot_product_attention" and given.get("dropout_p", 0.0) != 0.0:
@@ -229,14 +237,18 @@ def why_not(name: str) -> str:
     return f"there is no operator `{name}` that programs may use"
 
 
-def check_references(tree: Any, number: int) -> None:
-    """Raise if a tree refers to anything but nodes before ``number``."""
+def check_references(tree: Any, nodes: list[Node]) -> None:
+    """Raise if a tree refers to anything but what one of ``nodes`` makes."""
     for node, _ in references(tree):
-        if node >= number:
+        if node >= len(nodes):
             raise InvalidProgramError(f"it refers to node {node}, which does not come before it")
+        if nodes[node]["do"] in _EFFECTS:
+            raise InvalidProgramError(f"it refers to node {node}, which makes nothing")
 
 
-def _check_argument(value: Any, kind: str, strings: frozenset[str], name: str, number: int, budget: Budget) -> None:
+def _check_argument(
+    value: Any, kind: str, strings: frozenset[str], name: str, nodes: list[Node], budget: Budget
+) -> None:
     budget.spend(0)
     if kind.startswith("Optional["):
         if value is None:
@@ -246,7 +258,7 @@ def _check_argument(value: Any, kind: str, strings: frozenset[str], name: str, n
         inner = kind[len("List[") : -1]
         if type(value) is list:
             for item in value:
-                _check_argument(item, inner, strings, name, number, budget)
+                _check_argument(item, inner, strings, name, nodes, budget)
             return
         if inner != "int":
             raise InvalidProgramError(f"`{name}` is no list")
@@ -255,7 +267,7 @@ def _check_argument(value: Any, kind: str, strings: frozenset[str], name: str, n
         raise InvalidProgramError(f"`{name}` is not of type {kind}")
     if kind == "Tensor" and type(value) is dict:
         check_tree(value, frozenset({"ref"}), budget)
-        check_references(value, number)
+        check_references(value, nodes)
 
 
 def _is_argument(value: Any, kind: str, strings: frozenset[str]) -> bool:

@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..fx.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar, quiet_fakes
 from ..modeling.generation import Generation
+from ..modeling.tracing import _names
 from ..runtime.carriers import is_carrier
 from ..runtime.fakes import Guesses
 from ..runtime.interleaver import Interleaver
@@ -173,6 +174,7 @@ class Recorder:
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
         self._barriers: dict[int, int] = {}
         self._keep: list[Any] = []
+        self._outer: dict[str, Any] = {}
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
@@ -202,6 +204,7 @@ class Recorder:
             return self.model.run(interleaver, call, args, kwargs, steps, prompt)
 
         self.runs.append({})
+        self._outer.update(self._outer_containers(tracer))
         numbers = self._blocks
         with torch.no_grad(), quiet_fakes, self.mode:
             self.model = FakeModel(modules, self.mode, torch.device("cpu") if device.type == "meta" else device)
@@ -231,7 +234,17 @@ class Recorder:
         """Return the job, with what the block of ``tracer`` saved."""
         marked = saves.get() or {}
         values = {name: value for name, value in tracer.scope.items() if id(value) in marked}
+        for name, value in self._outer.items():  # as in any trace, what the block puts there stays there
+            leaves = pytree.tree_leaves(value)
+            if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
+                values[name] = value
         return self.job(values, tracer.scope)
+
+    def _outer_containers(self, tracer: Any) -> dict[str, Any]:
+        """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
+        used = tracer._frame.f_globals if tracer._frame is not None else {}
+        names = {name: used[name] for name in _names(tracer.info.code) if name in used}
+        return {name: value for name, value in {**names, **dict(tracer.scope.items())}.items() if type(value) in (list, dict)}
 
     def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
         """Return the job that gives ``values`` back."""
@@ -573,9 +586,16 @@ class Recorder:
             raise NotExpressibleError(_here(f"`{path}` is given a {type(item).__name__}, which cannot be sent."))
 
         trees = {"args": write_tree(list(args), leaf), "kwargs": write_tree(dict(kwargs), leaf)}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = self.model.versions() + sum(tensor._version for tensor in tensors)
         result = copy.forward(*args, **kwargs)
+        if self.model.versions() + sum(tensor._version for tensor in tensors) != before:
+            raise NotExpressibleError(
+                _here(f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
+                      "such as `torch.relu`.")
+            )
         number = self.emit("apply", module=path, **trees)
-        given = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {tensor.untyped_storage()._cdata for tensor in tensors}
         given |= self.model.storages()
         for output, tensor in enumerate(tensors_at(result)):
             if isinstance(tensor, FakeTensor):

@@ -322,8 +322,12 @@ def _flat(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
 
 def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
     target, source = given["target"], given["self"]
+    target = getattr(target, CONSTANT, target)
     if isinstance(target, torch.Tensor) and source.dim():
-        kept = target.masked_fill(target == given["ignore_index"], 0)
+        if isinstance(target, FakeTensor):
+            return
+        with unset_fake_temporarily():
+            kept = target.masked_fill(target == given["ignore_index"], 0)
         yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
 
 

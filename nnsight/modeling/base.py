@@ -144,7 +144,7 @@ class NNsight(Envoy):
                 other objects of yours, and what it prints, happens twice.
             fn: What to call instead of the model; a function that calls it, or modules of it, as often as it likes.
             remote: Send the block as data to where the model runs (docs/remote.md): ``"local"`` records it, checks it and runs it
-                in this process, as a server does.
+                in this process, as a server does; ``"program"`` records it, for ``tracer.program``, and runs nothing.
             **kwargs: The model's input, by name.
 
         Returns:
@@ -252,6 +252,21 @@ class NNsight(Envoy):
             edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
             edited._tree.roots.add(edited)
         return EditingTracer(edited._edits, edited)
+
+    def apply(self, program: Any) -> Any:
+        """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
+
+        Args:
+            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``.
+
+        Raises:
+            InvalidProgramError: If this model lacks a part that the program names.
+        """
+        if not hasattr(program, "block_for"):
+            return self._module.apply(program)
+        from ..remote.program import apply_program
+
+        return apply_program(self, program)
 
     def clear_edits(self) -> None:
         """Forget the blocks of :meth:`edit`."""

@@ -7,6 +7,7 @@ from typing import Any
 from ..tracing import Backend
 from .execution import execute_payload
 from .limits import Limits
+from .program import Program
 from .recorder import Recorded, record
 
 
@@ -44,12 +45,21 @@ class LocalBackend(ProgramBackend):
         return execute_payload(self._model, payload, self._limits)
 
 
+class RecordingBackend(ProgramBackend):
+    """``remote="program"``: records the block and runs nothing; the program is ``tracer.program``."""
+
+    def __call__(self, tracer: Any) -> Any:
+        recorded = record(tracer, Backend.__call__(self, tracer))
+        recorded.binding.forget()
+        tracer.program = Program(recorded.job)
+
+
 def backend_for(model: Any, remote: bool | str, backend: Backend | None, options: dict[str, Any]) -> Backend:
     """Return the backend that ``remote=`` of a trace stands for.
 
     Args:
         model: The model of the trace.
-        remote: ``"local"``: this process.
+        remote: ``"local"``: this process. ``"program"``: nowhere.
         backend: A backend that was given as well.
         options: Further keyword arguments of the trace; options of the backend are taken out.
 
@@ -60,4 +70,6 @@ def backend_for(model: Any, remote: bool | str, backend: Backend | None, options
         raise ValueError("Give `remote=` or `backend=`, not both.")
     if remote == "local":
         return LocalBackend(model)
-    raise ValueError(f"remote= is 'local' here, not {remote!r}.")
+    if remote == "program":
+        return RecordingBackend()
+    raise ValueError(f"remote= is 'local' or 'program', not {remote!r}.")

@@ -55,6 +55,11 @@ class Binding:
             self._set(name, new)
         return bound
 
+    def forget(self) -> None:
+        """Leave the names that were saved unbound: nothing will come."""
+        for name in self._values:
+            self._set(name, ABSENT)
+
     def _match(self, sent: Any, received: Any, tensors: dict[str, torch.Tensor]) -> None:
         """Note which tensor stands where a reference was sent."""
         if type(sent) is not dict or type(received) is not dict:

@@ -6,6 +6,7 @@ the model was wrapped that way. Edits of the model's owner do not run along. Not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,7 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
         return modules[path].forward(*args, **kwargs)
 
     replay = Replay(job, device, apply, lambda name: weights[name].detach(), limits.seconds)
+    replay.on_write = guard(model._module)
     with torch.no_grad():
         replay.place_constants()
         for number, run in enumerate(job.runs):
@@ -61,6 +63,22 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
             except Exception as error:
                 raise ExecutionFailedError(f"The model failed: {type(error).__name__}: {error}") from error
     return _results(replay, limits)
+
+
+def guard(module: torch.nn.Module) -> Callable[[torch.Tensor], None]:
+    """Return a function that raises for a tensor in the memory of a weight of ``module``."""
+    kept: set[int] = set()
+
+    def check(tensor: torch.Tensor) -> None:
+        if type(tensor) is not torch.Tensor:  # of a graph that is being compiled; the check on fakes has seen it
+            return
+        if not kept:
+            weights = [*module.parameters(), *module.buffers()]
+            kept.update(weight.untyped_storage()._cdata for weight in weights)
+        if tensor.untyped_storage()._cdata in kept:
+            raise InvalidProgramError("The program would write to memory of the model that outlives the run.")
+
+    return check
 
 
 def _run(model: NNsight, replay: Replay, number: int, args: Any, kwargs: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ from .fake_runs import FakeModel, generation_size, places_of, tensors_at
 from .nodes import Node, why_not, write_argument
 from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
-from .trees import write_tree
+from .replay import references_of
+from .trees import references, write_tree
 from .validation import device_of
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
@@ -677,22 +678,19 @@ def _pruned(
 
     A node is needed if it has an effect on the run, if a needed one uses it, or if it edits memory that a needed one uses.
     """
-    from .replay import _references
-
     edits: dict[int, list[int]] = {}
     for number, node in enumerate(nodes):
         if node["do"] == "op" and is_in_place(node["name"]):
             edits.setdefault(roots[number], []).append(number)
     needed: set[int] = set()
     pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop")]
-    pending += _references(list(trees.values()))
+    pending += [number for tree in trees.values() for number, _ in references(tree)]
     while pending:
         number = pending.pop()
         if number in needed:
             continue
         needed.add(number)
-        node = nodes[number]
-        pending += [*_references(node.get("args")), *_references(node.get("kwargs")), *_references(node.get("value"))]
+        pending += references_of(nodes[number])
         pending += edits.get(roots[number], [])
     numbers = {old: new for new, old in enumerate(sorted(needed))}
     kept = [_renumbered({key: value for key, value in nodes[old].items() if key != "shares"}, numbers) for old in sorted(needed)]

@@ -86,7 +86,7 @@ class Replay:
             if node["run"] == run:
                 blocks[node["block"]].append((number, node))
         return [
-            Mediator(lambda nodes=nodes: self._block(nodes), None, f"block {number}")  # type: ignore[misc]
+            Mediator(lambda nodes=nodes: self.run_nodes(nodes), None, f"block {number}")  # type: ignore[misc]
             for number, nodes in enumerate(blocks)
         ]
 
@@ -129,7 +129,8 @@ class Replay:
 
         return {name: tree(saved) for name, saved in self.job.saves.items()}
 
-    def _block(self, nodes: list[tuple[int, Node]]) -> None:
+    def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
+        """Do nodes, in the block that is running."""
         for number, node in nodes:
             if time.monotonic() > self._deadline:
                 raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds{_line(node)}.")
@@ -246,7 +247,12 @@ def _line(node: Node | None) -> str:
 
 def _used_by(node: Node) -> Counter[int]:
     """Return how often a node uses the values of others."""
-    return Counter(_references(node.get("args")) + _references(node.get("kwargs")) + _references(node.get("value")))
+    return Counter(references_of(node))
+
+
+def references_of(node: Node) -> list[int]:
+    """Return the nodes that a node refers to, as often as it does."""
+    return _references(node.get("args")) + _references(node.get("kwargs")) + _references(node.get("value"))
 
 
 def _references(value: Any) -> list[int]:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException, Mediator
 from ..runtime.scanning import _OutsideFakeMode, fake_mode
 from ..runtime.tracer import InterleavingTracer
-from ..tracing.errors import user_position_now
+from ..tracing.errors import user_position_now, user_position_of
 from ..tracing.saving import saves
 from .binding import Binding
 from .errors import NotExpressibleError
@@ -57,6 +58,9 @@ _TORCH = torch.__file__.rsplit("/", 1)[0]
 _GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+#: Where the block stands for which something is written down while the model runs.
+_position: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
 
 #: Index types of scalar tensors that index as the integer in them does.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -311,7 +315,7 @@ class Recorder:
 
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
         """Append a node to the block whose turn it is; return its number."""
-        line = user_position_now(skip=_TORCH)[1]
+        line = (_position.get() or user_position_now(skip=_TORCH))[1]
         number = len(self.nodes)
         self.nodes.append({"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})})
         self._roots.append(number if root is None else root)
@@ -626,7 +630,7 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _here(message: str) -> str:
-    filename, line = user_position_now(skip=_TORCH)
+    filename, line = _position.get() or user_position_now(skip=_TORCH)
     return f"{filename}:{line}: {message}"
 
 
@@ -752,7 +756,7 @@ class _RecordingInterleaver(Interleaver):
 class _RecordingMediator(Mediator):
     """A block that is written down."""
 
-    __slots__ = ("_recorder",)
+    __slots__ = ("_position", "_recorder")
 
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -761,15 +765,24 @@ class _RecordingMediator(Mediator):
         recorder.number_of(self)
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
+        assert self._greenlet is not None
         recorder = self._recorder
         before, recorder.block = recorder.block, recorder.number_of(self)
+        self._position = user_position_of(self._greenlet.gr_frame, skip=_TORCH)
+        token = _position.set(self._position)
         try:
             visit = recorder.begin_visit(self, location, occurrence, value)
             left = super().visit(location, occurrence, value)
+            _position.set(self._position)
             recorder.end_visit(visit, left)
         finally:
             recorder.block = before
+            _position.reset(token)
         return left
+
+    def swap(self, location: str, value: Any) -> None:
+        super().swap(location, value)
+        self._position = user_position_now(skip=_TORCH)
 
     def skip(self, location: str, value: Any) -> None:
         super().skip(location, value)

@@ -29,7 +29,7 @@ from .fake_runs import leaf_at, tensors_at, with_leaf
 from .nodes import Node, read_argument
 from .operators import OPERATORS
 from .payload import Job
-from .trees import ABSENT, read_tree, references
+from .trees import ABSENT, NONE, read_tree, references
 
 #: Attribute of the fake of a constant: its values, where they are indices.
 CONSTANT = "_nnsight_constant"
@@ -125,6 +125,8 @@ class Replay:
             made = self.values.get(content[0])
             if made is None:
                 return {"absent": "never computed"}
+            if content[1] < len(made) and made[content[1]] is None:  # such as a mask that the model did without
+                return {"absent": NONE}
             return leaf(self._output(made, content[0], content[1]))
 
         return {name: tree(saved) for name, saved in self.job.saves.items()}
@@ -132,12 +134,14 @@ class Replay:
     def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
         """Do nodes, in the block that is running."""
         for number, node in nodes:
-            if time.monotonic() > self._deadline:
-                raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds{_line(node)}.")
             try:
+                if time.monotonic() > self._deadline:
+                    raise ExecutionFailedError(f"the job took longer than {self._seconds:g} seconds")
                 self._do(number, node)
-            except (EarlyStopException, GreenletExit, ExecutionFailedError, InvalidProgramError):
+            except (EarlyStopException, GreenletExit):
                 raise
+            except (ExecutionFailedError, InvalidProgramError) as error:
+                raise type(error)(f"{_what(node)}{_line(node)}: {error}") from error
             except OutOfOrderError as error:
                 raise ExecutionFailedError(f"{_what(node)}{_line(node)}: {error}") from error
             except Exception as error:
@@ -152,8 +156,8 @@ class Replay:
             case "weight":
                 self._keep(number, (self._weight(node["name"]),))
             case "read":
-                tensor = self._leaf(mediator, node)
-                self._keep(number, (tensor.clone() if node.get("copy") else tensor,))
+                leaf = self._leaf(mediator, node)
+                self._keep(number, (leaf.clone() if node.get("copy") and isinstance(leaf, torch.Tensor) else leaf,))
             case "write":
                 self._write(mediator, node)
             case "skip":
@@ -182,18 +186,17 @@ class Replay:
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
-    def _leaf(self, mediator: Any, node: Node) -> torch.Tensor:
+    def _leaf(self, mediator: Any, node: Node) -> Any:
         self._waiting[mediator] = node
-        leaf = leaf_at(mediator.request(_place(node)), node)
-        if not isinstance(leaf, torch.Tensor):
-            raise InvalidProgramError(f"{_what(node)}{_line(node)}: the value there has no tensor number {node['leaf']}.")
-        return leaf
+        return leaf_at(mediator.request(_place(node)), node)
 
     def _write(self, mediator: Any, node: Node) -> None:
         old, new = self._leaf(mediator, node), self._read(node["value"])
+        if not isinstance(old, torch.Tensor):
+            raise InvalidProgramError("there is no tensor to write to")
         if node.get("in_place"):
             if new.shape != old.shape or new.dtype != old.dtype:
-                raise InvalidProgramError(f"{_what(node)}{_line(node)}: values of another shape or type go in place.")
+                raise InvalidProgramError("values of another shape or type go in place")
             self.on_write(old)
             old.copy_(new)
             source, output = node["value"]["ref"]

@@ -54,6 +54,9 @@ class Absent:
 
 ABSENT = Absent()
 
+#: What ``{"absent": ...}`` says of what the model had as ``None``.
+NONE = "None"
+
 
 class Budget:
     """How many more items the trees of one job may have.

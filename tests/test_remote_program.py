@@ -71,7 +71,9 @@ def test_a_program_has_no_inputs(steering: Program) -> None:
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_applied_program_runs_in_each_trace(model: Any, steering: Program, direction: torch.Tensor, compile: bool) -> None:
+def test_an_applied_program_runs_in_each_trace(
+    model: Any, steering: Program, direction: torch.Tensor, compile: bool
+) -> None:
     base = nnsight.demo_model(compile={"backend": "eager"}) if compile else model
     edited = base.apply(steering)
     for prompt in (PROMPT, "Hello there, my dear"):

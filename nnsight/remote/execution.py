@@ -109,5 +109,3 @@ def _results(replay: Replay, limits: Limits) -> bytes:
     if size > limits.result_bytes:
         raise ExecutionFailedError(f"The job returns {size} bytes; the limit is {limits.result_bytes}.")
     return pack_results(saves, tensors)
-
-

@@ -94,7 +94,9 @@ class FakeModel:
             self.weights.setdefault(id(original), (name, fake))
         self.by_name = {name: fake for name, _, fake in self._named(copies)}
 
-    def _named(self, copies: dict[torch.nn.Module, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def _named(
+        self, copies: dict[torch.nn.Module, torch.nn.Module]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         root = self._tree.path
         for module, path in self._tree.paths.items():
             prefix = path.removeprefix(root).removeprefix(".")
@@ -113,7 +115,9 @@ class FakeModel:
         """Return a number that changes when a weight is written to."""
         return sum(tensor._version for tensor in self.by_name.values())
 
-    def run(self, interleaver: Interleaver, call: str, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]) -> Any:
+    def run(
+        self, interleaver: Interleaver, call: str, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]
+    ) -> Any:
         """Call the model on fakes within ``interleaver``; return its fake output.
 
         Args:

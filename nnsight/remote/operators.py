@@ -110,7 +110,9 @@ OPERATORS: dict[str, torch._ops.OpOverload] = {
 NAMES = {operator: name for name, operator in OPERATORS.items()}
 
 #: Hash of the table. Servers tell it to clients; one that has all the operators of a program runs it even if the hash differs.
-OPERATORS_HASH = hashlib.sha256("\n".join(f"{operator._schema}" for operator in OPERATORS.values()).encode()).hexdigest()[:16]
+OPERATORS_HASH = hashlib.sha256(
+    "\n".join(f"{operator._schema}" for operator in OPERATORS.values()).encode()
+).hexdigest()[:16]
 
 #: The values that arguments of type string may have, by operator without overload and argument.
 STRINGS: dict[tuple[str, str], frozenset[str]] = {

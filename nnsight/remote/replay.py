@@ -34,6 +34,9 @@ from .trees import ABSENT, NONE, read_tree, references
 #: Attribute of the fake of a constant: its values, where they are indices.
 CONSTANT = "_nnsight_constant"
 
+#: Operators whose copy of nothing is nothing.
+_COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
+
 
 class Replay:
     """The values of a job while it runs.
@@ -206,7 +209,10 @@ class Replay:
             mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node["leaf"], new))
 
     def _operate(self, number: int, node: Node) -> None:
-        operator = OPERATORS[node["name"]]
+        operator, first = OPERATORS[node["name"]], (node["args"] or [None])[:1]
+        if node["name"] in _COPIES and type(first[0]) is dict and self.values.get(first[0]["ref"][0]) == (None,):
+            self._keep(number, (None,))  # what a cache of activations keeps of a mask that the model did without
+            return
         args = read_argument(node["args"], self._lookup, self.device)
         kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
         check_indices(operator, args, kwargs)
@@ -298,7 +304,7 @@ def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
     with unset_fake_temporarily():
         low, high = (int(bound) for bound in torch.aminmax(values))
     if high >= size or low < (-size if negative else 0):
-        raise IndexError(f"an index is out of range: from {low} to {high}, for a size of {size}")
+        raise IndexError(f"an index points outside of its tensor: from {low} to {high}, for a size of {size}")
 
 
 def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:

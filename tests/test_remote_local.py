@@ -70,16 +70,16 @@ def generated_ids(model: Any, **where: Any) -> Any:
 
 def tokens_of_every_step(model: Any, **where: Any) -> Any:
     with model.generate(PROMPT, max_new_tokens=4, **where) as tracer:
-        tokens = list().save()
-        for step in tracer.iter[:]:
+        tokens = nnsight.save([])
+        for _ in tracer.iter[:]:
             tokens.append(model.lm_head.output[0][-1].argmax(dim=-1))
     return tokens
 
 
 def steering_of_some_steps(model: Any, **where: Any) -> Any:
     with model.generate(PROMPT, max_new_tokens=5, **where) as tracer:
-        tokens = list().save()
-        for step in tracer.iter[1:3]:
+        tokens = nnsight.save([])
+        for _ in tracer.iter[1:3]:
             model.transformer.h[0].output[:] *= 1.5
             tokens.append(model.lm_head.output[0][-1].argmax(dim=-1))
         text = model.generator.output.save()
@@ -88,7 +88,7 @@ def steering_of_some_steps(model: Any, **where: Any) -> Any:
 
 def a_list_made_in_the_block(model: Any, **where: Any) -> Any:
     with model.trace(PROMPT, **where):
-        my_list = list().save()
+        my_list = nnsight.save([])
         my_list.append(model.output)
     return my_list[0].logits
 
@@ -216,7 +216,7 @@ def inputs_of_modules(model: Any, **where: Any) -> Any:
 
 def a_logit_lens(model: Any, **where: Any) -> Any:
     with model.trace(PROMPT, **where):
-        tokens = list().save()
+        tokens = nnsight.save([])
         for layer in model.transformer.h:
             tokens.append(model.lm_head(model.transformer.ln_f(layer.output)).argmax(dim=-1))
     return tokens
@@ -366,7 +366,7 @@ def test_a_result_that_comes_later_fills_containers(model: Any) -> None:
             kept.append(recorded)
 
     with model.trace(PROMPT, backend=Later()):
-        found = list().save()
+        found = nnsight.save([])
         found.append(model.lm_head.output)
     bound = kept[0].bind(execute_payload(model, kept[0].payload()))
     with model.trace(PROMPT):
@@ -602,7 +602,7 @@ def test_objects_with_tensors_in_them_are_refused(model: Any) -> None:
 
 def test_functions_of_ones_own_are_refused(model: Any) -> None:
     with pytest.raises(NotExpressibleError, match="can be sent"):
-        with model.trace(PROMPT, fn=lambda *args, **kwargs: model._module(*args, **kwargs), remote="local"):
+        with model.trace(PROMPT, fn=model._module, remote="local"):
             logits = model.lm_head.output.save()
 
 

@@ -16,11 +16,15 @@ import nnsight
 from nnsight import NNsight
 from nnsight.remote import (
     ExecutionFailedError,
+    InvalidProgramError,
+    Limits,
     NotExpressibleError,
     ProgramBackend,
     decode,
     decode_results,
+    encode,
     execute_payload,
+    validate,
 )
 from nnsight.runtime.errors import OutOfOrderError
 
@@ -640,3 +644,54 @@ def test_importing_nnsight_imports_nothing_remote() -> None:
         "[name for name in sys.modules if 'remote' in name]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- generations -----------------------------------------------------------------------------------------------------
+
+
+def generation(model: Any, **options: Any) -> Any:
+    """Return the job of a generation whose options are changed behind the recorder's back."""
+    kept: list[Any] = []
+
+    class Keep(ProgramBackend):
+        def submit(self, recorded: Any) -> None:
+            kept.append(recorded.job)
+
+    with model.generate(PROMPT, max_new_tokens=5, backend=Keep()) as tracer:
+        ids = tracer.result.save()
+    kwargs = dict(kept[0].runs[0]["kwargs"]["dict"])
+    kept[0].runs[0]["kwargs"] = {"dict": [[name, value] for name, value in {**kwargs, **options}.items()]}
+    return kept[0]
+
+
+def test_tokens_that_nobody_looks_at_are_counted(model: Any) -> None:
+    few, many = (validate(generation(model, max_new_tokens=tokens), model).flops for tokens in (5, 500))
+    assert many > 5 * few
+    with pytest.raises(InvalidProgramError, match="floating point"):
+        validate(generation(model, max_new_tokens=500), model, Limits(flops=2 * few))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 10**9},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": True},
+        {"max_new_tokens": 1.5},
+        {"max_length": -1},
+        {"num_return_sequences": 10**7},
+        {"num_beams": 10**7},
+        {"do_sample": {"str": "yes"}},
+        {"custom_generate": {"str": "somebody/repository"}},
+        {"cache_implementation": {"str": "static"}},
+        {"assistant_model": 1},
+        {"streamer": 1},
+        {"stopping_criteria": {"list": []}},
+        {"generation_config": {"dict": []}},
+        {"trust_remote_code": True},
+    ],
+    ids=str,
+)
+def test_options_of_a_generation_are_those_of_a_list(model: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidProgramError, match="generation"):
+        execute_payload(model, encode(generation(model, **options)))

@@ -150,9 +150,10 @@ class FakeModel:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
-            if calls >= steps or (calls and interleaver.waited.keys() <= _AT_THE_END):
+            if calls >= steps or (calls >= self.least_steps and interleaver.waited.keys() <= _AT_THE_END):
                 raise _Finished
             calls += 1
+            self.on_step()
             return forward(*args, **kwargs)
 
         self.root.__dict__["forward"] = counted

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .modeling.diffusion import DiffusionModel
     from .modeling.language import LanguageModel, demo_model
     from .modeling.vision import VisionLanguageModel
+    from .remote.program import Program
 
 __version__ = "0.9.0.dev0"
 
@@ -28,6 +29,7 @@ _LAZY = {
     "Envoy": ".envoy",
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
+    "Program": ".remote.program",
     "VisionLanguageModel": ".modeling.vision",
     "debug_dir": ".fx.debug",
     "demo_model": ".modeling.language",
@@ -39,6 +41,7 @@ __all__ = [
     "Envoy",
     "LanguageModel",
     "NNsight",
+    "Program",
     "VisionLanguageModel",
     "WithBlockNotFoundError",
     "debug_dir",

@@ -34,6 +34,7 @@ from nnsight.fx.compat import resolve_backend
 from nnsight.intervention.envoy import Envoy, eproperty
 from nnsight.intervention.tracing.globals import Globals
 from nnsight.modeling.mixins import LoadableMixin, MetaMixin
+from nnsight.remote import execute_payload
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -679,6 +680,52 @@ class Mistakes:
         NNsight(lambda x: x)  # type: ignore[arg-type]
 
 
+    def sent(self) -> Any:
+        return self.model.trace(self.x, compile=self.compiled, remote="local")
+
+    def condition_sent(self) -> None:
+        with self.sent():
+            if self.model[0].output.sum() > 0:
+                self.model[2].output[:] = 0
+
+    def mask_sent(self) -> None:
+        with self.sent():
+            self.model[0].output[self.model[0].output > 0].save()
+
+    def gradients_sent(self) -> None:
+        with self.sent():
+            self.model.output.sum().backward()
+
+    def operator_sent(self) -> None:
+        with self.sent():
+            torch.linalg.svd(self.model[0].output)
+
+    def late_edit_sent(self) -> None:
+        with self.sent():
+            hidden, later = self.model[0].output, self.model[2].output
+            hidden[:] = later.sum()
+
+    def function_sent(self) -> None:
+        with self.model.trace(self.x, fn=self.model._module, compile=self.compiled, remote="local"):
+            self.model.output.save()
+
+    def half_a_payload(self) -> None:
+        execute_payload(self.model, b"half")
+
+    def program_of_another(self) -> None:
+        with self.model.trace(self.x, remote="program") as tracer:
+            out = self.model[2].output.save()
+        tracer.program.run(NNsight(torch.nn.Linear(4, 4)), self.x)
+
+    def computed_index(self) -> None:
+        with self.sent():
+            place = self.model[0].output.argmax().unsqueeze(0) + 1000
+            row = self.model[0].output.index_select(0, place).save()
+
+    def sent_nowhere(self) -> None:
+        self.model.trace(self.x, remote="nowhere")
+
+
 class CompiledMistakes(Mistakes):
     """Rows that only a compiled trace can raise."""
 
@@ -853,6 +900,16 @@ RAISED_BY: dict[str, str] = {
     "Graphs are being written to": "debug_dir_twice",
     "decompiles the bytecode": "no_depyf",
     "fx.wait() was called by": "wait_in_the_background",
+    "and they are where the model runs": "condition_sent",
+    "returns depends on values": "mask_sent",
+    "Gradients cannot be sent": "gradients_sent",
+    "There is no operator": "operator_sent",
+    "is edited in place after": "late_edit_sent",
+    "can be sent": "function_sent",
+    "The payload is shorter": "half_a_payload",
+    "…this … has no": "program_of_another",
+    "an index points outside": "computed_index",
+    "remote= is 'local'": "sent_nowhere",
 }
 
 

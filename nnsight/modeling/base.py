@@ -128,6 +128,7 @@ class NNsight(Envoy):
         scan: bool = False,
         validate: bool = False,
         fn: Callable[..., Any] | None = None,
+        remote: bool | str = False,
         **kwargs: Any,
     ) -> InterleavingTracer:
         """Run the model once, with the block of the ``with`` statement reading and editing its internals.
@@ -142,13 +143,24 @@ class NNsight(Envoy):
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
                 other objects of yours, and what it prints, happens twice.
             fn: What to call instead of the model; a function that calls it, or modules of it, as often as it likes.
+            remote: Send the block as data to where the model runs (docs/remote.md): ``"local"`` records it, checks it and runs it
+                in this process, as a server does; ``"program"`` records it, for ``tracer.program``, and runs nothing.
             **kwargs: The model's input, by name.
 
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
         traced = self if fn is None else TracedFunction(self, fn)
+        backend = self._remote_backend(remote, backend, kwargs)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
+
+    def _remote_backend(self, remote: bool | str, backend: Backend | None, kwargs: dict[str, Any]) -> Backend | None:
+        """Return the backend of a trace; ``kwargs`` may have options of a remote one, which are taken out."""
+        if remote is False:
+            return backend
+        from ..remote.backend import backend_for
+
+        return backend_for(self, remote, backend, kwargs)
 
     def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
         """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
@@ -240,6 +252,21 @@ class NNsight(Envoy):
             edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
             edited._tree.roots.add(edited)
         return EditingTracer(edited._edits, edited)
+
+    def apply(self, program: Any) -> Any:
+        """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
+
+        Args:
+            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``.
+
+        Raises:
+            InvalidProgramError: If this model lacks a part that the program names.
+        """
+        if not hasattr(program, "block_for"):
+            return self._module.apply(program)
+        from ..remote.program import apply_program
+
+        return apply_program(self, program)
 
     def clear_edits(self) -> None:
         """Forget the blocks of :meth:`edit`."""

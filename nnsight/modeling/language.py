@@ -138,7 +138,14 @@ class LanguageModel(TextInput, MetaMixin):
     # -- generation ------------------------------------------------------------------------------------------
 
     @uncompiled_itself
-    def generate(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *inputs: Any,
+        compile: bool | str | None = None,
+        backend: Backend | None = None,
+        remote: bool | str = False,
+        **kwargs: Any,
+    ) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
 
         In the block every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the
@@ -148,6 +155,7 @@ class LanguageModel(TextInput, MetaMixin):
             *inputs: The prompts, in any form that :meth:`trace` takes.
             compile: Whether the model runs compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs; in this process by default.
+            remote: As in :meth:`trace`.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
         Returns:
@@ -157,6 +165,7 @@ class LanguageModel(TextInput, MetaMixin):
         leave_to_python("model.generate(...)")
         generation = Generation(self)
         if calls_for_with(sys._getframe(1)):
+            backend = self._remote_backend(remote, backend, kwargs)
             return self._tracer(generation, inputs, kwargs, compile, backend)
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)

@@ -125,6 +125,8 @@ class NNsight(Envoy):
         *args: Any,
         compile: bool | str | None = None,
         backend: Backend | None = None,
+        remote: bool | str = False,
+        blocking: bool = True,
         scan: bool = False,
         validate: bool = False,
         fn: Callable[..., Any] | None = None,
@@ -137,6 +139,9 @@ class NNsight(Envoy):
             compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`. ``"background"``: with what
                 is ready, while the whole graph is lowered beside it.
             backend: Where the block runs; in this process by default.
+            remote: Run the block on a server: ``True`` for that of ``CONFIG.API.HOST``, or its address; ``"local"`` for the same
+                without a server.
+            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.remote_backend.RemoteBackend`.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
@@ -147,6 +152,7 @@ class NNsight(Envoy):
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
+        backend = self._backend(backend, remote, blocking)
         traced = self if fn is None else TracedFunction(self, fn)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
 
@@ -154,6 +160,7 @@ class NNsight(Envoy):
         """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
+        backend = root._backend(backend, kwargs.pop("remote", False), kwargs.pop("blocking", True))
         return root._tracer(TracedMethod(root, envoy, name), args, kwargs, compile, backend)
 
     def _tracer(
@@ -178,6 +185,28 @@ class NNsight(Envoy):
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
+
+    def _backend(self, backend: Backend | None, remote: bool | str, blocking: bool) -> Backend | None:
+        """Return where a trace runs that was given these arguments."""
+        if remote is False:
+            if not blocking:
+                raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
+            return backend
+        if backend is not None:
+            raise ValueError("A trace takes either backend= or remote=, which is short for a backend.")
+        from ..remote.remote_backend import backend_for
+
+        return backend_for(self, remote, blocking)
+
+    def to_model_key(self) -> str:
+        """Return the name under which servers have this model.
+
+        Raises:
+            ValueError: If the model was not loaded by name.
+        """
+        from ..remote.protocol import model_key_of
+
+        return model_key_of(self)
 
     @uncompiled
     def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
@@ -210,13 +239,22 @@ class NNsight(Envoy):
         return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
 
     @uncompiled
-    def session(self, backend: Backend | None = None) -> Tracer:
+    def session(self, backend: Backend | None = None, remote: bool | str = False) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
         Args:
             backend: Where the block runs; in this process by default.
+            remote: Not available: it is given to the traces inside.
+
+        Raises:
+            ValueError: If ``remote`` is given.
         """
         leave_to_python("model.session()")
+        if remote is not False:
+            raise ValueError(
+                "session(remote=...): a job is one run of the model. Give remote= to each trace in the session, and save what later "
+                "ones need."
+            )
         return Tracer(backend)
 
     @uncompiled

@@ -110,6 +110,8 @@ class LanguageModel(TextInput, MetaMixin):
         if isinstance(tokenizer, (str, os.PathLike)):
             with _naming(tokenizer):
                 tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
+        if not isinstance(model, torch.nn.Module):
+            self.__dict__["_repository"] = (os.fspath(model), options.get("revision") or "main")
         self.tokenizer = tokenizer
         self._adapt_tokenizer()
 
@@ -138,7 +140,15 @@ class LanguageModel(TextInput, MetaMixin):
     # -- generation ------------------------------------------------------------------------------------------
 
     @uncompiled_itself
-    def generate(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *inputs: Any,
+        compile: bool | str | None = None,
+        backend: Backend | None = None,
+        remote: bool | str = False,
+        blocking: bool = True,
+        **kwargs: Any,
+    ) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
 
         In the block every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the
@@ -148,6 +158,8 @@ class LanguageModel(TextInput, MetaMixin):
             *inputs: The prompts, in any form that :meth:`trace` takes.
             compile: Whether the model runs compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs; in this process by default.
+            remote: As for :meth:`trace`; for blocks only.
+            blocking: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
         Returns:
@@ -156,8 +168,11 @@ class LanguageModel(TextInput, MetaMixin):
         """
         leave_to_python("model.generate(...)")
         generation = Generation(self)
+        backend = self._backend(backend, remote, blocking)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)
+        if remote is not False:
+            raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
         if self._edits_apply():

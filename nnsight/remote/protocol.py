@@ -32,7 +32,7 @@ TIME_HEADER = "ndif-timestamp"
 ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-class JobStatus(str, Enum):
+class JobStatus(str, Enum):  # noqa: UP042 - prints as `JobStatus.RECEIVED`, as users know it
     """How far a job is; ``LOG`` is a remark and no stage."""
 
     RECEIVED = "RECEIVED"
@@ -89,13 +89,17 @@ class ModelKey:
         model_class, colon, described = text.partition(":{")
         if not colon:
             if not text or len(text) > 512 or not text.isprintable():
-                raise ValueError(f"A model key is the name of a repository, or 'import.path.Class:{{JSON}}'; not {text[:80]!r}.")
+                raise ValueError(
+                    f"A model key is the name of a repository, or 'import.path.Class:{{JSON}}'; not {text[:80]!r}."
+                )
             return cls(text)
         try:
             fields = json.loads("{" + described)
             repo_id, revision = fields["repo_id"], fields.get("revision") or "main"
         except (ValueError, KeyError, RecursionError):
-            raise ValueError(f"The model key {text[:80]!r} has no JSON object with a `repo_id` behind its first colon.") from None
+            raise ValueError(
+                f"The model key {text[:80]!r} has no JSON object with a `repo_id` behind its first colon."
+            ) from None
         if not isinstance(repo_id, str) or not isinstance(revision, str):
             raise ValueError(f"`repo_id` and `revision` of the model key {text[:80]!r} have to be strings.")
         return cls(repo_id, revision, model_class)
@@ -106,6 +110,22 @@ class ModelKey:
 
     def __str__(self) -> str:
         return f"{self.model_class}:" + json.dumps({"repo_id": self.repo_id, "revision": self.revision})
+
+
+def model_key_of(model: Any) -> str:
+    """Return the key under which servers have a model that was loaded by name.
+
+    Raises:
+        ValueError: If it has no name.
+    """
+    name = getattr(model, "_repository", None)
+    if name is None:
+        raise ValueError(
+            f"This {type(model).__name__} was not loaded by name, so servers cannot know which model it is. Name the one that is "
+            "meant: `backend=RemoteBackend('name of the repository')`."
+        )
+    kind = type(model)
+    return str(ModelKey(name[0], name[1], f"{kind.__module__}.{kind.__qualname__}"))
 
 
 def is_id(text: Any) -> bool:

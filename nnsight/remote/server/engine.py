@@ -120,7 +120,8 @@ class _Worker:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            result, error = None, None
+            result: Any = None
+            error: Exception | None = None
             with self._lock:
                 self._running = True
             try:

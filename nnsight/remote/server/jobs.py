@@ -111,5 +111,5 @@ class Job:
     def from_record(cls, record: dict[str, Any]) -> Job:
         """Return the job of a :meth:`record`, with its latest message."""
         fields = dict(record)
-        latest = Message(**fields.pop("latest"))
+        latest: Message = fields.pop("latest")
         return cls(**fields, messages=[latest])

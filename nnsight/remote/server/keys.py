@@ -131,7 +131,9 @@ def read_accounts(path: Path) -> list[Account]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"The file of keys {path} is not JSON: {error}. `nnsight keys add` writes such files.") from None
+        raise ValueError(
+            f"The file of keys {path} is not JSON: {error}. `nnsight keys add` writes such files."
+        ) from None
     entries = content.get("keys") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f'The file of keys {path} has no list "keys", as in {{"keys": []}}.')
@@ -139,19 +141,25 @@ def read_accounts(path: Path) -> list[Account]:
     names = [account.name for account in accounts]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise ValueError(f"The file of keys {path} has several entries named {', '.join(doubled)}: each needs its own name.")
+        raise ValueError(
+            f"The file of keys {path} has several entries named {', '.join(doubled)}: each needs its own name."
+        )
     return accounts
 
 
 def _account(entry: Any, path: Path) -> Account:
     known = {"name", "sha256", "queue", "bytes", "seconds"}
     if not isinstance(entry, dict) or not {"name", "sha256"} <= entry.keys() <= known:
-        raise ValueError(f"An entry of {path} has to have `name` and `sha256`, and may have {', '.join(sorted(known))}.")
+        raise ValueError(
+            f"An entry of {path} has to have `name` and `sha256`, and may have {', '.join(sorted(known))}."
+        )
     name, digest = entry["name"], entry["sha256"]
     if not isinstance(name, str) or not name.isprintable() or not name:
         raise ValueError(f"The name {name!r} in {path} is no line of text.")
     if not isinstance(digest, str) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-        raise ValueError(f"The `sha256` of {name!r} in {path} is no SHA-256 in hexadecimal. Keys themselves are not stored.")
+        raise ValueError(
+            f"The `sha256` of {name!r} in {path} is no SHA-256 in hexadecimal. Keys themselves are not stored."
+        )
     for limit in ("queue", "bytes", "seconds"):
         if limit in entry and not (is_number(entry[limit]) and entry[limit] > 0):
             raise ValueError(f"`{limit}` of {name!r} in {path} is {entry[limit]!r}, and has to be a number above 0.")
@@ -183,7 +191,9 @@ def remove_key(path: Path, name: str) -> None:
     accounts = read_accounts(path)
     kept = [account for account in accounts if account.name != name]
     if len(kept) == len(accounts):
-        raise ValueError(f"{path} has no key named {name!r}. There are {', '.join(a.name for a in accounts) or 'none'}.")
+        raise ValueError(
+            f"{path} has no key named {name!r}. There are {', '.join(a.name for a in accounts) or 'none'}."
+        )
     _write(path, kept)
 
 

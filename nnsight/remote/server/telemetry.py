@@ -39,14 +39,20 @@ class Metrics:
         registry = self.registry = CollectorRegistry()
         self.jobs = Counter("nnsight_jobs", "Jobs that are finished.", ["model", "outcome"], registry=registry)
         self.refused = Counter("nnsight_refused", "Requests that did not become jobs.", ["reason"], registry=registry)
-        self.retried = Counter("nnsight_retried", "Jobs started again after their engine died.", ["model"], registry=registry)
+        self.retried = Counter(
+            "nnsight_retried", "Jobs started again after their engine died.", ["model"], registry=registry
+        )
         self.queued = Gauge("nnsight_queued", "Jobs that wait.", ["model"], registry=registry)
         self.running = Gauge("nnsight_running", "Jobs that run.", ["model"], registry=registry)
         self.healthy = Gauge("nnsight_engine_healthy", "Whether the engine can run jobs.", ["model"], registry=registry)
         self.waited = Histogram("nnsight_wait_seconds", "From submission to start.", ["model"], registry=registry)
         self.runtime = Histogram("nnsight_run_seconds", "From start to end.", ["model"], registry=registry)
         self.together = Histogram(
-            "nnsight_jobs_per_run", "Jobs that share a run.", ["model"], registry=registry, buckets=(1, 2, 4, 8, 16, 32, 64)
+            "nnsight_jobs_per_run",
+            "Jobs that share a run.",
+            ["model"],
+            registry=registry,
+            buckets=(1, 2, 4, 8, 16, 32, 64),
         )
         self.received = Counter("nnsight_payload_bytes", "Bytes of payloads.", registry=registry)
         self.results = Counter("nnsight_result_bytes", "Bytes of results.", registry=registry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket as socketlib
 import threading
 import time
 import uuid
@@ -206,3 +207,84 @@ def messages(socket: ClientConnection) -> list[dict[str, Any]]:
     while not found or found[-1]["status"] not in FINISHED:
         found.append(json.loads(socket.recv(20)))
     return found
+
+
+class Wire:
+    """A connection to a server that breaks where a test wants it to.
+
+    Attributes:
+        url: Where it listens.
+        rules: Beginning of a request, and after how many bytes of its answer the connection ends; each is used once.
+        never: Beginnings of requests that are not answered at all.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.rules: list[tuple[bytes, int]] = []
+        self.never: tuple[bytes, ...] = ()
+        self.requests: list[bytes] = []
+        self._listener = socketlib.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socketlib.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """End all connections."""
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socketlib.SHUT_RDWR)
+            end.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socketlib.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near = self._listener.accept()[0]
+            except OSError:
+                return
+            try:
+                far = socketlib.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                near.close()
+                continue
+            left = [10**12]
+            self._open += [near, far]
+            threading.Thread(target=self._pump, args=(near, far, left, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, left, False), daemon=True).start()
+
+    def _pump(self, source: socketlib.socket, sink: socketlib.socket, left: list[int], asks: bool) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(65536):
+                if asks:
+                    self.requests.append(part.split(b"\r\n")[0])
+                    if part.startswith(self.never or b"\n"):
+                        break
+                    rule = next((rule for rule in self.rules if part.startswith(rule[0])), None)
+                    if rule is not None:
+                        self.rules.remove(rule)
+                        left[0] = rule[1]
+                else:
+                    part = part[: left[0]]
+                    left[0] -= len(part)
+                sink.sendall(part)
+                if left[0] <= 0 and not asks:
+                    break
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socketlib.SHUT_RDWR)
+            end.close()
+
+
+@contextlib.contextmanager
+def wire_to(server: Running) -> Iterator[Wire]:
+    wire = Wire(server.port)
+    try:
+        yield wire
+    finally:
+        wire.close()

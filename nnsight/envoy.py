@@ -127,6 +127,8 @@ class Envoy(Located):
         run = active_interleaver()
         if run is None or run.current is None:
             return self._module(*args, **kwargs)
+        if run.recorder is not None:
+            return run.recorder.apply(self._path, self._module, args, kwargs, hook)
         if hook:
             args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
         output = self._module.forward(*args, **kwargs)

@@ -139,8 +139,8 @@ class NNsight(Envoy):
             compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`. ``"background"``: with what
                 is ready, while the whole graph is lowered beside it.
             backend: Where the block runs; in this process by default.
-            remote: Run the block on a server: ``True`` for that of ``CONFIG.API.HOST``, or its address; ``"local"`` for the same
-                without a server.
+            remote: Send the block as data to where the model runs (docs/remote.md): ``True`` to the server of ``CONFIG.API.HOST``,
+                or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does.
             blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.remote_backend.RemoteBackend`.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
@@ -152,15 +152,25 @@ class NNsight(Envoy):
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
-        backend = self._backend(backend, remote, blocking)
         traced = self if fn is None else TracedFunction(self, fn)
+        backend = self._remote_backend(remote, backend, blocking)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
+
+    def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
+        """Return the backend of a trace that was given these arguments."""
+        if remote is False:
+            if not blocking:
+                raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
+            return backend
+        from ..remote.backend import backend_for
+
+        return backend_for(self, remote, backend, blocking)
 
     def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
         """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
-        backend = root._backend(backend, kwargs.pop("remote", False), kwargs.pop("blocking", True))
+        backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True))
         return root._tracer(TracedMethod(root, envoy, name), args, kwargs, compile, backend)
 
     def _tracer(
@@ -185,18 +195,6 @@ class NNsight(Envoy):
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
-
-    def _backend(self, backend: Backend | None, remote: bool | str, blocking: bool) -> Backend | None:
-        """Return where a trace runs that was given these arguments."""
-        if remote is False:
-            if not blocking:
-                raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
-            return backend
-        if backend is not None:
-            raise ValueError("A trace takes either backend= or remote=, which is short for a backend.")
-        from ..remote.remote_backend import backend_for
-
-        return backend_for(self, remote, blocking)
 
     def to_model_key(self) -> str:
         """Return the name under which servers have this model.

@@ -158,7 +158,7 @@ class LanguageModel(TextInput, MetaMixin):
             *inputs: The prompts, in any form that :meth:`trace` takes.
             compile: Whether the model runs compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs; in this process by default.
-            remote: As for :meth:`trace`; for blocks only.
+            remote: As in :meth:`trace`; for blocks only.
             blocking: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
@@ -168,7 +168,7 @@ class LanguageModel(TextInput, MetaMixin):
         """
         leave_to_python("model.generate(...)")
         generation = Generation(self)
-        backend = self._backend(backend, remote, blocking)
+        backend = self._remote_backend(remote, backend, blocking)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)
         if remote is not False:

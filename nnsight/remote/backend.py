@@ -7,6 +7,7 @@ from typing import Any
 from ..tracing import Backend
 from .execution import execute_payload
 from .limits import Limits
+from .protocol import model_key_of
 from .recorder import Recorded, record
 
 
@@ -42,3 +43,29 @@ class LocalBackend(ProgramBackend):
 
     def send(self, payload: bytes) -> bytes:
         return execute_payload(self._model, payload, self._limits)
+
+
+def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:
+    """Return the backend that ``remote=`` of a trace stands for.
+
+    Args:
+        model: The model of the trace.
+        remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another, or ``"local"`` for this process.
+        backend: A backend that was given as well.
+        blocking: Whether to wait for the results.
+
+    Raises:
+        TypeError: If ``remote`` is something else.
+        ValueError: If both are given, ``remote`` is no address, or the model is none that servers know by name.
+    """
+    if not isinstance(remote, (bool, str)):
+        raise TypeError(f"remote= is True, 'local' or the address of a server, not {type(remote).__name__}.")
+    if backend is not None:
+        raise ValueError("Give `remote=` or `backend=`, not both.")
+    if remote == "local":
+        if not blocking:
+            raise ValueError("remote='local' runs in this process, at once: leave out blocking=False.")
+        return LocalBackend(model)
+    from .remote_backend import RemoteBackend
+
+    return RemoteBackend(model_key_of(model), blocking=blocking, host=remote if isinstance(remote, str) else None)

@@ -30,7 +30,9 @@ try:
     from websockets.protocol import State
     from websockets.sync.client import ClientConnection, connect
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'.") from error
+    raise ModuleNotFoundError(
+        f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'."
+    ) from error
 
 from ..config import CONFIG
 from .errors import ExecutionFailedError, InvalidProgramError
@@ -302,7 +304,7 @@ class Client:
             _LostError: If another attempt may do better.
         """
         try:
-            socket = connect(
+            manager = connect(
                 "ws" + self.host.removeprefix("http") + "/subscribe" + query,
                 additional_headers=self._headers(),
                 open_timeout=min(10.0, self._timeout),
@@ -311,6 +313,7 @@ class Client:
                 compression=None,
                 user_agent_header=None,
             )
+            socket = manager.__enter__()  # and closed by hand: some are kept for the next job
         except InvalidStatus as error:
             if error.response.status_code in (401, 403, 404):
                 detail = _text(bytes(error.response.body or b""))

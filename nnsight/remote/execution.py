@@ -1,10 +1,24 @@
-"""Runs payloads on a model of this process."""
+"""Runs payloads on a model of this process.
+
+The program of a payload becomes the blocks of an ordinary run (:mod:`.replay`), so it runs as any trace does: eagerly, or compiled if
+the model was wrapped that way. Edits of the model's owner do not run along. Nothing is differentiated.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..modeling.generation import Generation
+from ..runtime.interleaver import Interleaver
+from ..runtime.report import Report
+from .errors import ExecutionFailedError, InvalidProgramError
 from .limits import Limits
+from .payload import Job, decode
+from .replay import Replay
+from .results import pack_results
+from .validation import device_of, inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
@@ -19,4 +33,63 @@ def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None
         InvalidProgramError: Before the model is touched.
         ExecutionFailedError: If the program, or the model with it, fails.
     """
-    raise NotImplementedError
+    limits = limits or Limits()
+    job = decode(payload, limits)
+    validate(job, model, limits)
+    return execute(model, job, limits)
+
+
+def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
+    """Run a validated job; as :func:`execute_payload`."""
+    if hasattr(model, "dispatch"):
+        model.dispatch()
+    device = device_of(model._module)
+    weights = dict([*model._module.named_parameters(), *model._module.named_buffers()])
+    modules = {path: module for module, path in model._tree.paths.items()}
+
+    def apply(path: str, args: Any, kwargs: Any) -> Any:
+        return modules[path].forward(*args, **kwargs)
+
+    replay = Replay(job, device, apply, lambda name: weights[name].detach(), limits.seconds)
+    with torch.no_grad():
+        replay.place_constants()
+        for number, run in enumerate(job.runs):
+            try:
+                _run(model, replay, number, *inputs_of(run, job.tensors, device))
+            except (ExecutionFailedError, InvalidProgramError) as error:
+                raise ExecutionFailedError(str(error)) from error
+            except Exception as error:
+                raise ExecutionFailedError(f"The model failed: {type(error).__name__}: {error}") from error
+    return _results(replay, limits)
+
+
+def _run(model: NNsight, replay: Replay, number: int, args: Any, kwargs: dict[str, Any]) -> None:
+    generation: Any = Generation(model) if replay.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
+    driver = model._driver(None, generation)
+    interleaver = Interleaver(replay.mediators(number))
+    interleaver.tree = model._tree
+    with interleaver:
+        output = driver(interleaver, args, kwargs, Report())
+        if interleaver.failure is not None:  # the model caught what a block raised
+            raise interleaver.failure
+        interleaver.handle("result", output)
+        replay.finish(interleaver)
+
+
+def _results(replay: Replay, limits: Limits) -> bytes:
+    tensors: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}
+
+    def leaf(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in names:
+            names[id(tensor)] = f"r{len(tensors)}"
+            tensors[names[id(tensor)]] = tensor
+        return {"tensor": names[id(tensor)]}
+
+    saves = replay.saved(leaf)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if size > limits.result_bytes:
+        raise ExecutionFailedError(f"The job returns {size} bytes; the limit is {limits.result_bytes}.")
+    return pack_results(saves, tensors)
+
+

@@ -21,7 +21,8 @@ class Limits:
         seconds: Time for running the job.
         result_bytes: Size of the results.
         new_tokens: Tokens of a generation.
-        rows: Rows of the batch.
+        rows: Rows of the batch, and blocks of a run.
+        runs: Runs of the model.
     """
 
     payload_bytes: int = 256 * 2**20
@@ -36,3 +37,4 @@ class Limits:
     result_bytes: int = 2**30
     new_tokens: int = 4096
     rows: int = 1024
+    runs: int = 64

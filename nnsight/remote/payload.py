@@ -1,4 +1,8 @@
-"""Jobs as bytes: the container of the wire format."""
+"""Jobs as bytes: the container of the wire format.
+
+A job is what a client sends: one or several runs of a model, the nodes of a program, and what comes back. It is one safetensors
+file (:mod:`.container`) whose tensors are constants and inputs. Reading one checks all that can be known without a model.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,55 @@ from typing import Any
 
 import torch
 
+from .container import pack, unpack
+from .errors import InvalidProgramError
 from .limits import Limits
+from .nodes import Node, check_nodes, check_references
+from .operators import OPERATORS_HASH
+from .trees import Budget, check_tree, is_int, is_text, tensor_names
 
 #: Version of the format.
 VERSION = 1
 
+#: How a model can be called.
+CALLS = frozenset({"trace", "generate"})
+
+_INPUTS = frozenset({"list", "tuple", "dict", "tensor", "str", "float", "dtype"})
+_SAVES = frozenset({"list", "tuple", "dict", "ref", "tensor", "str", "float", "dtype", "absent"})
+
 
 @dataclass
 class Job:
-    """A run of a model with a program: what a client sends.
+    """Runs of a model with a program.
 
     Attributes:
-        call: How the model is called: ``"trace"`` or ``"generate"``.
-        args: Arguments of the call, as a tree (see :mod:`.tree`).
-        kwargs: Likewise, by name.
-        nodes: The program, see docs/remote.md.
+        runs: For each run ``{"call": "trace" or "generate", "args": tree, "kwargs": tree, "blocks": number of blocks}``.
+        nodes: The program, see :mod:`.nodes`.
         saves: What comes back: a tree by name.
         tensors: Constants and inputs, by name.
+        header: The header it was read from, if it was.
     """
 
-    call: str
-    args: Any
-    kwargs: Any
-    nodes: list[Any] = field(default_factory=list)
+    runs: list[dict[str, Any]]
+    nodes: list[Node] = field(default_factory=list)
     saves: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    header: bytes = b""
+
+    def content(self) -> dict[str, Any]:
+        """Return the job without its tensors, as JSON."""
+        return {
+            "version": VERSION,
+            "operators": OPERATORS_HASH,
+            "runs": self.runs,
+            "nodes": self.nodes,
+            "saves": self.saves,
+        }
 
 
 def encode(job: Job) -> bytes:
     """Return ``job`` as a payload: one safetensors file."""
-    raise NotImplementedError
+    return pack(job.content(), job.tensors)
 
 
 def decode(payload: bytes, limits: Limits | None = None) -> Job:
@@ -45,4 +68,55 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
     Raises:
         InvalidProgramError: If it is malformed or too large.
     """
-    raise NotImplementedError
+    limits = limits or Limits()
+    content, tensors, header = unpack(payload, limits.payload_bytes, limits.header_bytes)
+    if type(content) is not dict or set(content) != {"version", "operators", "runs", "nodes", "saves"}:
+        raise InvalidProgramError("The payload is no job.")
+    if type(content["version"]) is not int or content["version"] != VERSION:
+        raise InvalidProgramError(f"The payload has version {str(content['version'])[:20]} of the format; this is {VERSION}.")
+    if not (is_text(content["operators"]) and content["operators"].isalnum() and content["operators"].isascii()):
+        raise InvalidProgramError("The payload does not say which operators its client has.")
+    budget = Budget(limits.items, limits.nesting)
+    job = Job(content["runs"], content["nodes"], content["saves"], tensors, header)
+    _check_runs(job, budget, limits)
+    check_nodes(job, limits, budget)
+    _check_saves(job, budget)
+    used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
+    used |= {name for run in job.runs for tree in (run["args"], run["kwargs"]) for name in tensor_names(tree)}
+    if used != tensors.keys():
+        raise InvalidProgramError("The container has tensors that nothing uses.")
+    return job
+
+
+def _check_runs(job: Job, budget: Budget, limits: Limits) -> None:
+    if type(job.runs) is not list or not 1 <= len(job.runs) <= limits.runs:
+        raise InvalidProgramError(f"A job has 1 to {limits.runs} runs.")
+    for run in job.runs:
+        if type(run) is not dict or set(run) != {"call", "args", "kwargs", "blocks"}:
+            raise InvalidProgramError("A run is malformed.")
+        if type(run["call"]) is not str or run["call"] not in CALLS:
+            raise InvalidProgramError("A run calls the model in an unknown way.")
+        if not (is_int(run["blocks"]) and 0 <= run["blocks"] <= limits.rows):
+            raise InvalidProgramError(f"A run has at most {limits.rows} blocks.")
+        for key, kind in (("args", "list"), ("kwargs", "dict")):
+            if type(run[key]) is not dict or kind not in run[key]:
+                raise InvalidProgramError(f"`{key}` of a run is no {kind}.")
+            check_tree(run[key], _INPUTS, budget)
+            for name in tensor_names(run[key]):
+                if name not in job.tensors:
+                    raise InvalidProgramError("A run uses a tensor that the container does not have.")
+        if not all(type(name) is str and name.isidentifier() and name.isascii() for name, _ in run["kwargs"]["dict"]):
+            raise InvalidProgramError("The name of an argument of a run is no name.")
+
+
+def _check_saves(job: Job, budget: Budget) -> None:
+    if type(job.saves) is not dict:
+        raise InvalidProgramError("The saves are no object.")
+    for name, tree in job.saves.items():
+        if not (is_text(name) and name.isidentifier() and not name.startswith("__")):
+            raise InvalidProgramError(f"A value cannot be saved as {name[:40]!r}, which is no name.")
+        check_tree(tree, _SAVES - {"tensor"}, budget)
+        try:
+            check_references(tree, len(job.nodes))
+        except InvalidProgramError as error:
+            raise InvalidProgramError(f"The saved value `{name}`: {error}") from None

@@ -1,34 +1,63 @@
-"""The client's side: a block becomes data."""
+"""The client's side: a block becomes data.
+
+The block runs, as Python, against a model on fakes: a trace like any other, with a driver that has no values. Two modes watch what it does
+while it is the block's turn. A mode for torch *functions* sees calls as the block makes them. It puts fakes in place of weights and of
+the block's own tensors, which become constants, and refuses what needs a value. Calls on the block's own tensors alone are done at once, for real:
+they need no server. A mode for torch *operators* sees what those calls come down to, and writes down each as a node.
+
+A value that the block gets at a location is a ``read``. When it is edited in place, the read becomes one of a copy, the operators edit the copy, and
+when the block leaves the location a ``write`` puts its values into the memory of the model's tensor. A replacement becomes a ``write``, too. Rows of
+invokes are ordinary operators. What nobody needs in the end is left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from .payload import Job
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..fx.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar, quiet_fakes
+from ..modeling.generation import Generation
+from ..runtime.carriers import is_carrier
+from ..runtime.fakes import Guesses
+from ..runtime.interleaver import Interleaver
+from ..runtime.mediator import EarlyStopException, Mediator
+from ..runtime.scanning import _OutsideFakeMode, fake_mode
+from ..runtime.tracer import InterleavingTracer
+from ..tracing.errors import user_position_now
+from ..tracing.saving import saves
+from .binding import Binding
+from .errors import NotExpressibleError
+from .fake_runs import FakeModel, generation_size, tensors_at
+from .nodes import Node, why_not, write_argument
+from .operators import NAMES, is_in_place, is_view
+from .payload import Job, encode
+from .trees import write_tree
+from .validation import device_of
 
-class Recorded:
-    """A recorded block.
+_TORCH = torch.__file__.rsplit("/", 1)[0]
 
-    Attributes:
-        job: What is to be run.
-    """
+_GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
+_PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
-    job: Job
-
-    def payload(self) -> bytes:
-        """Return the job as bytes."""
-        raise NotImplementedError
-
-    def bind(self, results: bytes) -> dict[str, Any]:
-        """Give the user's saved names their values, from a container of results; return them by name.
-
-        Containers that the user saved are filled in place; other names are bound in the block's scope, which brings them
-        home when the tracer ends. May be called later than the ``with`` statement ended (a job that was not waited for):
-        then only the containers are filled.
-        """
-        raise NotImplementedError
+#: Index types of scalar tensors that index as the integer in them does.
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def record(tracer: Any, function: Callable[[], None]) -> Recorded:
@@ -41,4 +70,702 @@ def record(tracer: Any, function: Callable[[], None]) -> Recorded:
     Raises:
         NotExpressibleError: If the block needs values or Python that cannot be sent.
     """
-    raise NotImplementedError
+    recorder = Recorder()
+    recorder.run_trace(tracer, function)
+    return recorder.finished(tracer)
+
+
+@dataclass
+class Recorded:
+    """A recorded block.
+
+    Attributes:
+        job: What is to be run.
+        binding: Where its results go.
+    """
+
+    job: Job
+    binding: Binding
+
+    def payload(self) -> bytes:
+        """Return the job as bytes."""
+        return encode(self.job)
+
+    def bind(self, results: bytes) -> dict[str, Any]:
+        """Give the user's saved names their values, from a container of results; return them by name.
+
+        Lists and dicts that the user saved are filled in place; other names are bound in the block's scope, which brings them
+        home when the tracer ends. May be called after the ``with`` statement has ended (a job that was not waited for):
+        then only the containers are filled.
+        """
+        return self.binding.bind(results)
+
+
+@dataclass
+class _Visit:
+    """A stop at a location.
+
+    Attributes:
+        site: The location.
+        at: Its passage.
+        block: The block that has stopped there.
+        structure: How the value is built.
+        leaves: Its leaves.
+        reads: The node of each tensor among them.
+        edited: The reads that were edited in place.
+    """
+
+    site: str
+    at: int
+    block: int
+    loop: bool
+    structure: Any
+    leaves: list[Any]
+    reads: dict[int, int] = field(default_factory=dict)
+    edited: set[int] = field(default_factory=set)
+
+
+def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a recorder during which it does not listen to itself."""
+
+    @functools.wraps(method)
+    def unseen(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        with self.paused():
+            return method(self, *args, **kwargs)
+
+    return unseen
+
+
+class Recorder:
+    """Writes down what blocks do.
+
+    Attributes:
+        nodes: What they did so far.
+        block: The block whose turn it is, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.runs: list[dict[str, Any]] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.mode = fake_mode()
+        self.block: int | None = None
+        self.model: FakeModel | None = None
+        self._paused = False
+        self._refs: Any = WeakIdKeyDictionary()  # fake -> (node, output)
+        self._roots: list[int] = []
+        self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
+        self._weights: dict[str, torch.Tensor] = {}
+        self._blocks: dict[int, int] = {}
+        self._visits: list[_Visit] = []
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._stale: dict[int, str] = {}
+        self._barriers: dict[int, int] = {}
+        self._keep: list[Any] = []
+
+    # -- runs ------------------------------------------------------------------------------------------------------
+
+    def run_trace(self, tracer: Any, function: Callable[[], None]) -> None:
+        """Run the block of ``tracer`` on fakes."""
+        modules, (_, model, args, kwargs) = tracer._modules, tracer._call
+        if tracer._scan or tracer._validate:
+            raise NotExpressibleError("`scan=` and `validate=` are for traces that run here; a remote one is always checked.")
+        if isinstance(model, Generation):
+            call, root = "generate", model._model
+        elif hasattr(model, "_module"):
+            call, root = "trace", model
+        else:
+            raise NotExpressibleError(_here("Only `model.trace(...)` and `model.generate(...)` can be sent: a function or "
+                                            "another method of the model is Python of yours."))
+        root._sync()
+        device = device_of(root._module)
+        self._blocks = {}
+        self._visits = []
+
+        def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+            report.mode = "remote"
+            run = {"call": call, "args": self._input(args), "kwargs": self._input(kwargs), "blocks": 0}
+            self.runs[-1].update(run)
+            steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
+            assert self.model is not None
+            return self.model.run(interleaver, call, args, kwargs, steps, prompt)
+
+        self.runs.append({})
+        numbers = self._blocks
+        with torch.no_grad(), quiet_fakes, self.mode:
+            self.model = FakeModel(modules, self.mode, torch.device("cpu") if device.type == "meta" else device)
+            self._weights.update(self.model.by_name)
+            tracer._call = (drive, _Prepared(model), args, kwargs)
+            tracer.make_mediator = lambda *given, **named: _RecordingMediator(self, *given, **named)
+            tracer.make_interleaver = lambda *given, **named: _RecordingInterleaver(self, *given, **named)
+            try:
+                with _Operators(self), _Functions(self):
+                    InterleavingTracer.execute(tracer, function)
+            finally:
+                del tracer.make_mediator, tracer.make_interleaver
+                self.block = None
+                self._visits.clear()
+        last = len(numbers)
+        run = len(self.runs) - 1
+        for node in self.nodes:
+            if node["run"] == run and node["block"] == _OBSERVERS:
+                node["block"] = last
+        self.runs[-1]["blocks"] = last + 1
+
+    def number_of(self, mediator: Any) -> int:
+        """Return the number of a block in its run."""
+        return self._blocks.setdefault(id(mediator), len(self._blocks))
+
+    def finished(self, tracer: Any) -> Recorded:
+        """Return the job, with what the block of ``tracer`` saved."""
+        marked = saves.get() or {}
+        values = {name: value for name, value in tracer.scope.items() if id(value) in marked}
+        return self.job(values, tracer.scope)
+
+    def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
+        """Return the job that gives ``values`` back."""
+        trees = {name: write_tree(value, lambda leaf, name=name: self._saved(name, leaf)) for name, value in values.items()}
+        job, numbers = _pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
+        references = {
+            id(fake): (numbers[node], output)
+            for fake, (node, output) in self._refs.items()
+            if node in numbers
+        }
+        binding = Binding(values, {id(fake): fake for fake in self._refs if id(fake) in references}, references, job.saves, scope)
+        return Recorded(job, binding)
+
+    def _saved(self, name: str, value: Any) -> Any:
+        """Return the tree of a saved value that has none of its own."""
+        if isinstance(value, torch.Tensor):
+            known = self.model is not None and self.model.weights.get(id(value))
+            if known:
+                fake = self.substitute(value)
+                self._refs[value] = self._refs[fake]
+                return {"ref": list(self._refs[fake])}
+            if not isinstance(value, FakeTensor):
+                return {"absent": "Tensor"}  # the client has it
+            ref = self._refs.get(value)
+            if ref is None:
+                raise NotExpressibleError(
+                    f"`{name}` holds a tensor that the block did not get at a location of the model. Save what was read at one, "
+                    "and what was computed of it."
+                )
+            if ref[0] in self._stale:
+                raise NotExpressibleError(self._stale[ref[0]])
+            return {"ref": list(ref)}
+        if hasattr(value, "_entries") and hasattr(value, "observe"):  # a cache of activations
+            entries = [[path, {kind: found for kind, found in entry._values.items() if found}] for path, entry in value._entries.items()]
+            return write_tree({path: kinds for path, kinds in entries if kinds}, lambda leaf: self._saved(name, leaf))
+        if is_carrier(value):
+            return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}
+        inside = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)) else ()
+        held = value if isinstance(value, (set, frozenset)) else inside
+        if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(list(held))):
+            raise NotExpressibleError(
+                f"`{name}` holds a {type(value).__name__} with tensors in it, which cannot be sent. Save the tensors, in lists, tuples or dicts."
+            )
+        return {"absent": type(value).__name__[:100]}
+
+    def _input(self, value: Any) -> Any:
+        """Return the tree of the arguments of a run."""
+
+        def leaf(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                raise NotExpressibleError(_here(f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
+                                                "tensors, numbers, and lists and dicts of them can."))
+            name = f"i{len(self.tensors)}"
+            with _disable_current_modes():
+                self.tensors[name] = item.detach().clone()
+            return {"tensor": name}
+
+        return write_tree(list(value) if isinstance(value, tuple) else value, leaf)
+
+    # -- nodes -----------------------------------------------------------------------------------------------------
+
+    def emit(self, do: str, root: int | None = None, **content: Any) -> int:
+        """Append a node to the block whose turn it is; return its number."""
+        line = user_position_now(skip=_TORCH)[1]
+        number = len(self.nodes)
+        self.nodes.append({"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})})
+        self._roots.append(number if root is None else root)
+        return number
+
+    def reference(self, tensor: torch.Tensor) -> Any:
+        """Return the reference to a tensor."""
+        known = self._refs.get(tensor)
+        if known is None and not isinstance(tensor, FakeTensor):
+            known = self._refs[self.substitute(tensor)]
+        if known is None:
+            raise NotExpressibleError(
+                _here("A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
+                      "cache. Read the module that produces it.")
+            )
+        if self._roots[known[0]] in self._stale:
+            raise NotExpressibleError(self._stale[self._roots[known[0]]])
+        return {"ref": list(known)}
+
+    @_unseen
+    def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake that stands for a weight, or for a tensor of the block's own."""
+        assert self.model is not None
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        known = self.model.weights.get(id(tensor))
+        if known is not None:
+            name, fake = known
+            if fake not in self._refs:
+                self._refs[fake] = (self.emit("weight", name=name), 0)
+            return fake
+        kept = self._constants.get(tensor)
+        if kept is not None and kept[0] == tensor._version:
+            return kept[1]
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
+            raise NotExpressibleError(_here("A tensor without values, a sparse or a complex one cannot be sent."))
+        with _disable_current_modes():
+            copied = tensor.detach().clone()
+        with self.mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.model.device)
+        name = f"c{len(self.tensors)}"
+        self.tensors[name] = copied
+        self._constants[tensor] = (tensor._version, fake)
+        self._refs[fake] = (self.emit("const", tensor=name), 0)
+        return fake
+
+    # -- calls of the block ----------------------------------------------------------------------------------------
+
+    @property
+    def listens(self) -> bool:
+        """Whether it is the turn of a block."""
+        return self.block is not None and not self._paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let calls pass unseen."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what a call of a torch function in a block means."""
+        assert self.model is not None
+        if function in METADATA:
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+        if name in _GRADIENTS:
+            self.refuse_gradients()
+        if name in DEMANDS:
+            raise NotExpressibleError(_here(_why_demand(name)))
+        if function in DRAWN_LIKE:
+            return self._draw_like(function, args, kwargs)
+        if name in RANDOM and not _is_sober(name, args, kwargs):
+            raise NotExpressibleError(
+                _here(f"`{name}` draws random numbers of values that are not here. Draw before the trace, or with `torch.randn_like` and its kin.")
+            )
+        function = READ_AS.get(function, function)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], _index(args[1]), *args[2:])
+        args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
+        if name in _PLACED:
+            if name in ("cpu", "cuda"):
+                return args[0]
+            args = tuple(self.model.device if isinstance(item, str) else item for item in args)
+        if "device" in kwargs:
+            kwargs["device"] = self.model.device
+        if edits_in_place(function) and kwargs.get("out") is not None:
+            raise NotExpressibleError(_here("`out=` cannot be sent: use the result."))
+        try:
+            if function is _ATTENTION:
+                return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
+            return function(*args, **kwargs)
+        except DataDependentOutputException as error:
+            raise NotExpressibleError(_here(_why_demand(name))) from error
+        except DynamicOutputShapeException as error:
+            raise NotExpressibleError(
+                _here(f"The size of what `{name}` returns depends on values, as where a mask selects. Use `torch.where`, or multiply by the mask.")
+            ) from error
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.substitute(value)
+        if is_numpy_scalar(value):
+            return value.item()
+        if isinstance(value, torch.device):
+            assert self.model is not None
+            return self.model.device
+        return value
+
+    def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw random numbers like a tensor of the model, here and now."""
+        like = args[0]
+        kwargs = {"dtype": like.dtype, **kwargs, "device": "cpu"}
+        with _disable_current_modes():
+            return function(torch.empty(tuple(like.shape), dtype=like.dtype), *args[1:], **kwargs)
+
+    def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Write down what an operator does, and return what it makes on fakes."""
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            raise NotExpressibleError(_here(_why_demand("item")))
+        if operator is torch.ops.aten.lift_fresh.default:
+            return self.substitute(args[0])
+        if not any("Tensor" in str(returned.type) for returned in operator._schema.returns):
+            return operator(*args, **kwargs)  # about sizes and types, or an error of fakes
+        args, kwargs = (pytree.tree_map_only(torch.Tensor, self.substitute, part) for part in (args, kwargs))
+        name = NAMES.get(operator)
+        if name is None:
+            refused = why_not("aten." + str(operator).removeprefix("aten."))
+            raise NotExpressibleError(_here(f"{refused[0].upper()}{refused[1:]}."))
+        root = None
+        if is_in_place(name):
+            self._edit(args[0])
+            root = self._roots[self._refs[args[0]][0]]
+        try:
+            written = [write_argument(argument, self.reference) for argument in args]
+            named = {key: write_argument(argument, self.reference) for key, argument in kwargs.items() if argument is not None}
+        except TypeError as error:
+            raise NotExpressibleError(_here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
+        with self.paused():
+            result = operator(*args, **kwargs)
+        if is_view(name):
+            root = self._roots[self._refs[args[0]][0]]
+        number = self.emit("op", root, name=name, args=written, **({"kwargs": named} if named else {}))
+        if not is_in_place(name):
+            for output, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
+                if isinstance(tensor, torch.Tensor):
+                    self._refs[tensor] = (number, output)
+        return result
+
+    def _edit(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is edited in place, or refuse it."""
+        self.reference(tensor)
+        root = self._roots[self._refs[tensor][0]]
+        node = self.nodes[root]
+        if node["do"] in ("const", "weight"):
+            what = "a weight" if node["do"] == "weight" else "a tensor of your own"
+            raise NotExpressibleError(_here(f"The block edits {what} in place with values of the model; `.clone()` it first."))
+        if node["do"] == "apply":
+            if node.get("shares"):
+                raise NotExpressibleError(_here(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it."))
+            node["copy"] = True
+        if node["do"] != "read":
+            return
+        visit = next((visit for visit in reversed(self._visits) if root in visit.reads.values()), None)
+        if visit is None:
+            raise NotExpressibleError(
+                _here(f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
+                      "or `.clone()` it first.")
+            )
+        if root not in visit.edited:
+            node["copy"] = True
+            visit.edited.add(root)
+        mine = self._storages[root]
+        for other, storage in self._storages.items():
+            if other != root and storage.cdata == mine.cdata and not storage.expired():
+                self._stale[other] = _here(
+                    f"A value that shares memory with `{node['site']}` was edited in place there, and is used before the model goes on. "
+                    "`.clone()` it first."
+                )
+
+    # -- what a run asks -------------------------------------------------------------------------------------------
+
+    @_unseen
+    def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> _Visit:
+        """Write down that a block reads what there is at a location."""
+        assert self.block is not None
+        structure = pytree.tree_structure(value, is_leaf=is_carrier)
+        visit = _Visit(site, at, self.block, bool(getattr(mediator, "loops", 0)), structure, tensors_at(value))
+        for place, leaf in enumerate(visit.leaves):
+            if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
+                continue
+            known = self._refs.get(leaf)
+            if known is not None and self.nodes[self._roots[known[0]]]["do"] == "op":
+                continue  # what a block has put there
+            number = visit.reads[place] = self.emit("read", site=site, at=at, leaf=place, **self._loop(visit))
+            self._refs[leaf] = (number, 0)
+            self._storages[number] = StorageWeakRef(leaf.untyped_storage())
+        self._visits.append(visit)
+        return visit
+
+    @staticmethod
+    def _loop(visit: _Visit) -> dict[str, Any]:
+        return {"loop": True} if visit.loop else {}
+
+    @_unseen
+    def end_visit(self, visit: _Visit, left: Any) -> None:
+        """Write down what a block leaves at a location."""
+        self._visits.remove(visit)
+        leaves = tensors_at(left)
+        if len(leaves) != len(visit.leaves) or pytree.tree_structure(left, is_leaf=is_carrier) != visit.structure:
+            raise NotExpressibleError(
+                _here(f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
+                      "a dict by a dict with its keys.")
+            )
+        place = {"site": visit.site, "at": visit.at}
+        for leaf, number in visit.reads.items():
+            if number in visit.edited:
+                self.emit("write", **place, leaf=leaf, value={"ref": [number, 0]}, in_place=True, **self._loop(visit))
+        for number, (old, new) in enumerate(zip(visit.leaves, leaves, strict=True)):
+            if new is old:
+                continue
+            if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)):
+                if type(new) is type(old) and new == old:
+                    continue
+                raise NotExpressibleError(_here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none."))
+            value = self.reference(self.substitute(new))
+            self.emit("write", **place, leaf=number, value=value, **self._loop(visit))
+        for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
+            del self._stale[number]
+
+    @_unseen
+    def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
+        """Write down that a module is skipped."""
+
+        def leaf(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                return self.reference(self.substitute(item))
+            raise NotExpressibleError(_here(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts."))
+
+        self.emit("skip", site=site, at=at, value=write_tree(value, leaf), **({"loop": True} if loop else {}))
+
+    def barrier(self, barrier: Any, participants: int) -> None:
+        """Write down that a block waits for others."""
+        self._keep.append(barrier)
+        self.emit("barrier", id=self._barriers.setdefault(id(barrier), len(self._barriers)), of=participants)
+
+    @_unseen
+    def apply(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, hook: bool) -> Any:
+        """Apply a module of the model to values of the block."""
+        assert self.model is not None
+        copy = self.model.by_path.get(path)
+        if copy is None or hook:
+            raise NotExpressibleError(
+                _here(f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent.")
+            )
+        args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
+
+        def leaf(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                return self.reference(item)
+            raise NotExpressibleError(_here(f"`{path}` is given a {type(item).__name__}, which cannot be sent."))
+
+        trees = {"args": write_tree(list(args), leaf), "kwargs": write_tree(dict(kwargs), leaf)}
+        result = copy.forward(*args, **kwargs)
+        number = self.emit("apply", module=path, **trees)
+        given = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given |= self.model.storages()
+        for output, tensor in enumerate(tensors_at(result)):
+            if isinstance(tensor, FakeTensor):
+                if tensor not in self._refs:
+                    self._refs[tensor] = (number, output)
+                if tensor.untyped_storage()._cdata in given:
+                    self.nodes[number]["shares"] = True
+        return result
+
+    def refuse_gradients(self) -> None:
+        """Raise: a program has no gradients."""
+        raise NotExpressibleError(
+            _here("Gradients cannot be sent: the server runs without. Save the activations, or trace a model that is here.")
+        )
+
+
+#: Number of the block of caches while a run is recorded: it is the last one.
+_OBSERVERS = 10**9
+
+
+def _here(message: str) -> str:
+    filename, line = user_position_now(skip=_TORCH)
+    return f"{filename}:{line}: {message}"
+
+
+def _why_demand(name: str) -> str:
+    shown = {
+        "__repr__": "printing a tensor",
+        "__str__": "printing a tensor",
+        "__format__": "formatting a tensor",
+        "__bool__": "a condition on a tensor",
+        "is_nonzero": "a condition on a tensor",
+        "__index__": "using a tensor as a number",
+        "__deepcopy__": "a deep copy of a tensor",
+    }.get(name, f"`{name.strip('_')}`")
+    return (
+        f"{shown[0].upper()}{shown[1:]} needs values, and they are where the model runs. Save the tensor and use it after the block; "
+        "decide with `torch.where`, select with `gather` or `index_select`."
+    )
+
+
+def _is_sober(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that can draw random numbers draws none."""
+    if name == "scaled_dot_product_attention":
+        return not (kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0))
+    if "dropout" in name:
+        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        return training is False
+    return False
+
+
+def _index(index: Any) -> Any:
+    """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
+    if isinstance(index, tuple):
+        return tuple(_index(item) for item in index)
+    if isinstance(index, list) or (type(index).__module__ == "numpy" and hasattr(index, "__len__")):
+        if any(isinstance(item, torch.Tensor) for item in index):
+            return index
+        with _disable_current_modes():
+            return torch.tensor(index)
+    if isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor) and index.dim() == 0 and index.dtype in _INTEGERS:
+        with _disable_current_modes():
+            return int(index)
+    return index
+
+
+def _pruned(
+    runs: list[dict[str, Any]], nodes: list[Node], roots: list[int], trees: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[Job, dict[int, int]]:
+    """Return a job without the nodes that nobody needs, and the new number of each node that is left.
+
+    A node is needed if it has an effect on the run, if a needed one uses it, or if it edits memory that a needed one uses.
+    """
+    from .replay import _references
+
+    edits: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        if node["do"] == "op" and is_in_place(node["name"]):
+            edits.setdefault(roots[number], []).append(number)
+    needed: set[int] = set()
+    pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop")]
+    pending += _references(list(trees.values()))
+    while pending:
+        number = pending.pop()
+        if number in needed:
+            continue
+        needed.add(number)
+        node = nodes[number]
+        pending += [*_references(node.get("args")), *_references(node.get("kwargs")), *_references(node.get("value"))]
+        pending += edits.get(roots[number], [])
+    numbers = {old: new for new, old in enumerate(sorted(needed))}
+    kept = [_renumbered({key: value for key, value in nodes[old].items() if key != "shares"}, numbers) for old in sorted(needed)]
+    used = {node["tensor"] for node in kept if node["do"] == "const"}
+    job = Job(runs, kept, {name: _renumbered(tree, numbers) for name, tree in trees.items()}, {})
+    job.tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("i") or name in used}
+    return job, numbers
+
+
+def _renumbered(value: Any, numbers: dict[int, int]) -> Any:
+    if type(value) is list:
+        return [_renumbered(item, numbers) for item in value]
+    if type(value) is not dict:
+        return value
+    if type(ref := value.get("ref")) is list and len(value) == 1:
+        return {"ref": [numbers[ref[0]], ref[1]]}
+    return {key: _renumbered(item, numbers) for key, item in value.items()}
+
+
+# -- the machinery of runs, listening --------------------------------------------------------------------------------
+
+
+class _Prepared(_OutsideFakeMode):
+    """Prepares inputs without modes, and knows how a generation is called."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        if hasattr(model, "_call_on"):
+            self._call_on = model._call_on
+
+
+class _RecordingInterleaver(Interleaver):
+    """A run whose blocks are written down."""
+
+    __slots__ = ()
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recorder = recorder
+
+    def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
+        recorder, group = self.recorder, (mediator or self.current).batch_group  # type: ignore[union-attr]
+
+        def seen(value: Any) -> None:
+            assert self.at is not None
+            site, at = self.at
+            before, recorder.block = recorder.block, _OBSERVERS
+            try:
+                visit = recorder.begin_visit(None, site, at, value)
+                observer(value if group is None else group.narrow(value, site, at))
+                recorder.end_visit(visit, value)
+            finally:
+                recorder.block = before
+
+        whole: Any = types.SimpleNamespace(batch_group=None)
+        super().observe(location, seen, whole)
+
+
+class _RecordingMediator(Mediator):
+    """A block that is written down."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
+        recorder._keep.append(self)
+        recorder.number_of(self)
+
+    def visit(self, location: str, occurrence: int, value: Any) -> Any:
+        recorder = self._recorder
+        before, recorder.block = recorder.block, recorder.number_of(self)
+        try:
+            visit = recorder.begin_visit(self, location, occurrence, value)
+            left = super().visit(location, occurrence, value)
+            recorder.end_visit(visit, left)
+        finally:
+            recorder.block = before
+        return left
+
+    def skip(self, location: str, value: Any) -> None:
+        super().skip(location, value)
+        assert self._location is not None
+        self._recorder.skip(self._location, self._occurrence, value, bool(self.loops))
+
+    def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
+        recorder = self._recorder
+        before, recorder.block = recorder.block, recorder.number_of(self)
+        try:
+            super()._turn(switch, *arguments)
+        except EarlyStopException:
+            recorder.emit("stop")
+            raise
+        finally:
+            recorder.block = before
+
+
+class _Functions(TorchFunctionMode):
+    """Shows the torch functions that blocks call to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._recorder.listens:
+            return function(*args, **(kwargs or {}))
+        return self._recorder.function(function, args, kwargs or {})
+
+
+class _Operators(Guesses):
+    """Shows the torch operators that blocks come down to to the recorder, and answers where the model asks for values."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._recorder.listens:
+            return super().__torch_dispatch__(operator, types, args, kwargs)
+        return self._recorder.operator(operator, args, kwargs or {})
+
+

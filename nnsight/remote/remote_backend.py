@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import CONFIG
 from ..tracing import Tracer
-from .backend import LocalBackend, ProgramBackend
+from .backend import ProgramBackend
 from .client import Client, RemoteError, address, checked_id, error_of
 from .display import Progress
 from .protocol import JobStatus, Message, model_key_of
@@ -24,27 +24,6 @@ from .results import decode_results
 
 _clients: dict[tuple[str, str | None], Client] = {}
 _lock = threading.Lock()
-
-
-def backend_for(model: Any, remote: bool | str, blocking: bool) -> ProgramBackend:
-    """Return the backend that ``remote=`` of a trace stands for.
-
-    Args:
-        model: What is traced.
-        remote: ``True`` for ``CONFIG.API.HOST``, the address of another server, or ``"local"`` for this process.
-        blocking: Whether to wait for the results.
-
-    Raises:
-        TypeError: If ``remote`` is something else.
-        ValueError: If it is no address, or the model is none that servers know by name.
-    """
-    if not isinstance(remote, (bool, str)):
-        raise TypeError(f"remote= is True, 'local' or the address of a server, not {type(remote).__name__}.")
-    if remote == "local":
-        if not blocking:
-            raise ValueError("remote='local' runs in this process, at once: leave out blocking=False.")
-        return LocalBackend(model)
-    return RemoteBackend(model_key_of(model), blocking=blocking, host=remote if isinstance(remote, str) else None)
 
 
 def client_of(host: str | None = None, api_key: str | None = None) -> Client:

@@ -186,6 +186,9 @@ def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
     The arguments are those of :meth:`torch.Tensor.backward`.
     """
+    run = active_interleaver()
+    if run is not None and run.recorder is not None and run.current is not None:
+        run.recorder.refuse_gradients()
     if calls_for_with(sys._getframe(1)):
         return BackwardsTracer(self, args, kwargs)
     return _plain_backward(self, *args, **kwargs)

@@ -53,6 +53,7 @@ class Interleaver(InterleaverSurface):
         skips: What blocks want the modules whose input is being handled to return without running, by input location.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         tree: The modules whose locations occur in this run, if they are those of one model.
+        recorder: What makes data of the blocks, if they are to run elsewhere; see :mod:`nnsight.remote.recorder`.
         uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
         check_location: Set by a driver that knows which locations can still come; called with the location of a request.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
@@ -74,6 +75,7 @@ class Interleaver(InterleaverSurface):
         "observers",
         "offer",
         "ready",
+        "recorder",
         "reshaped",
         "skips",
         "tracer",
@@ -95,6 +97,7 @@ class Interleaver(InterleaverSurface):
         self.mediators = list(mediators)
         self.tracer = tracer
         self.tree: Any = None
+        self.recorder: Any = None
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
@@ -271,7 +274,7 @@ class Interleaver(InterleaverSurface):
             _active.reset(self._token)
             self._token = None
         self.mediators = []
-        self.tracer = self.tree = None
+        self.tracer = self.tree = self.recorder = None
         self.observers.clear()
         self.check_replacement = self.check_location = None
         self.waited.clear()

@@ -85,6 +85,8 @@ class Barrier:
     def _wait(self, run: Interleaver) -> None:
         mediator = run.current
         assert mediator is not None
+        if run.recorder is not None:
+            run.recorder.barrier(self, self.participants)
         if len(self._arrived) + 1 < self.participants:
             self._arrived.append(mediator)
             mediator.pause(f"barrier({self.participants})")

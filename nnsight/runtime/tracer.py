@@ -98,6 +98,10 @@ class InterleavingTracer(RunControls, Tracer):
 
     path = ""
 
+    #: What makes the blocks and the run; a recording of the trace has its own.
+    make_mediator: Callable[..., Mediator] = Mediator
+    make_interleaver: Callable[..., Interleaver] = Interleaver
+
     def __init__(
         self,
         driver: Driver,
@@ -202,9 +206,9 @@ class InterleavingTracer(RunControls, Tracer):
         driver, model, args, kwargs = self._call
         self.note_start()
         self._invokes = [] if not args else None
-        main = Mediator(function, self.info, "trace")
+        main = self.make_mediator(function, self.info, "trace")
         self._open_mentioned()
-        interleaver = Interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
+        interleaver = self.make_interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
         interleaver.tree = None if self._model is None else self._model.modules
         try:
             with interleaver:
@@ -254,7 +258,7 @@ class InterleavingTracer(RunControls, Tracer):
     def _edits(self) -> list[Mediator]:
         """Return the edits of the model as blocks of a run."""
         edits = [] if self._model is None else self._model.edits
-        return [Mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
+        return [self.make_mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
 
     def _open_mentioned(self) -> None:
         """Let the run stop at the operations that its blocks mention behind ``.source``."""
@@ -303,7 +307,8 @@ class InterleavingTracer(RunControls, Tracer):
         else:
             prepared, groups = self._join(model, with_input, kwargs)
         for number, invoke in enumerate(invokes):
-            interleaver.add(Mediator(invoke.function, None, f"invoke {number}", groups.get(invoke), publish=invoke.publish))
+            rows = groups.get(invoke)
+            interleaver.add(self.make_mediator(invoke.function, None, f"invoke {number}", rows, publish=invoke.publish))
         return prepared[0], prepared[1]
 
     def _join(

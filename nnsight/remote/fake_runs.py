@@ -1,0 +1,171 @@
+"""Runs of a model on fakes: what a client records against, and what a server checks a program with.
+
+As in a scan, a copy of the model with fakes in place of its tensors runs on fakes of its inputs (:mod:`nnsight.runtime.fakes`). A
+generation on fakes has no values, so it would never end by itself: it ends when it has made the tokens it was asked for, or
+when no block waits for anything but its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ..modeling.generation import Streamer
+from ..runtime.carriers import is_carrier, on_tensors
+from ..runtime.fakes import fake_modules
+from ..runtime.interleaver import Interleaver
+from ..tree import ModuleTree
+from .errors import InvalidProgramError
+
+#: Locations that come when the model has finished.
+_AT_THE_END = frozenset({"result", "model.generator.output"})
+
+
+def tensors_at(value: Any) -> list[Any]:
+    """Return the leaves of a value at a location, in an order that client and server share; caches as their tensors."""
+    found: list[Any] = []
+    for leaf in pytree.tree_leaves(value, is_leaf=is_carrier):
+        if is_carrier(leaf):
+            on_tensors(leaf, lambda _, tensor: found.append(tensor) or tensor)
+        else:
+            found.append(leaf)
+    return found
+
+
+def with_leaf(value: Any, index: int, new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` in place of one of :func:`tensors_at`.
+
+    Raises:
+        InvalidProgramError: If that is inside of a cache.
+    """
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+    number = 0
+    for place, leaf in enumerate(leaves):
+        if number == index and not is_carrier(leaf):
+            leaves[place] = new
+            return pytree.tree_unflatten(leaves, structure)
+        number += len(tensors_at(leaf)) if is_carrier(leaf) else 1
+    raise InvalidProgramError("A tensor inside of a cache cannot be replaced.")
+
+
+class _Finished(BaseException):
+    """Ends a generation; no ``except Exception`` of a model stops it."""
+
+
+class FakeModel:
+    """A copy of a model with fakes for its tensors.
+
+    Args:
+        tree: The modules of the model.
+        mode: The fake mode.
+        device: Where fakes of weights without memory are.
+
+    Attributes:
+        root: The copy.
+        by_path: The copies of all modules.
+        weights: Name and fake of each parameter and buffer, by the identity of the original.
+    """
+
+    def __init__(self, tree: ModuleTree, mode: FakeTensorMode, device: torch.device) -> None:
+        copies = fake_modules(tree.root, mode, device)
+        self.mode, self.device, self._tree = mode, device, tree
+        self.root = copies[tree.root]
+        self.by_path = {path: copies[module] for module, path in tree.paths.items() if module in copies}
+        self.weights: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, original, fake in self._named(copies):
+            self.weights.setdefault(id(original), (name, fake))
+        self.by_name = {name: fake for name, _, fake in self._named(copies)}
+
+    def _named(self, copies: dict[torch.nn.Module, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        root = self._tree.path
+        for module, path in self._tree.paths.items():
+            prefix = path.removeprefix(root).removeprefix(".")
+            for kind in ("_parameters", "_buffers"):
+                for name, original in getattr(module, kind).items():
+                    fake = getattr(copies[module], kind).get(name) if module in copies else None
+                    if original is not None and isinstance(fake, FakeTensor):
+                        yield f"{prefix}.{name}" if prefix else name, original, fake
+
+    def storages(self) -> set[int]:
+        """Return what identifies the memory of all tensors that the model keeps from one run to the next."""
+        kept = [tensor for module in self.by_path.values() for tensor in _kept_by(module)]
+        return {tensor.untyped_storage()._cdata for tensor in kept}
+
+    def versions(self) -> int:
+        """Return a number that changes when a weight is written to."""
+        return sum(tensor._version for tensor in self.by_name.values())
+
+    def run(self, interleaver: Interleaver, call: str, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]) -> Any:
+        """Call the model on fakes within ``interleaver``; return its fake output.
+
+        Args:
+            interleaver: The run.
+            call: ``"trace"`` or ``"generate"``.
+            args: Arguments; their tensors are replaced by fakes.
+            kwargs: Likewise.
+            steps: How many tokens a generation makes.
+            prompt: Sequences that a generation returns, and length of its prompt.
+        """
+        args, kwargs = (self.faked(value) for value in (args, kwargs))
+        if call == "trace":
+            with self._tree.intercept(self.by_path):
+                return self.root(*args, **kwargs)
+        with contextlib.suppress(_Finished), self._ending(interleaver, steps), self._tree.intercept(self.by_path):
+            if kwargs.get("num_beams", 1) == 1:
+                kwargs = {**kwargs, "streamer": Streamer()}
+            self.root.generate(*args, **kwargs)  # type: ignore[operator]
+        ids = torch.empty((prompt[0], prompt[1] + steps), dtype=torch.int64, device=self.device)
+        return interleaver.handle("model.generator.output", ids)
+
+    @contextlib.contextmanager
+    def _ending(self, interleaver: Interleaver, steps: int) -> Iterator[None]:
+        """End a generation in time."""
+        forward, calls = self.root.forward, 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if calls >= steps or (calls and _AT_THE_END >= interleaver.waited.keys()):
+                raise _Finished
+            calls += 1
+            return forward(*args, **kwargs)
+
+        self.root.__dict__["forward"] = counted
+        try:
+            yield
+        finally:
+            del self.root.__dict__["forward"]
+
+    def faked(self, value: Any) -> Any:
+        """Return ``value`` with new fakes in place of its tensors."""
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+        return pytree.tree_map_only(torch.Tensor, fake, value)
+
+
+def _kept_by(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for values in (module._parameters, module._buffers, vars(module)):
+        for leaf in pytree.tree_leaves(list(values.values()), is_leaf=is_carrier):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+
+def generation_size(root: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[int, tuple[int, int]]:
+    """Return how many tokens a generation makes at most, the number of its sequences, and the length of its prompt."""
+    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+    rows, length = (ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
+    config: Any = getattr(root, "generation_config", None)
+    new = kwargs.get("max_new_tokens")
+    if new is None and "max_length" in kwargs:
+        new = kwargs["max_length"] - length
+    if new is None:
+        new = getattr(config, "max_new_tokens", None)
+    if new is None:
+        new = 20 if getattr(config, "max_length", None) in (None, 20) else config.max_length - length
+    return max(int(new), 1), (rows * int(kwargs.get("num_return_sequences") or 1), length)

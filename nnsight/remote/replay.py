@@ -1,0 +1,343 @@
+"""A program as blocks: what runs on a server.
+
+Each block of a run becomes a function that does the nodes of the block, in an ordinary mediator: it waits at locations, reads,
+writes and skips as a block written in Python does, under the eager driver, under the compiled one, and on fakes, where the server
+checks the program. The operators are those of the table; nothing of the client is looked up, evaluated or compiled.
+
+Indices are compared with the sizes they point into before they are used: some kernels do not, and on a GPU the kernel that finds a
+bad index takes the process down.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from greenlet import GreenletExit
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from ..runtime.errors import OutOfOrderError
+from ..runtime.interleaver import Interleaver, active_interleaver
+from ..runtime.invoker import Barrier
+from ..runtime.mediator import EarlyStopException, Mediator
+from .errors import ExecutionFailedError, InvalidProgramError
+from .fake_runs import tensors_at, with_leaf
+from .nodes import Node, read_argument
+from .operators import OPERATORS
+from .payload import Job
+from .trees import ABSENT, read_tree, references
+
+#: Attribute of the fake of a constant: its values, where they are indices.
+CONSTANT = "_nnsight_constant"
+
+
+class Replay:
+    """The values of a job while it runs.
+
+    Args:
+        job: A checked job.
+        device: Where its constants go.
+        apply: Applies the module at a path: ``apply(path, args, kwargs)``.
+        weight: Returns the parameter or buffer of a name.
+        seconds: How long it may take.
+        constants: The tensors of the job, where they are not its own.
+
+    Attributes:
+        values: What each node made, as a tuple of tensors.
+        on_done: Called with each node that is an operator or applies a module, its arguments and what it made.
+        on_write: Called with the tensor of the model that a node is about to write to.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        apply: Callable[[str, Any, Any], Any],
+        weight: Callable[[str], torch.Tensor],
+        seconds: float,
+        constants: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.job, self.device, self._apply, self._weight = job, device, apply, weight
+        self._constants = job.tensors if constants is None else constants
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self.values: dict[int, tuple[Any, ...]] = {}
+        self.on_done: Callable[[Node, Any, Any], None] = lambda node, args, result: None
+        self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self._uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
+        for node in job.nodes:
+            self._uses.update(_used_by(node))
+        self._waiting: dict[Mediator, Node] = {}
+        self._barriers: dict[tuple[int, int], Barrier] = {}
+
+    def place_constants(self) -> None:
+        """Put the constants where the model is."""
+        self._constants = {name: tensor.to(self.device) for name, tensor in self._constants.items()}
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def mediators(self, run: int) -> list[Mediator]:
+        """Return the blocks of a run."""
+        blocks: list[list[tuple[int, Node]]] = [[] for _ in range(self.job.runs[run]["blocks"])]
+        for number, node in enumerate(self.job.nodes):
+            if node["run"] == run:
+                blocks[node["block"]].append((number, node))
+        return [
+            Mediator(lambda nodes=nodes: self._block(nodes), None, f"block {number}")  # type: ignore[misc]
+            for number, nodes in enumerate(blocks)
+        ]
+
+    def finish(self, interleaver: Interleaver) -> None:
+        """End the blocks after the model has returned; one that waits in a loop has reached its end.
+
+        Raises:
+            ExecutionFailedError: If a block still waits.
+        """
+        for mediator in interleaver.mediators:
+            node = self._waiting.get(mediator)
+            if mediator.waiting is None:
+                continue
+            if node is not None and node.get("loop"):
+                mediator.throw(GreenletExit())
+                continue
+            location, occurrence = mediator.waiting
+            calls = interleaver.counts.get(location, 0)
+            raise ExecutionFailedError(
+                f"`{location}.i{occurrence}` was not reached{_line(node)}: the model passed there {calls} times."
+            )
+
+    def saved(self, leaf: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the trees of what is saved, with ``leaf(tensor)`` for tensors."""
+
+        def tree(saved: Any) -> Any:
+            if type(saved) is not dict:
+                return saved
+            ((kind, content),) = saved.items()
+            if kind in ("list", "tuple"):
+                return {kind: [tree(item) for item in content]}
+            if kind == "dict":
+                return {kind: [[key, tree(item)] for key, item in content]}
+            if kind != "ref":
+                return saved
+            made = self.values.get(content[0])
+            if made is None:
+                return {"absent": "never computed"}
+            return leaf(self._output(made, content[0], content[1]))
+
+        return {name: tree(saved) for name, saved in self.job.saves.items()}
+
+    def _block(self, nodes: list[tuple[int, Node]]) -> None:
+        for number, node in nodes:
+            if time.monotonic() > self._deadline:
+                raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds{_line(node)}.")
+            try:
+                self._do(number, node)
+            except (EarlyStopException, GreenletExit, ExecutionFailedError, InvalidProgramError):
+                raise
+            except OutOfOrderError as error:
+                raise ExecutionFailedError(f"{_what(node)}{_line(node)}: {error}") from error
+            except Exception as error:
+                raise ExecutionFailedError(f"{_what(node)}{_line(node)} failed: {error}") from error
+
+    def _do(self, number: int, node: Node) -> None:
+        run: Any = active_interleaver()
+        mediator = run.current
+        match node["do"]:
+            case "const":
+                self._keep(number, (self._constants[node["tensor"]],))
+            case "weight":
+                self._keep(number, (self._weight(node["name"]),))
+            case "read":
+                tensor = self._leaf(mediator, node)
+                self._keep(number, (tensor.clone() if node.get("copy") else tensor,))
+            case "write":
+                self._write(mediator, node)
+            case "skip":
+                self._waiting[mediator] = node
+                mediator.skip(_place(node), self._read(node["value"]))
+            case "op":
+                self._operate(number, node)
+            case "apply":
+                args, kwargs = self._read(node["args"]), self._read(node["kwargs"])
+                made = tensors_at(self._apply(node["module"], args, kwargs))
+                made = [item.clone() if node.get("copy") and isinstance(item, torch.Tensor) else item for item in made]
+                self.on_done(node, (args, kwargs), made)
+                self._keep(number, tuple(made))
+            case "barrier":
+                known = self._barriers.get((node["run"], node["id"]))
+                if known is None or known.participants != node["of"]:
+                    trace: Any = types.SimpleNamespace(opens_invokes=False)
+                    known = self._barriers[node["run"], node["id"]] = Barrier(trace, node["of"])
+                known()
+            case "stop":
+                raise EarlyStopException
+        for used, count in _used_by(node).items():
+            self._uses[used] -= count
+            if self._uses[used] <= 0:
+                self.values.pop(used, None)
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def _leaf(self, mediator: Any, node: Node) -> torch.Tensor:
+        self._waiting[mediator] = node
+        leaves = tensors_at(mediator.request(_place(node)))
+        leaf = leaves[node["leaf"]] if node["leaf"] < len(leaves) else None
+        if not isinstance(leaf, torch.Tensor):
+            raise InvalidProgramError(f"{_what(node)}{_line(node)}: the value there has no tensor number {node['leaf']}.")
+        return leaf
+
+    def _write(self, mediator: Any, node: Node) -> None:
+        old, new = self._leaf(mediator, node), self._read(node["value"])
+        if node.get("in_place"):
+            if new.shape != old.shape or new.dtype != old.dtype:
+                raise InvalidProgramError(f"{_what(node)}{_line(node)}: values of another shape or type go in place.")
+            self.on_write(old)
+            old.copy_(new)
+            source, output = node["value"]["ref"]
+            if output == 0 and self.job.nodes[source]["do"] == "read" and source in self.values:
+                self.values[source] = (old,)  # from here on it follows what the model does to it
+        else:
+            mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node["leaf"], new))
+
+    def _operate(self, number: int, node: Node) -> None:
+        operator = OPERATORS[node["name"]]
+        args = read_argument(node["args"], self._lookup, self.device)
+        kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
+        check_indices(operator, args, kwargs)
+        result = operator(*args, **kwargs)
+        self.on_done(node, (args, kwargs), result)
+        self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
+
+    def _keep(self, number: int, made: tuple[Any, ...]) -> None:
+        if self._uses[number]:
+            self.values[number] = made
+
+    def _read(self, tree: Any) -> Any:
+        return read_tree(tree, lambda kind, content: self._lookup(*content) if kind == "ref" else ABSENT)
+
+    def _lookup(self, node: int, output: int) -> Any:
+        made = self.values.get(node)
+        if made is None:
+            raise InvalidProgramError(f"Node {node} is used before it was done.")
+        return self._output(made, node, output)
+
+    @staticmethod
+    def _output(made: tuple[Any, ...], node: int, output: int) -> torch.Tensor:
+        if output >= len(made) or not isinstance(made[output], torch.Tensor):
+            raise InvalidProgramError(f"Node {node} has no tensor number {output}.")
+        return made[output]
+
+
+def _place(node: Node) -> str:
+    return f"{node['site']}.i{node['at']}"
+
+
+def _what(node: Node) -> str:
+    return {"op": f"`{node.get('name')}`", "apply": f"`{node.get('module')}(...)`"}.get(
+        node["do"], f"{node['do']} `{node['site']}`" if "site" in node else node["do"]
+    )
+
+
+def _line(node: Node | None) -> str:
+    return "" if node is None or "line" not in node else f", line {node['line']}"
+
+
+def _used_by(node: Node) -> Counter[int]:
+    """Return how often a node uses the values of others."""
+    return Counter(_references(node.get("args")) + _references(node.get("kwargs")) + _references(node.get("value")))
+
+
+def _references(value: Any) -> list[int]:
+    if type(value) is list:
+        return [found for item in value for found in _references(item)]
+    if type(value) is not dict:
+        return []
+    if type(ref := value.get("ref")) is list and len(value) == 1:
+        return [ref[0]]
+    return [found for item in value.values() for found in _references(item)]
+
+
+# -- indices ---------------------------------------------------------------------------------------------------------
+
+
+def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Raise if an operator that looks up entries would look outside of its tensor.
+
+    Raises:
+        IndexError: If an index is out of range.
+        InvalidProgramError: If indices are of a type that cannot index.
+    """
+    rule = _INDEXED.get(operator._schema.name.removeprefix("aten::"))
+    if rule is None:
+        return
+    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    for index, size, negative in rule(given):
+        if isinstance(index, torch.Tensor):
+            _check_range(index, size, negative)
+
+
+def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
+    if index.dtype == torch.bool or index.dtype == torch.uint8:
+        return
+    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+        raise InvalidProgramError(f"Indices are integers, not {index.dtype}.")
+    values = getattr(index, CONSTANT, index)
+    if isinstance(values, FakeTensor) or values.numel() == 0:
+        return
+    with unset_fake_temporarily():
+        low, high = (int(bound) for bound in torch.aminmax(values))
+    if high >= size or low < (-size if negative else 0):
+        raise IndexError(f"an index is out of range: from {low} to {high}, for a size of {size}")
+
+
+def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:
+    source = given["self"]
+    size = source.shape[given["dim"]] if source.dim() else 1
+    yield given["index"], size, negative
+
+
+def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    source, dim = given["self"], 0
+    for index in given["indices"]:
+        if index is None:
+            dim += 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            dim += index.dim()
+        else:
+            if dim >= source.dim():
+                raise InvalidProgramError("There are more indices than dimensions.")
+            yield index, source.shape[dim], True
+            dim += 1
+
+
+def _rows(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    yield given["indices"], given["weight"].shape[0], False
+
+
+def _flat(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    yield given["index"], given["self"].numel(), True
+
+
+def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    target, source = given["target"], given["self"]
+    if isinstance(target, torch.Tensor) and source.dim():
+        kept = target.masked_fill(target == given["ignore_index"], 0)
+        yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
+
+
+_INDEXED: dict[str, Callable[[dict[str, Any]], Iterator[tuple[Any, int, bool]]]] = {
+    **dict.fromkeys(
+        "gather index_select scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split(), _along
+    ),
+    **dict.fromkeys(
+        "index_add index_add_ index_copy index_copy_ index_fill index_fill_".split(),
+        lambda given: _along(given, given.get("value") is not None),
+    ),
+    **dict.fromkeys("index index_put index_put_".split(), _advanced),
+    "embedding": _rows,
+    "take": _flat,
+    "nll_loss_forward": _classes,
+}

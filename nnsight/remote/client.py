@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit, urlunsplit
 
 try:
@@ -120,10 +120,7 @@ class Client:
         }
         fields: dict[str, Any] = {"data": json.dumps(envelope), "blob": ("payload", payload, CONTENT_TYPE)}
         body, content_type = encode_multipart_formdata(fields)
-        message = self._json("POST", "/request", body, content_type)
-        if not isinstance(message, dict) or not is_id(message.get("id")):
-            raise RemoteError(f"{self.host} answered a submission with something else than a message about a job.")
-        return message  # type: ignore[return-value]
+        return self._message("POST", "/request", body, content_type)
 
     def latest(self, job_id: str) -> Message | None:
         """Return the message that says where a job stands; ``None`` if there is no such job for this key.
@@ -133,12 +130,11 @@ class Client:
             ValueError: If ``job_id`` is no id.
         """
         try:
-            found: Message = self._json("GET", f"/response/{checked_id(job_id)}")
+            return self._message("GET", f"/response/{checked_id(job_id)}")
         except RemoteError as error:
             if error.code == 404:
                 return None
             raise
-        return found
 
     def result(self, job_id: str) -> bytes:
         """Download the result of a job; a download that breaks off goes on where it stopped.
@@ -211,9 +207,11 @@ class Client:
                             socket = None
                         return
             except (ConnectionClosed, _LostError) as error:
-                latest = self.latest(job_id)  # something on the way may let HTTP through and no WebSocket
-                if latest is None:
-                    raise RemoteError(f"{self.host} has no job {job_id} for this key.", 404) from None
+                try:  # something on the way may let HTTP through and no WebSocket
+                    latest = self._message("GET", f"/response/{job_id}", once=True)
+                except RemoteConnectionError:
+                    patience.wait(error)
+                    continue
                 if latest["number"] > after:
                     after = latest["number"]
                     patience.renew()
@@ -249,9 +247,25 @@ class Client:
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
-    def _json(self, method: str, path: str, body: bytes | None = None, content_type: str | None = None) -> Any:
+    def _message(self, *args: Any, **options: Any) -> Message:
+        """Return the message that the server answers; as :meth:`_json`."""
+        message = self._json(*args, **options)
+        if not _is_message(message):
+            raise RemoteError(
+                f"{self.host} answered with something else than a message about a job: is it a server of nnsight?"
+            )
+        return message
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        content_type: str | None = None,
+        once: bool = False,
+    ) -> Any:
         """Return what the server answers, trying again if it cannot be reached or is about to restart."""
-        patience = _Patience(self._patience, f"reach {self.host}")
+        patience = _Patience(0.0 if once else self._patience, f"reach {self.host}")
         headers = {} if content_type is None else {"Content-Type": content_type}
         while True:
             try:
@@ -278,8 +292,10 @@ class Client:
         options |= {"headers": {**self._headers(), **headers}, "timeout": timeout, "allow_redirects": False}
         try:
             answer: requests.Response = self._local.session.request(method, self.host + path, **options)
-        except (requests.ConnectionError, requests.Timeout) as error:
+        except requests.RequestException as error:
             raise _LostError(str(error)) from error
+        if not {"content-length", "transfer-encoding"} & {name.lower() for name in answer.headers}:
+            raise _LostError("the connection ended within the headers of the answer")
         if answer.ok and not answer.is_redirect:
             return answer
         detail = _detail(answer)
@@ -408,16 +424,28 @@ def _frames(socket: ClientConnection, job_id: str) -> Iterator[tuple[Message, by
         _LostError: If something else comes than should.
     """
     while True:
-        frame = socket.recv()
         try:
-            message = json.loads(frame)
-            mine, inline = message["id"] == job_id, bool((message["data"] or {}).get("inline"))
-            JobStatus(message["status"]), int(message["number"])
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise _LostError("the server sent a frame that is no message") from None
+            message = json.loads(socket.recv())
+        except ValueError:
+            message = None
+        if not _is_message(message):
+            raise _LostError("the server sent a frame that is no message")
+        inline = isinstance(message["data"], dict) and message["data"].get("inline")
         result = socket.recv() if inline else None
-        if mine:
+        if message["id"] == job_id:
             yield message, result if isinstance(result, bytes) else None
+
+
+def _is_message(message: Any) -> TypeGuard[Message]:
+    """Whether ``message`` is one, as far as a client relies on it."""
+    return (
+        isinstance(message, dict)
+        and is_id(message.get("id"))
+        and message.get("status") in list(JobStatus)
+        and isinstance(message.get("description"), str)
+        and isinstance(message.get("number"), int)
+        and "data" in message
+    )
 
 
 def _detail(answer: requests.Response) -> str:

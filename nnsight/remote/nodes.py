@@ -213,7 +213,7 @@ def _check_op(node: Node, job: Job, budget: Budget, number: int, owned: list[boo
 
 
 def _is_owned(argument: Any, owned: list[bool]) -> bool:
-    return owned[argument["ref"][0]]
+    return type(argument) is dict and owned[argument["ref"][0]]
 
 
 def why_not(name: str) -> str:
@@ -250,7 +250,7 @@ def _check_argument(value: Any, kind: str, strings: frozenset[str], name: str, n
         kind = inner
     if not _is_argument(value, kind, strings):
         raise InvalidProgramError(f"`{name}` is not of type {kind}")
-    if kind == "Tensor":
+    if kind == "Tensor" and type(value) is dict:
         check_tree(value, frozenset({"ref"}), budget)
         check_references(value, number)
 
@@ -260,6 +260,8 @@ def _is_argument(value: Any, kind: str, strings: frozenset[str]) -> bool:
         if len(value) != 1:
             return False
         ((form, content),) = value.items()
+        if kind == "Tensor" and form == "float":
+            kind = "number"
         allowed = {
             "Tensor": ("ref", None),
             "number": ("float", FLOATS),
@@ -279,7 +281,7 @@ def _is_argument(value: Any, kind: str, strings: frozenset[str]) -> bool:
         return is_int(value)
     if kind == "float":
         return is_int(value) or (type(value) is float and math.isfinite(value))
-    if kind == "number":
+    if kind in ("number", "Tensor"):  # a number in place of a tensor is one without dimensions
         return type(value) is bool or is_int(value) or (type(value) is float and math.isfinite(value))
     return False
 

@@ -159,7 +159,7 @@ class Recorder:
         self._blocks: dict[int, int] = {}
         self._visits: list[_Visit] = []
         self._storages: dict[int, StorageWeakRef] = {}
-        self._stale: dict[int, str] = {}
+        self._stale: dict[int, list[tuple[int, int, str]]] = {}
         self._barriers: dict[int, int] = {}
         self._keep: list[Any] = []
 
@@ -250,8 +250,7 @@ class Recorder:
                     f"`{name}` holds a tensor that the block did not get at a location of the model. Save what was read at one, "
                     "and what was computed of it."
                 )
-            if ref[0] in self._stale:
-                raise NotExpressibleError(self._stale[ref[0]])
+            self._check_fresh(value)
             return {"ref": list(ref)}
         if hasattr(value, "_entries") and hasattr(value, "observe"):  # a cache of activations
             entries = [[path, {kind: found for kind, found in entry._values.items() if found}] for path, entry in value._entries.items()]
@@ -300,9 +299,16 @@ class Recorder:
                 _here("A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
                       "cache. Read the module that produces it.")
             )
-        if self._roots[known[0]] in self._stale:
-            raise NotExpressibleError(self._stale[self._roots[known[0]]])
+        self._check_fresh(tensor)
         return {"ref": list(known)}
+
+    def _check_fresh(self, tensor: torch.Tensor) -> None:
+        """Raise if the memory of ``tensor`` was edited through a copy of it."""
+        edits = self._stale.get(self._roots[self._refs[tensor][0]], ())
+        low, high = _stretch(tensor) if edits else (0, 0)
+        for start, end, message in edits:
+            if start < high and low < end:
+                raise NotExpressibleError(message)
 
     @_unseen
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -421,17 +427,16 @@ class Recorder:
             refused = why_not("aten." + str(operator).removeprefix("aten."))
             raise NotExpressibleError(_here(f"{refused[0].upper()}{refused[1:]}."))
         root = None
-        if is_in_place(name):
-            self._edit(args[0])
-            root = self._roots[self._refs[args[0]][0]]
         try:
             written = [write_argument(argument, self.reference) for argument in args]
             named = {key: write_argument(argument, self.reference) for key, argument in kwargs.items() if argument is not None}
         except TypeError as error:
             raise NotExpressibleError(_here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
+        if is_in_place(name):
+            self._edit(args[0])
         with self.paused():
             result = operator(*args, **kwargs)
-        if is_view(name):
+        if is_view(name) or is_in_place(name):
             root = self._roots[self._refs[args[0]][0]]
         number = self.emit("op", root, name=name, args=written, **({"kwargs": named} if named else {}))
         if not is_in_place(name):
@@ -466,10 +471,11 @@ class Recorder:
         mine = self._storages[root]
         for other, storage in self._storages.items():
             if other != root and storage.cdata == mine.cdata and not storage.expired():
-                self._stale[other] = _here(
+                message = _here(
                     f"A value that shares memory with `{node['site']}` was edited in place there, and is used before the model goes on. "
                     "`.clone()` it first."
                 )
+                self._stale.setdefault(other, []).append((*_stretch(tensor), message))
 
     # -- what a run asks -------------------------------------------------------------------------------------------
 
@@ -575,6 +581,14 @@ class Recorder:
 
 #: Number of the block of caches while a run is recorded: it is the last one.
 _OBSERVERS = 10**9
+
+
+def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of the memory that a tensor reaches, and the one behind the last."""
+    with torch._C.DisableTorchFunction():
+        start = tensor.storage_offset()
+        length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        return start * tensor.element_size(), (start + max(length, 0)) * tensor.element_size()
 
 
 def _here(message: str) -> str:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.server
-import json
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import nnsight
+from nnsight import CONFIG
+from nnsight.intervention.backends.remote import RemoteBackend
+from nnsight.remote import remote_backend as client_module
 from nnsight.remote.client import Client, RemoteConnectionError, RemoteError, address, error_of
 from nnsight.remote.display import Progress
 from nnsight.remote.errors import ExecutionFailedError, InvalidProgramError
-from nnsight.remote.protocol import Message, ModelKey
+from nnsight.remote.protocol import JobStatus, Message, ModelKey
 from nnsight.remote.server.gateway import Settings
+from nnsight.remote.server.models import engine_of
 
 from .remoting import MODEL, Accounts, Orders, Running, Wire, account, nonce, order, running, until, wire_to
 
@@ -119,12 +126,12 @@ def test_a_job_can_be_asked_for_by_id(server: Running, orders: Orders) -> None:
 def test_a_socket_that_breaks_is_taken_up_again(server: Running, orders: Orders, wire: Wire) -> None:
     with client_of(wire.url) as client:
         seen: list[str] = []
-        for message, result in client.run(order(say="kept", wait=True), str(MODEL)):
+        for message, _ in client.run(order(say="kept", wait=True), str(MODEL)):
             seen.append(message["status"])
             if message["status"] == "RUNNING" and len(seen) == 4:
                 wire.cut()
                 threading.Timer(0.2, orders.gate.set).start()
-        assert seen == STORY and result == b"kept"
+        assert seen == STORY and client.result(message["id"]) == b"kept"
     assert orders.seen == ["kept"]
     assert any(request.startswith(b"GET /subscribe?job=") for request in wire.requests)
 
@@ -162,17 +169,17 @@ def test_a_server_that_restarts_keeps_a_client_waiting_and_no_more(tmp_path: Pat
     wire = Wire(server.port)
     seen: list[str] = []
     with client_of(wire.url, patience=30.0) as client:
-        for message, result in client.run(order(say="kept", wait=True), str(MODEL)):
-            result = client.result(message["id"]) if message["status"] == "COMPLETED" and result is None else result
+        for message, _ in client.run(order(say="kept", wait=True), str(MODEL)):
             seen.append(message["status"])
             if len(seen) == 4:
                 server.stop()
                 server = Running(second.engine(), tmp_path)
                 wire.target = server.port
+        assert (seen[:4], seen[-1]) == (STORY[:4], "COMPLETED")
+        assert client.result(message["id"]) == b"kept"
     first.gate.set()
     wire.close()
     server.stop()
-    assert (seen[:4], seen[-1], result) == (STORY[:4], "COMPLETED", b"kept")
     assert second.seen == ["kept"]
 
 
@@ -346,3 +353,214 @@ def test_long_transfers_have_bars(server: Running, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("NNSIGHT_APP_REMOTE_LOGGING", "0")
         client.result(job)
         assert capsys.readouterr().err == ""
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> nnsight.LanguageModel:
+    return nnsight.demo_model()
+
+
+@pytest.fixture(scope="module")
+def here(model: nnsight.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of the demo model, for which remote=True stands."""
+    spool = tmp_path_factory.mktemp("jobs")
+    with running(engine_of(nnsight.demo_model()), spool, key=ModelKey("nnsight/demo")) as server:
+        CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING = server.url, False
+        yield server
+        del CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING
+        client_module.client_of(server.url).close()
+
+
+PROMPT = "The Eiffel Tower is in the city of"
+
+
+def steered(model: Any) -> torch.Tensor:
+    """Logits of the prompt, with a block's output edited by a plain hook."""
+
+    def steer(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + 0.5 * torch.arange(out.shape[-1]) / out.shape[-1]
+
+    handle = model._module.transformer.h[2].register_forward_hook(steer)
+    try:
+        with torch.no_grad():
+            return model._module(**model.tokenizer(PROMPT, return_tensors="pt")).logits
+    finally:
+        handle.remove()
+
+
+def test_a_block_runs_on_the_server_and_binds_what_it_saved(here: Running, model: Any) -> None:
+    seen = []
+    with model.trace(PROMPT, remote=True) as tracer:
+        hidden = model.transformer.h[2].output
+        hidden[:] += 0.5 * torch.arange(hidden.shape[-1]) / hidden.shape[-1]
+        logits = model.lm_head.output.save()
+        kept = [model.lm_head.output[:, -1].argmax(-1)].save()
+        seen.append(logits.shape)
+    expected = steered(model)
+    assert type(logits) is torch.Tensor
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    assert kept[0].item() == expected[0, -1].argmax().item()
+    assert tracer.backend.job_status is JobStatus.COMPLETED
+    assert str(tracer.backend.job_status) == "JobStatus.COMPLETED"
+    assert here.finished(tracer.backend.job_id)["status"] == "COMPLETED"
+    assert seen == [logits.shape]  # the block ran here, once
+
+
+def test_an_address_can_be_given_in_place_of_the_option(here: Running, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CONFIG.API, "HOST", "http://127.0.0.1:9")
+    with model.trace(PROMPT, remote=here.url):
+        logits = model.lm_head.output.save()
+    with torch.no_grad():
+        expected = model._module(**model.tokenizer(PROMPT, return_tensors="pt")).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+
+
+def test_weights_are_not_needed_here(here: Running, model: Any) -> None:
+    lazy = nnsight.demo_model(dispatch=False)
+    with lazy.trace(PROMPT, remote=True):
+        logits = lazy.lm_head.output.save()
+    assert not lazy.dispatched
+    with model.trace(PROMPT):
+        expected = model.lm_head.output.save()
+    torch.testing.assert_close(logits, expected.detach(), rtol=0, atol=0)
+
+
+def test_generation(here: Running, model: Any) -> None:
+    with model.generate(PROMPT, max_new_tokens=3, do_sample=False, remote=True) as tracer:
+        out = tracer.result.save()
+    inputs = model.tokenizer(PROMPT, return_tensors="pt")
+    expected = model._module.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="needs a block"):
+        model.generate(PROMPT, max_new_tokens=3, remote=True)
+
+
+def test_a_job_that_is_not_waited_for_is_polled(here: Running, model: Any) -> None:
+    with model.trace(PROMPT, remote=True, blocking=False) as tracer:
+        collected = [].save()
+        collected.append(model.transformer.h[0].output.mean())
+        logits = model.lm_head.output.save()
+    backend = tracer.backend
+    assert backend.job_id in here.gateway.jobs
+    with pytest.raises(NameError):
+        logits  # noqa: B018 - it has no value yet, and no stand-in either
+    results = until(backend)
+    assert set(results) == {"id", "logits", "collected"} and results["id"] == backend.job_id
+    torch.testing.assert_close(results["logits"], _plain(model), rtol=0, atol=0)
+    assert type(collected[0]) is torch.Tensor and collected[0].dim() == 0 and collected == results["collected"]
+    assert backend() is results and backend.wait() is results
+    again = RemoteBackend(job_id=backend.job_id)  # any process with the key can ask
+    torch.testing.assert_close(again.wait()["logits"], results["logits"], rtol=0, atol=0)
+    assert again.job_status is JobStatus.COMPLETED
+
+
+def _plain(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model._module(**model.tokenizer(PROMPT, return_tensors="pt")).logits
+
+
+def test_a_block_gets_the_results_of_a_job_that_ran_before(here: Running, model: Any) -> None:
+    with model.trace(PROMPT, remote=True, blocking=False) as tracer:
+        logits = model.lm_head.output.save()
+    jobs = len(here.gateway.jobs)
+    with model.trace(PROMPT, backend=RemoteBackend(job_id=tracer.backend.job_id)):
+        logits = model.lm_head.output.save()
+    torch.testing.assert_close(logits, _plain(model), rtol=0, atol=0)
+    assert len(here.gateway.jobs) == jobs
+
+
+def test_a_job_can_be_awaited_and_its_messages_followed(here: Running, model: Any) -> None:
+    async def one(scale: float) -> tuple[list[str], torch.Tensor]:
+        with model.trace(PROMPT, remote=True, blocking=False) as tracer:
+            logits = (scale * model.lm_head.output).save()
+        statuses = [message["status"] async for message in tracer.backend]
+        return statuses, (await tracer.backend)["logits"]
+
+    async def several() -> list[Any]:
+        return await asyncio.gather(*(one(scale) for scale in (1.0, 2.0, 3.0)))
+
+    for number, (statuses, logits) in enumerate(asyncio.run(several()), 1):
+        assert statuses == STORY
+        torch.testing.assert_close(logits, number * _plain(model))
+
+
+def test_a_backend_without_a_job_or_with_none_that_exists(here: Running) -> None:
+    with pytest.raises(ValueError, match="no job yet"):
+        RemoteBackend("nnsight/demo")()
+    with pytest.raises(RemoteError, match="has no job"):
+        RemoteBackend(job_id=nonce())()
+    with pytest.raises(ValueError, match="not the id"):
+        RemoteBackend(job_id="../x")
+
+
+def test_errors_of_the_program_are_raised_at_the_trace(here: Running, model: Any) -> None:
+    with pytest.raises(ExecutionFailedError, match="out of range"):
+        with model.trace(PROMPT, remote=True):
+            rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 100_000
+            model.transformer.wte.weight.index_select(0, rows).save()
+    with model.trace(PROMPT, remote=True, blocking=False) as tracer:
+        rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 100_000
+        model.transformer.wte.weight.index_select(0, rows).save()
+    with pytest.raises(ExecutionFailedError, match="out of range"):
+        tracer.backend.wait()
+
+
+def test_what_a_remote_trace_is_given_wrongly(here: Running, model: Any) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        model.trace(PROMPT, remote=True, backend=RemoteBackend("nnsight/demo"))
+    with pytest.raises(ValueError, match="add remote=True"):
+        model.trace(PROMPT, blocking=False)
+    with pytest.raises(ValueError, match="leave out blocking"):
+        model.trace(PROMPT, remote="local", blocking=False)
+    with pytest.raises(TypeError, match="not int"):
+        model.trace(PROMPT, remote=1)
+    with pytest.raises(ValueError, match="not the address"):
+        model.trace(PROMPT, remote="ftp://x")
+    nameless = nnsight.LanguageModel(model._module, model.tokenizer)
+    with pytest.raises(ValueError, match="was not loaded by name"):
+        nameless.trace(PROMPT, remote=True)
+    with nameless.trace(PROMPT, backend=RemoteBackend("nnsight/demo")):  # but the server's may be meant
+        logits = nameless.lm_head.output.save()
+    torch.testing.assert_close(logits, _plain(model), rtol=0, atol=0)
+    with model.trace(PROMPT, backend=RemoteBackend()):  # the key is that of the model
+        logits = model.lm_head.output.save()
+    torch.testing.assert_close(logits, _plain(model), rtol=0, atol=0)
+
+
+def test_the_key_of_a_model(model: Any) -> None:
+    assert model.to_model_key() == 'nnsight.modeling.language.LanguageModel:{"repo_id": "nnsight/demo", "revision": "main"}'
+
+
+def test_what_a_server_has(here: Running) -> None:
+    found = nnsight.status()
+    assert found.running == ["nnsight/demo"] and found["nnsight/demo"]["model_class"] == "LanguageModel"
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["model", "revision", "state", "waiting"] and lines[1].split() == ["nnsight/demo", "main", "RUNNING", "0"]
+    assert nnsight.ndif_status is nnsight.status and "deployments" in nnsight.status(raw=True)
+    assert nnsight.is_model_running("nnsight/demo") and not nnsight.is_model_running("nnsight/demo", "other")
+    assert not nnsight.is_model_running("gpt2")
+    versions = nnsight.compare()
+    assert versions["torch"] == (torch.__version__, torch.__version__) and versions.different == []
+    assert "torch" in str(versions)
+
+
+def test_the_status_of_a_blocking_trace_is_shown(
+    here: Running, model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shown in (True, False):
+        monkeypatch.setattr(CONFIG.APP, "REMOTE_LOGGING", shown)
+        with model.trace(PROMPT, remote=True):
+            model.lm_head.output.save()
+        captured = capsys.readouterr()
+        assert [line.split()[1] for line in captured.err.splitlines()] == (STORY if shown else [])
+        assert captured.out == ""
+
+
+def test_importing_the_package_imports_nothing_of_this() -> None:
+    code = "import sys, nnsight; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "nnsight.config" in found
+    assert not {"requests", "websockets", "fastapi", "uvicorn", "nnsight.remote"} & set(found)

@@ -168,7 +168,7 @@ def test_compression_is_refused(server: Running) -> None:
 
 @pytest.mark.parametrize(
     "envelope",
-    [[], 3, {}, {"model_key": 3}, {"model_key": "m", "session_id": "../x"}, {"model_key": "m", "nonce": "1"}, {"model_key": "m", "nonce": 3}],
+    [[], 3, {}, {"model_key": 3}, *({"model_key": "m", **odd} for odd in ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3}))],
 )
 def test_bad_envelopes_are_refused(server: Running, envelope: Any) -> None:
     assert server.post(order(say="x"), envelope=envelope).status_code == 400
@@ -215,15 +215,23 @@ def test_a_payload_that_is_too_long_is_refused_with_and_without_its_length(guard
     assert guarded.submit(order(say="x" * 5000), key="b")
 
 
+HALF = (
+    b"POST /request HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n"
+)
+
+
 def test_an_upload_that_never_ends_is_given_up(orders: Orders, tmp_path: Path) -> None:
-    with running(orders.engine(), tmp_path, settings=Settings(upload=0.2)) as server, sockets.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall(b"POST /request HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n")
+    with running(orders.engine(), tmp_path, settings=Settings(upload=0.2)) as server:
+        raw = sockets.create_connection(("127.0.0.1", server.port))
+        raw.sendall(HALF)
         assert b" 408 " in raw.recv(1000)
+        raw.close()
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(server: Running) -> None:
     with sockets.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall(b"POST /request HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n")
+        raw.sendall(HALF)
+        until(lambda: server.gateway._uploads["anonymous"] == 1)
     until(lambda: server.gateway._uploads["anonymous"] == 0)
     assert not server.gateway.jobs
     assert server.finished(server.submit(order(say="x")))["status"] == "COMPLETED"
@@ -343,11 +351,24 @@ def test_the_command_for_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["keys", "remove", path, "--name", "alice"]) == 2
 
 
+ENTRY = {"name": "a", "sha256": "0" * 64}
+
+
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"keys": 3}', '{"keys": [{"name": "a"}]}', '{"keys": [{"name": "a", "sha256": "short"}]}']
-    + ['{"keys": [{"name": "a", "sha256": "%s", "%s": %s}]}' % ("0" * 64, n, v) for n, v in [("queue", 0), ("bytes", '"x"'), ("seconds", "true"), ("x", 1)]]
-    + ['{"keys": [%s, %s]}' % (('{"name": "a", "sha256": "%s"}' % ("0" * 64),) * 2)],
+    ["", "[]", '{"keys": 3}']
+    + [
+        json.dumps({"keys": entries})
+        for entries in (
+            [{"name": "a"}],
+            [{**ENTRY, "sha256": "short"}],
+            [{**ENTRY, "queue": 0}],
+            [{**ENTRY, "bytes": "x"}],
+            [{**ENTRY, "seconds": True}],
+            [{**ENTRY, "other": 1}],
+            [ENTRY, ENTRY],
+        )
+    ],
 )
 def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"

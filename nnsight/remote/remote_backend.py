@@ -13,8 +13,11 @@ import threading
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from ..config import CONFIG
 from ..tracing import Tracer
+from ..tracing.block import is_bound
 from .backend import ProgramBackend
 from .client import Client, RemoteError, address, checked_id, error_of
 from .display import Progress
@@ -88,7 +91,12 @@ class RemoteBackend(ProgramBackend):
             return self._poll()
         if self.model_key is None:
             self.model_key = _key_of(tracer)
-        return super().__call__(tracer)
+        results = super().__call__(tracer)
+        if results is None and tracer.scope is not None:  # there are no values yet for the names of the block
+            for cell in tracer.scope.cells.values():
+                if is_bound(cell) and isinstance(cell.cell_contents, FakeTensor):
+                    del cell.cell_contents
+        return results
 
     def submit(self, recorded: Recorded) -> Any:
         """Have a recorded block run, and wait for its results if the backend is a blocking one."""

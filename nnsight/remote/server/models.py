@@ -7,6 +7,7 @@ from typing import Any
 from ..execution import execute_payload
 from ..limits import Limits
 from ..protocol import ModelKey
+from ..together import execute_payloads, kind_of
 from .engine import Engine, ThreadEngine
 
 
@@ -18,7 +19,12 @@ def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-eng
         limits: What one job may cost.
         name: Of its thread.
     """
-    return ThreadEngine(lambda payload: execute_payload(model, payload, limits), name)
+    return ThreadEngine(
+        lambda payload: execute_payload(model, payload, limits),
+        name,
+        run_together=lambda payloads: execute_payloads(model, payloads, limits),
+        kind_of=lambda payload: kind_of(model, payload, limits),
+    )
 
 
 def load(name: str, revision: str = "main", **options: Any) -> tuple[ModelKey, Any]:

@@ -7,10 +7,13 @@ wait stay on disk. The second ends at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,6 +77,40 @@ class GatewayServer(uvicorn.Server):
     def port(self) -> int:
         """The port it listens on, once it has started."""
         return int(self.servers[0].sockets[0].getsockname()[1])
+
+
+@contextlib.contextmanager
+def in_background(
+    engines: Mapping[ModelKey, Engine],
+    spool: Path | str,
+    door: Door | None = None,
+    settings: Settings | None = None,
+    port: int = 0,
+) -> Iterator[str]:
+    """Serve models of this process in a thread, to this machine, while the context is open: for examples, tests and notebooks.
+
+    Args:
+        engines: The engine of each model, see :func:`~.models.engine_of`.
+        spool: Folder of the jobs.
+        door: Who may use it; by default everybody on this machine.
+        settings: Further choices.
+        port: Where to listen; 0 takes a free port.
+
+    Yields:
+        The address.
+    """
+    server = GatewayServer(Gateway(engines, Spool(spool), settings), door or OpenDoor(), port=port)
+    thread = threading.Thread(target=server.run, name="nnsight-server", daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise OSError(f"The server did not start: port {port} may be taken.")
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def door_for(host: str, api_keys: Path | None, no_keys: bool) -> Door:

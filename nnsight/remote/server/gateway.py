@@ -115,6 +115,7 @@ class Gateway:
         self.metrics = Metrics()
         self.jobs: dict[str, Job] = {}
         self.draining = False
+        self._active: set[Job] = set()  # those that are not finished
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
         self._loops: list[asyncio.Task[None]] = []
@@ -146,7 +147,8 @@ class Gateway:
                 EngineLostError(f"The server ended {job.attempts} times while this job ran. It is not tried again."),
             )
         else:
-            job.kind = served.engine.kind_of(self.spool.payload(job))
+            self._active.add(job)
+            self._find_kind(served, job)
             job.tell(JobStatus.QUEUED, "The server was restarted; the job waits again.")
             served.queue.put(job)
             served._wake.set()
@@ -231,18 +233,18 @@ class Gateway:
                     409, "nonce", "This nonce was used for another job. A nonce names one job; make a new one for each."
                 )
             return job
-        waiting = [job for job in self.jobs.values() if not job.status.finished]
-        own = sum(job.owner == account.name for job in waiting)
+        own = sum(job.owner == account.name for job in self._active)
         if own >= account.queue:
             message = (
                 f"{own} jobs of this key wait or run already, of at most {account.queue}. Wait for some of them to end."
             )
             raise RefusedError(429, "queue", message)
-        if len(waiting) >= self.settings.jobs:
+        if len(self._active) >= self.settings.jobs:
             raise RefusedError(503, "busy", "The server has more jobs than it can take. Try again later.")
         job = Job(account.name, str(served.key), nonce, digest, size, account.seconds)
         job.tell(JobStatus.RECEIVED, "The job has been received.")
-        self.jobs[job.id] = job  # counts from now on
+        self.jobs[job.id] = job
+        self._active.add(job)
         coming: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
         if nonce:
             self._by_nonce[account.name, nonce] = coming
@@ -270,15 +272,23 @@ class Gateway:
         def keep() -> None:
             payload.seek(0)
             self.spool.admit(job, payload)
-            if self.settings.together > 1:
-                with contextlib.suppress(InvalidProgramError):  # it is refused when it runs
-                    job.kind = served.engine.kind_of(self.spool.payload(job))
+            self._find_kind(served, job)
 
         try:
             await asyncio.to_thread(keep)
         except StorageFullError as error:
             _log.error("storage is full", extra={"job": job.id, "error": str(error)})
             raise RefusedError(507, "storage", f"The job was not taken: {error.strerror}. Try again later.") from None
+
+    def _find_kind(self, served: Served, job: Job) -> None:
+        """Find out what a job can be run together with. A job about which that cannot be said is run alone."""
+        if self.settings.together > 1:
+            try:
+                job.kind = served.engine.kind_of(self.spool.payload(job))
+            except InvalidProgramError:  # it is refused when it runs
+                return
+            except Exception as error:
+                _log.error("the kind of a job could not be found", exc_info=error, extra={"job": job.id})
 
     def find(self, job_id: str, account: Account) -> Job | None:
         """Return a job; ``None`` if there is none, which is also all that others learn about it."""
@@ -375,6 +385,7 @@ class Gateway:
         self._end(job, known, **figures)
 
     def _end(self, job: Job, outcome: str, **figures: Any) -> None:
+        self._active.discard(job)
         self.spool.note(job)
         self.metrics.jobs.labels(job.model, outcome).inc()
         _log.info(
@@ -393,6 +404,7 @@ class Gateway:
 
     def _forget(self, job: Job) -> None:
         self.jobs.pop(job.id, None)
+        self._active.discard(job)
         self._by_nonce.pop((job.owner, job.nonce), None)
         self.spool.remove(job)
 

@@ -21,7 +21,7 @@ from nnsight.intervention.backends.remote import RemoteBackend
 from nnsight.remote import remote_backend as client_module
 from nnsight.remote.client import Client, RemoteConnectionError, RemoteError, address, error_of
 from nnsight.remote.display import Progress
-from nnsight.remote.errors import ExecutionFailedError, InvalidProgramError
+from nnsight.remote.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
 from nnsight.remote.protocol import JobStatus, Message, ModelKey
 from nnsight.remote.server.gateway import Settings
 from nnsight.remote.server.models import engine_of
@@ -564,3 +564,78 @@ def test_importing_the_package_imports_nothing_of_this() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "nnsight.config" in found
     assert not {"requests", "websockets", "fastapi", "uvicorn", "nnsight.remote"} & set(found)
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------------------
+
+SHAQ, MEGAN = "The Colosseum there is in", "The Eiffel Tower is in the"
+
+
+def patched(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a prompt alone, and with the last position of a layer patched from another prompt, by plain hooks."""
+    kept: list[torch.Tensor] = []
+
+    def run(prompt: str, hook: Any = None) -> torch.Tensor:
+        handle = model._module.transformer.h[1].register_forward_hook(hook or (lambda module, args, out: None))
+        try:
+            with torch.no_grad():
+                return model._module(**model.tokenizer(prompt, return_tensors="pt")).logits
+        finally:
+            handle.remove()
+
+    def put(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        out = out.clone()
+        out[:, -1] = kept[0]
+        return out
+
+    run(MEGAN, lambda module, args, out: kept.append(out[:, -1].clone()))
+    return run(SHAQ), run(SHAQ, put)
+
+
+@pytest.mark.parametrize("where", ["server", "local"])
+def test_a_session_is_one_job(here: Running, model: Any, where: str) -> None:
+    before = len(here.gateway.jobs)
+    with model.session(remote=True if where == "server" else "local"):
+        with model.trace(MEGAN):
+            hidden = model.transformer.h[1].output[:, -1, :]
+        with model.trace(SHAQ):
+            clean = model.lm_head.output.save()
+        with model.trace(SHAQ):
+            model.transformer.h[1].output[:, -1, :] = hidden
+            changed = model.lm_head.output.save()
+    expected = patched(model)
+    torch.testing.assert_close((clean, changed), expected, rtol=0, atol=0)
+    assert not torch.equal(clean, changed)
+    assert len(here.gateway.jobs) - before == (where == "server")
+    with pytest.raises(NameError):
+        hidden  # noqa: B018 - was not saved
+
+
+def test_a_session_that_is_not_waited_for(here: Running, model: Any) -> None:
+    with model.session(remote=True, blocking=False) as session:
+        with model.trace(SHAQ):
+            clean = model.lm_head.output.save()
+    results = session.backend.wait()
+    torch.testing.assert_close(results["clean"], patched(model)[0], rtol=0, atol=0)
+
+
+def test_what_a_remote_session_cannot_have(here: Running, model: Any) -> None:
+    jobs = len(here.gateway.jobs)
+    with pytest.raises(ValueError, match="leave out remote="):
+        with model.session(remote=True):
+            with model.trace(SHAQ, remote=True):
+                model.lm_head.output.save()
+    with pytest.raises(NotExpressibleError, match="no trace in it"):
+        with model.session(remote=True):
+            number = 3
+    other = nnsight.demo_model()
+    with pytest.raises(NotExpressibleError, match="two models"):
+        with model.session(remote=True):
+            with model.trace(SHAQ):
+                hidden = model.transformer.h[1].output
+            with other.trace(SHAQ):
+                other.transformer.h[1].output[:] = hidden
+    assert len(here.gateway.jobs) == jobs
+    with model.trace(SHAQ):  # and traces afterwards run here again
+        clean = model.lm_head.output.save()
+    torch.testing.assert_close(clean.detach(), patched(model)[0], rtol=0, atol=0)

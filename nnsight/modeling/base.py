@@ -22,7 +22,7 @@ from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
 from .methods import TracedFunction, TracedMethod
-from .tracing import ModelTracer
+from .tracing import ModelTracer, session_backend
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
@@ -162,6 +162,8 @@ class NNsight(Envoy):
             if not blocking:
                 raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
             return backend
+        if session_backend.get() is not None:
+            raise ValueError("The session around this trace runs remotely: leave out remote= here.")
         from ..remote.backend import backend_for
 
         return backend_for(self, remote, backend, blocking)
@@ -237,23 +239,16 @@ class NNsight(Envoy):
         return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
 
     @uncompiled
-    def session(self, backend: Backend | None = None, remote: bool | str = False) -> Tracer:
+    def session(self, backend: Backend | None = None, *, remote: bool | str = False, blocking: bool = True) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
         Args:
             backend: Where the block runs; in this process by default.
-            remote: Not available: it is given to the traces inside.
-
-        Raises:
-            ValueError: If ``remote`` is given.
+            remote: As in :meth:`trace`, for all traces in the block: they are one job, and values go from one to the next there.
+            blocking: Likewise.
         """
         leave_to_python("model.session()")
-        if remote is not False:
-            raise ValueError(
-                "session(remote=...): a job is one run of the model. Give remote= to each trace in the session, and save what later "
-                "ones need."
-            )
-        return Tracer(backend)
+        return Tracer(self._remote_backend(remote, backend, blocking))
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..runtime.tracer import InterleavingTracer
 from ..tracing import Backend
 from .execution import execute_payload
 from .limits import Limits
 from .protocol import model_key_of
 from .recorder import Recorded, record
+from .sessions import record_session
 
 
 class ProgramBackend(Backend):
-    """Records the block of a trace, has it run by :meth:`send`, and binds what it saved.
+    """Records the block of a trace, or of a session, has it run by :meth:`send`, and binds what it saved.
 
     Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results.
     """
 
     def __call__(self, tracer: Any) -> Any:
-        recorded = record(tracer, super().__call__(tracer))
-        return self.submit(recorded)
+        function = super().__call__(tracer)
+        return self.submit(record(tracer, function) if isinstance(tracer, InterleavingTracer) else record_session(tracer, function))
 
     def submit(self, recorded: Recorded) -> Any:
         """Have the job run and bind its results."""

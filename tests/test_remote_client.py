@@ -185,7 +185,7 @@ def test_a_server_that_restarts_keeps_a_client_waiting_and_no_more(tmp_path: Pat
 
 def test_a_server_that_stays_away_is_given_up_with_the_job_named(server: Running, orders: Orders, wire: Wire) -> None:
     with client_of(wire.url, patience=0.3) as client:
-        with pytest.raises(RemoteConnectionError, match=r"hear of job .* RemoteBackend\(job_id"):
+        with pytest.raises(RemoteConnectionError, match=r"hear of job .*RemoteBackend\(job_id"):
             for message, _ in client.run(order(say="kept", wait=True), str(MODEL)):
                 if message["status"] == "RUNNING":
                     wire.close()

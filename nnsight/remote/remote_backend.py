@@ -9,6 +9,7 @@ backend`` tells what happens. Any process with the same key can ask, by id.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
@@ -123,6 +124,10 @@ class RemoteBackend(ProgramBackend):
         """
         if self._results is not None:
             return self._results
+        if self.job_status is not None and self.job_status.finished:  # so there are no more messages
+            results = self._poll()
+            assert results is not None
+            return results
         return self._finish(self._client.follow(self._id(), self._seen))
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
@@ -137,7 +142,8 @@ class RemoteBackend(ProgramBackend):
                 self._note(found[0])
                 yield found[0]
         finally:
-            await asyncio.to_thread(messages.close)  # type: ignore[attr-defined]
+            with contextlib.suppress(ValueError):  # cancelled, so that a thread still waits for the next message
+                messages.close()  # type: ignore[attr-defined]
 
     def _poll(self) -> dict[str, Any] | None:
         """Return the results if they are there; raises as :meth:`wait`."""

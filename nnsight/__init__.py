@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .modeling.language import LanguageModel, demo_model
     from .modeling.vision import VisionLanguageModel
     from .remote.fleet import compare, is_model_running, ndif_status, status
+    from .remote.program import Program
 
 __version__ = "0.9.0.dev0"
 
@@ -29,6 +30,7 @@ _LAZY = {
     "Envoy": ".envoy",
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
+    "Program": ".remote.program",
     "VisionLanguageModel": ".modeling.vision",
     "compare": ".remote.fleet",
     "debug_dir": ".fx.debug",
@@ -44,6 +46,7 @@ __all__ = [
     "Envoy",
     "LanguageModel",
     "NNsight",
+    "Program",
     "VisionLanguageModel",
     "WithBlockNotFoundError",
     "compare",

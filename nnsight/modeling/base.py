@@ -140,7 +140,8 @@ class NNsight(Envoy):
                 is ready, while the whole graph is lowered beside it.
             backend: Where the block runs; in this process by default.
             remote: Send the block as data to where the model runs (docs/remote.md): ``True`` to the server of ``CONFIG.API.HOST``,
-                or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does.
+                or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does; ``"program"``
+                records it, for ``tracer.program``, and runs nothing.
             blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.remote_backend.RemoteBackend`.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
@@ -271,6 +272,21 @@ class NNsight(Envoy):
             edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
             edited._tree.roots.add(edited)
         return EditingTracer(edited._edits, edited)
+
+    def apply(self, program: Any) -> Any:
+        """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
+
+        Args:
+            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``.
+
+        Raises:
+            InvalidProgramError: If this model lacks a part that the program names.
+        """
+        if not hasattr(program, "block_for"):
+            return self._module.apply(program)
+        from ..remote.program import apply_program
+
+        return apply_program(self, program)
 
     def clear_edits(self) -> None:
         """Forget the blocks of :meth:`edit`."""

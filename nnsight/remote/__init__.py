@@ -15,6 +15,7 @@ from .execution import execute_payload
 from .limits import Limits
 from .operators import OPERATORS_HASH
 from .payload import VERSION, Job, decode, encode
+from .program import Program
 from .recorder import Recorded, record
 from .results import decode_results, encode_results
 from .validation import Checked, validate
@@ -29,6 +30,7 @@ __all__ = [
     "Limits",
     "LocalBackend",
     "NotExpressibleError",
+    "Program",
     "ProgramBackend",
     "Recorded",
     "decode",

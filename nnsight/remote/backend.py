@@ -9,6 +9,7 @@ from ..tracing import Backend
 from .execution import execute_payload
 from .limits import Limits
 from .protocol import model_key_of
+from .program import Program
 from .recorder import Recorded, record
 from .sessions import record_session
 
@@ -47,12 +48,22 @@ class LocalBackend(ProgramBackend):
         return execute_payload(self._model, payload, self._limits)
 
 
+class RecordingBackend(ProgramBackend):
+    """``remote="program"``: records the block and runs nothing; the program is ``tracer.program``."""
+
+    def __call__(self, tracer: Any) -> Any:
+        recorded = record(tracer, Backend.__call__(self, tracer))
+        recorded.binding.forget()
+        tracer.program = Program(recorded.job)
+
+
 def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:
     """Return the backend that ``remote=`` of a trace stands for.
 
     Args:
         model: The model of the trace.
-        remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another, or ``"local"`` for this process.
+        remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another, ``"local"`` for this process, ``"program"``
+            for nowhere.
         backend: A backend that was given as well.
         blocking: Whether to wait for the results.
 
@@ -68,6 +79,8 @@ def backend_for(model: Any, remote: bool | str, backend: Backend | None, blockin
         if not blocking:
             raise ValueError("remote='local' runs in this process, at once: leave out blocking=False.")
         return LocalBackend(model)
+    if remote == "program":
+        return RecordingBackend()
     from .remote_backend import RemoteBackend
 
     return RemoteBackend(model_key_of(model), blocking=blocking, host=remote if isinstance(remote, str) else None)

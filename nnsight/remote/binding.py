@@ -55,6 +55,11 @@ class Binding:
             self._set(name, new)
         return bound
 
+    def forget(self) -> None:
+        """Leave the names that were saved unbound: nothing will come."""
+        for name in self._values:
+            self._set(name, ABSENT)
+
     def _match(self, sent: Any, received: Any, tensors: dict[str, torch.Tensor]) -> None:
         """Note which tensor stands where a reference was sent."""
         if type(sent) is not dict or type(received) is not dict:
@@ -94,11 +99,15 @@ class Binding:
         elif isinstance(value, Cache):
             for entry in value._entries.values():
                 for values in entry._values.values():
-                    filled = [pytree.tree_map(self._filled, item, is_leaf=is_carrier) for item in values]
+                    filled = [pytree.tree_map(self._activation, item, is_leaf=is_carrier) for item in values]
                     values[:] = [item for item in filled if item is not ABSENT]
         elif is_carrier(value):
             return on_tensors(value, lambda _, tensor: self._filled(tensor))
         return value
+
+    def _activation(self, leaf: Any) -> Any:
+        """Return a leaf of what a cache of activations keeps; key-value caches stay where the model is."""
+        return None if is_carrier(leaf) else self._filled(leaf)
 
     def _set(self, name: str, value: Any) -> None:
         """Bind a name of the block, if the block is still there."""

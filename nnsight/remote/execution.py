@@ -6,6 +6,7 @@ the model was wrapped that way. Edits of the model's owner do not run along. Not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -67,7 +68,25 @@ def replay_of(model: NNsight, job: Job, limits: Limits, kind: type[R]) -> R:
     def apply(path: str, args: Any, kwargs: Any) -> Any:
         return modules[path].forward(*args, **kwargs)
 
-    return kind(job, device_of(model._module), apply, lambda name: weights[name].detach(), limits.seconds)
+    replay = kind(job, device_of(model._module), apply, lambda name: weights[name].detach(), limits.seconds)
+    replay.on_write = guard(model._module)
+    return replay
+
+
+def guard(module: torch.nn.Module) -> Callable[[torch.Tensor], None]:
+    """Return a function that raises for a tensor in the memory of a weight of ``module``."""
+    kept: set[int] = set()
+
+    def check(tensor: torch.Tensor) -> None:
+        if type(tensor) is not torch.Tensor:  # of a graph that is being compiled; the check on fakes has seen it
+            return
+        if not kept:
+            weights = [*module.parameters(), *module.buffers()]
+            kept.update(weight.untyped_storage()._cdata for weight in weights)
+        if tensor.untyped_storage()._cdata in kept:
+            raise InvalidProgramError("The program would write to memory of the model that outlives the run.")
+
+    return check
 
 
 def _run(model: NNsight, replay: Replay, number: int, args: Any, kwargs: dict[str, Any]) -> None:

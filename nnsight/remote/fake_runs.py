@@ -20,7 +20,6 @@ from ..runtime.carriers import is_carrier, on_tensors
 from ..runtime.fakes import fake_modules
 from ..runtime.interleaver import Interleaver
 from ..tree import ModuleTree
-from .errors import InvalidProgramError
 
 #: Locations that come when the model has finished.
 _AT_THE_END = frozenset({"result", "model.generator.output"})
@@ -28,29 +27,37 @@ _AT_THE_END = frozenset({"result", "model.generator.output"})
 
 def tensors_at(value: Any) -> list[Any]:
     """Return the leaves of a value at a location, in an order that client and server share; caches as their tensors."""
-    found: list[Any] = []
-    for leaf in pytree.tree_leaves(value, is_leaf=is_carrier):
-        if is_carrier(leaf):
-            on_tensors(leaf, lambda _, tensor: found.append(tensor) or tensor)
-        else:
-            found.append(leaf)
+    return [leaf for _, leaf in places_of(value)]
+
+
+def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
+    """Return the leaves of a value, with their places: number of the leaf, and of the tensor inside of it if it is a cache."""
+    found: list[tuple[tuple[int, int | None], Any]] = []
+    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
+        if not is_carrier(leaf):
+            found.append(((number, None), leaf))
+            continue
+        inside: list[torch.Tensor] = []
+        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc, func-returns-value]
+        found += [((number, place), tensor) for place, tensor in enumerate(inside)]
     return found
 
 
-def with_leaf(value: Any, index: int, new: torch.Tensor) -> Any:
-    """Return ``value`` with ``new`` in place of one of :func:`tensors_at`.
+def leaf_at(value: Any, node: dict[str, Any]) -> Any:
+    """Return the leaf of a value that a node names; ``None`` if there is none."""
+    leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
+    leaf = leaves[node["leaf"]] if node["leaf"] < len(leaves) else None
+    if "inside" in node:
+        inside = tensors_at(leaf) if is_carrier(leaf) else []
+        return inside[node["inside"]] if node["inside"] < len(inside) else None
+    return leaf
 
-    Raises:
-        InvalidProgramError: If that is inside of a cache.
-    """
+
+def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` in place of one of its leaves."""
     leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    number = 0
-    for place, leaf in enumerate(leaves):
-        if number == index and not is_carrier(leaf):
-            leaves[place] = new
-            return pytree.tree_unflatten(leaves, structure)
-        number += len(tensors_at(leaf)) if is_carrier(leaf) else 1
-    raise InvalidProgramError("A tensor inside of a cache cannot be replaced.")
+    leaves[number] = new
+    return pytree.tree_unflatten(leaves, structure)
 
 
 class _Finished(BaseException):

@@ -7,6 +7,7 @@ file (:mod:`.container`) whose tensors are constants and inputs. Reading one che
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -113,10 +114,10 @@ def _check_saves(job: Job, budget: Budget) -> None:
     if type(job.saves) is not dict:
         raise InvalidProgramError("The saves are no object.")
     for name, tree in job.saves.items():
-        if not (is_text(name) and name.isidentifier() and not name.startswith("__")):
+        if not (is_text(name) and name.isidentifier() and not name.startswith("__") and not iskeyword(name)):
             raise InvalidProgramError(f"A value cannot be saved as {name[:40]!r}, which is no name.")
         check_tree(tree, _SAVES - {"tensor"}, budget)
         try:
-            check_references(tree, len(job.nodes))
+            check_references(tree, job.nodes)
         except InvalidProgramError as error:
             raise InvalidProgramError(f"The saved value `{name}`: {error}") from None

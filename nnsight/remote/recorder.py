@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..fx.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar, quiet_fakes
 from ..modeling.generation import Generation
+from ..modeling.tracing import _names
 from ..runtime.carriers import is_carrier
 from ..runtime.fakes import Guesses
 from ..runtime.interleaver import Interleaver
@@ -43,11 +44,12 @@ from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
 from .binding import Binding
 from .errors import NotExpressibleError
-from .fake_runs import FakeModel, generation_size, tensors_at
+from .fake_runs import FakeModel, generation_size, places_of, tensors_at
 from .nodes import Node, why_not, write_argument
 from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
-from .trees import write_tree
+from .replay import references_of
+from .trees import references, write_tree
 from .validation import device_of
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
@@ -109,7 +111,9 @@ class _Visit:
         site: The location.
         at: Its passage.
         block: The block that has stopped there.
+        loop: Whether the block waited for it in a loop.
         structure: How the value is built.
+        places: Where its leaves are.
         leaves: Its leaves.
         reads: The node of each tensor among them.
         edited: The reads that were edited in place.
@@ -120,9 +124,18 @@ class _Visit:
     block: int
     loop: bool
     structure: Any
+    places: list[tuple[int, int | None]]
     leaves: list[Any]
     reads: dict[int, int] = field(default_factory=dict)
     edited: set[int] = field(default_factory=set)
+
+    def place(self, number: int) -> dict[str, Any]:
+        """Return what a node says of the place of a leaf."""
+        leaf, inside = self.places[number]
+        said = {"site": self.site, "at": self.at, "leaf": leaf}
+        if inside is not None:
+            said["inside"] = inside
+        return {**said, "loop": True} if self.loop else said
 
 
 def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,6 +175,7 @@ class Recorder:
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
         self._barriers: dict[int, int] = {}
         self._keep: list[Any] = []
+        self._outer: dict[str, Any] = {}
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
@@ -191,6 +205,7 @@ class Recorder:
             return self.model.run(interleaver, call, args, kwargs, steps, prompt)
 
         self.runs.append({})
+        self._outer.update(self._outer_containers(tracer))
         numbers = self._blocks
         with torch.no_grad(), quiet_fakes, self.mode:
             self.model = FakeModel(modules, self.mode, torch.device("cpu") if device.type == "meta" else device)
@@ -220,7 +235,17 @@ class Recorder:
         """Return the job, with what the block of ``tracer`` saved."""
         marked = saves.get() or {}
         values = {name: value for name, value in tracer.scope.items() if id(value) in marked}
+        for name, value in self._outer.items():  # as in any trace, what the block puts there stays there
+            leaves = pytree.tree_leaves(value)
+            if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
+                values[name] = value
         return self.job(values, tracer.scope)
+
+    def _outer_containers(self, tracer: Any) -> dict[str, Any]:
+        """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
+        used = tracer._frame.f_globals if tracer._frame is not None else {}
+        names = {name: used[name] for name in _names(tracer.info.code) if name in used}
+        return {name: value for name, value in {**names, **dict(tracer.scope.items())}.items() if type(value) in (list, dict)}
 
     def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
         """Return the job that gives ``values`` back."""
@@ -234,7 +259,7 @@ class Recorder:
         binding = Binding(values, {id(fake): fake for fake in self._refs if id(fake) in references}, references, job.saves, scope)
         return Recorded(job, binding)
 
-    def _saved(self, name: str, value: Any) -> Any:
+    def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
         """Return the tree of a saved value that has none of its own."""
         if isinstance(value, torch.Tensor):
             known = self.model is not None and self.model.weights.get(id(value))
@@ -254,8 +279,11 @@ class Recorder:
             return {"ref": list(ref)}
         if hasattr(value, "_entries") and hasattr(value, "observe"):  # a cache of activations
             entries = [[path, {kind: found for kind, found in entry._values.items() if found}] for path, entry in value._entries.items()]
-            return write_tree({path: kinds for path, kinds in entries if kinds}, lambda leaf: self._saved(name, leaf))
+            kept = {path: kinds for path, kinds in entries if kinds}
+            return write_tree(kept, lambda leaf: self._saved(name, leaf, in_cache=True))
         if is_carrier(value):
+            if in_cache:  # a key-value cache belongs to the run
+                return {"absent": type(value).__name__[:100]}
             return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}
         inside = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)) else ()
         held = value if isinstance(value, (set, frozenset)) else inside
@@ -484,22 +512,20 @@ class Recorder:
         """Write down that a block reads what there is at a location."""
         assert self.block is not None
         structure = pytree.tree_structure(value, is_leaf=is_carrier)
-        visit = _Visit(site, at, self.block, bool(getattr(mediator, "loops", 0)), structure, tensors_at(value))
+        places = places_of(value)
+        loop = bool(getattr(mediator, "loops", 0))
+        visit = _Visit(site, at, self.block, loop, structure, [place for place, _ in places], [leaf for _, leaf in places])
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue
             known = self._refs.get(leaf)
             if known is not None and self.nodes[self._roots[known[0]]]["do"] == "op":
                 continue  # what a block has put there
-            number = visit.reads[place] = self.emit("read", site=site, at=at, leaf=place, **self._loop(visit))
+            number = visit.reads[place] = self.emit("read", **visit.place(place))
             self._refs[leaf] = (number, 0)
             self._storages[number] = StorageWeakRef(leaf.untyped_storage())
         self._visits.append(visit)
         return visit
-
-    @staticmethod
-    def _loop(visit: _Visit) -> dict[str, Any]:
-        return {"loop": True} if visit.loop else {}
 
     @_unseen
     def end_visit(self, visit: _Visit, left: Any) -> None:
@@ -511,10 +537,9 @@ class Recorder:
                 _here(f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
                       "a dict by a dict with its keys.")
             )
-        place = {"site": visit.site, "at": visit.at}
         for leaf, number in visit.reads.items():
             if number in visit.edited:
-                self.emit("write", **place, leaf=leaf, value={"ref": [number, 0]}, in_place=True, **self._loop(visit))
+                self.emit("write", **visit.place(leaf), value={"ref": [number, 0]}, in_place=True)
         for number, (old, new) in enumerate(zip(visit.leaves, leaves, strict=True)):
             if new is old:
                 continue
@@ -523,7 +548,9 @@ class Recorder:
                     continue
                 raise NotExpressibleError(_here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none."))
             value = self.reference(self.substitute(new))
-            self.emit("write", **place, leaf=number, value=value, **self._loop(visit))
+            if visit.places[number][1] is not None:
+                raise NotExpressibleError(_here(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead."))
+            self.emit("write", **visit.place(number), value=value)
         for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
             del self._stale[number]
 
@@ -560,9 +587,16 @@ class Recorder:
             raise NotExpressibleError(_here(f"`{path}` is given a {type(item).__name__}, which cannot be sent."))
 
         trees = {"args": write_tree(list(args), leaf), "kwargs": write_tree(dict(kwargs), leaf)}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = self.model.versions() + sum(tensor._version for tensor in tensors)
         result = copy.forward(*args, **kwargs)
+        if self.model.versions() + sum(tensor._version for tensor in tensors) != before:
+            raise NotExpressibleError(
+                _here(f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
+                      "such as `torch.relu`.")
+            )
         number = self.emit("apply", module=path, **trees)
-        given = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {tensor.untyped_storage()._cdata for tensor in tensors}
         given |= self.model.storages()
         for output, tensor in enumerate(tensors_at(result)):
             if isinstance(tensor, FakeTensor):
@@ -644,22 +678,19 @@ def _pruned(
 
     A node is needed if it has an effect on the run, if a needed one uses it, or if it edits memory that a needed one uses.
     """
-    from .replay import _references
-
     edits: dict[int, list[int]] = {}
     for number, node in enumerate(nodes):
         if node["do"] == "op" and is_in_place(node["name"]):
             edits.setdefault(roots[number], []).append(number)
     needed: set[int] = set()
     pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop")]
-    pending += _references(list(trees.values()))
+    pending += [number for tree in trees.values() for number, _ in references(tree)]
     while pending:
         number = pending.pop()
         if number in needed:
             continue
         needed.add(number)
-        node = nodes[number]
-        pending += [*_references(node.get("args")), *_references(node.get("kwargs")), *_references(node.get("value"))]
+        pending += references_of(nodes[number])
         pending += edits.get(roots[number], [])
     numbers = {old: new for new, old in enumerate(sorted(needed))}
     kept = [_renumbered({key: value for key, value in nodes[old].items() if key != "shares"}, numbers) for old in sorted(needed)]

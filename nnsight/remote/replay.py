@@ -25,7 +25,7 @@ from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.invoker import Barrier
 from ..runtime.mediator import EarlyStopException, Mediator
 from .errors import ExecutionFailedError, InvalidProgramError
-from .fake_runs import tensors_at, with_leaf
+from .fake_runs import leaf_at, tensors_at, with_leaf
 from .nodes import Node, read_argument
 from .operators import OPERATORS
 from .payload import Job
@@ -86,7 +86,7 @@ class Replay:
             if node["run"] == run:
                 blocks[node["block"]].append((number, node))
         return [
-            Mediator(lambda nodes=nodes: self._block(nodes), None, f"block {number}")  # type: ignore[misc]
+            Mediator(lambda nodes=nodes: self.run_nodes(nodes), None, f"block {number}")  # type: ignore[misc]
             for number, nodes in enumerate(blocks)
         ]
 
@@ -129,7 +129,8 @@ class Replay:
 
         return {name: tree(saved) for name, saved in self.job.saves.items()}
 
-    def _block(self, nodes: list[tuple[int, Node]]) -> None:
+    def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
+        """Do nodes, in the block that is running."""
         for number, node in nodes:
             if time.monotonic() > self._deadline:
                 raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds{_line(node)}.")
@@ -183,8 +184,7 @@ class Replay:
 
     def _leaf(self, mediator: Any, node: Node) -> torch.Tensor:
         self._waiting[mediator] = node
-        leaves = tensors_at(mediator.request(_place(node)))
-        leaf = leaves[node["leaf"]] if node["leaf"] < len(leaves) else None
+        leaf = leaf_at(mediator.request(_place(node)), node)
         if not isinstance(leaf, torch.Tensor):
             raise InvalidProgramError(f"{_what(node)}{_line(node)}: the value there has no tensor number {node['leaf']}.")
         return leaf
@@ -247,7 +247,12 @@ def _line(node: Node | None) -> str:
 
 def _used_by(node: Node) -> Counter[int]:
     """Return how often a node uses the values of others."""
-    return Counter(_references(node.get("args")) + _references(node.get("kwargs")) + _references(node.get("value")))
+    return Counter(references_of(node))
+
+
+def references_of(node: Node) -> list[int]:
+    """Return the nodes that a node refers to, as often as it does."""
+    return _references(node.get("args")) + _references(node.get("kwargs")) + _references(node.get("value"))
 
 
 def _references(value: Any) -> list[int]:
@@ -323,8 +328,12 @@ def _flat(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
 
 def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
     target, source = given["target"], given["self"]
+    target = getattr(target, CONSTANT, target)
     if isinstance(target, torch.Tensor) and source.dim():
-        kept = target.masked_fill(target == given["ignore_index"], 0)
+        if isinstance(target, FakeTensor):
+            return
+        with unset_fake_temporarily():
+            kept = target.masked_fill(target == given["ignore_index"], 0)
         yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
 
 

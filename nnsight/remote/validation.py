@@ -130,11 +130,20 @@ def _index_constants(job: Job) -> set[str]:
 
 def _check_model(job: Job, model: NNsight, limits: Limits) -> None:
     """Raise unless the job calls the model as it can be called, and names parts that it has."""
+    for run in job.runs:
+        check_call(model, run, limits)
+    check_parts(job, model)
+
+
+def check_parts(job: Job, model: NNsight) -> None:
+    """Raise unless a model has the locations, weights and modules that a job names.
+
+    Raises:
+        InvalidProgramError: With the part that it lacks.
+    """
     tree = model._tree
     paths = set(tree.names())
     weights = {name for name, _ in [*tree.root.named_parameters(), *tree.root.named_buffers()]}
-    for run in job.runs:
-        check_call(model, run, limits)
     for number, node in enumerate(job.nodes):
         what = None
         if "site" in node and not _is_site(node["site"], tree, paths, job.runs[node["run"]]["call"]):

@@ -500,10 +500,10 @@ def test_errors_of_the_program_are_raised_at_the_trace(here: Running, model: Any
     with pytest.raises(ExecutionFailedError, match="out of range"):
         with model.trace(PROMPT, remote=True):
             rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 100_000
-            model.transformer.wte.weight.index_select(0, rows).save()
+            picked = model.transformer.wte.weight.index_select(0, rows).save()
     with model.trace(PROMPT, remote=True, blocking=False) as tracer:
         rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 100_000
-        model.transformer.wte.weight.index_select(0, rows).save()
+        picked = model.transformer.wte.weight.index_select(0, rows).save()
     with pytest.raises(ExecutionFailedError, match="out of range"):
         tracer.backend.wait()
 

@@ -321,6 +321,30 @@ def test_an_engine_that_hangs_is_replaced_and_in_the_end_reported(orders: Orders
         assert server.get("/health").status_code == 200
 
 
+def test_tracing_functions_work_after_an_interrupt(guarded: Running) -> None:
+    """An interrupt must leave nothing behind that a debugger, or the tracing by which blocks are captured, waits for."""
+    for number in range(3):
+        job = guarded.submit(order(say=number, spin=True), key="a")
+        assert guarded.finished(job, key="a")["data"]["error"] == "TimeLimitError"
+    guarded.finished(guarded.submit(order(say="quick"), key="a"), key="a")
+    lines: list[int] = []
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        lines.append(frame.f_lineno)
+        return trace
+
+    def traced() -> int:
+        return sum(range(10))
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        assert traced() == 45
+    finally:
+        sys.settrace(before)
+    assert lines
+
+
 def test_keys_are_stored_as_hashes_and_can_be_withdrawn(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     alice, bob = add_key(path, "alice", queue=2), add_key(path, "bob")

@@ -178,7 +178,7 @@ def test_one_program_that_fails_fails_alone(model: Any, forwards: list[int]) -> 
     catch = Catch()
     with model.trace(ids(model, PROMPTS[0]), backend=catch):
         rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 100_000
-        model.transformer.wte.weight.index_select(0, rows).save()
+        picked = model.transformer.wte.weight.index_select(0, rows).save()
     good = [steering(model, 0), steering(model, 1)]
     expected = [alone(model, payload) for payload in good]
     first, bad, second, malformed = execute_payloads(model, [good[0], catch.payload, good[1], b"nothing"])

@@ -19,6 +19,7 @@ import asyncio
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -92,7 +93,7 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._running = False
+        self._running = self._interrupted = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -104,8 +105,10 @@ class _Worker:
     def interrupt(self) -> None:
         """Raise in the thread, if it is running something."""
         with self._lock:
-            if self._running:
-                self._raise(_Interrupt)
+            if self._running and not self._interrupted:
+                self._interrupted = True
+                ident = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Interrupt))
 
     def close(self) -> None:
         self._calls.put(None)
@@ -114,30 +117,39 @@ class _Worker:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _raise(self, kind: type[BaseException] | None) -> None:
-        exception = ctypes.py_object(kind) if kind is not None else None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident or 0), exception)
-
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            result: Any = None
-            error: Exception | None = None
-            with self._lock:
-                self._running = True
             try:
-                result = call.function()
-            except _Interrupt:
-                error = TimeLimitError("The job ran out of time.")
-            except Exception as failure:
-                error = failure
+                result, error = self._run(call.function)
             except BaseException as failure:  # SystemExit and the like end this thread
                 call.settle(None, EngineLostError(f"The engine died: {type(failure).__name__}."))
                 return
-            with self._lock:  # from here on nothing is raised in this thread any more
-                self._running = False
-                self._raise(None)
             call.settle(result, error)
             del call, result, error
+
+    def _run(self, function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """Return what ``function`` returns, or raises.
+
+        An interrupt that comes too late must not hit what this thread does next, and cannot be taken back: Python 3.11 is
+        left with a flag that makes a traced function wait for ever. So it is waited for, within ``try``.
+        """
+        result: Any = None
+        error: Exception | None = None
+        try:
+            with self._lock:
+                self._running, self._interrupted = True, False
+            try:
+                result = function()
+            except Exception as failure:
+                error = failure
+            with self._lock:
+                self._running = False
+            for _ in range(100 * self._interrupted):
+                time.sleep(0.001)
+        except _Interrupt:
+            self._running = False
+            return None, TimeLimitError("The job ran out of time.")
+        return result, error
 
 
 class ThreadEngine:

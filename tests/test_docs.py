@@ -34,6 +34,7 @@ from nnsight.intervention.backends.remote import RemoteBackend
 from nnsight.intervention.envoy import Envoy, eproperty
 from nnsight.intervention.tracing.globals import Globals
 from nnsight.modeling.mixins import LoadableMixin, MetaMixin
+from nnsight.remote import execute_payload
 from nnsight.remote.client import Client
 from nnsight.remote.server.serve import door_for
 
@@ -707,6 +708,49 @@ class Mistakes:
         NNsight(lambda x: x)  # type: ignore[arg-type]
 
 
+    def sent(self) -> Any:
+        return self.model.trace(self.x, compile=self.compiled, remote="local")
+
+    def condition_sent(self) -> None:
+        with self.sent():
+            if self.model[0].output.sum() > 0:
+                self.model[2].output[:] = 0
+
+    def mask_sent(self) -> None:
+        with self.sent():
+            self.model[0].output[self.model[0].output > 0].save()
+
+    def gradients_sent(self) -> None:
+        with self.sent():
+            self.model.output.sum().backward()
+
+    def operator_sent(self) -> None:
+        with self.sent():
+            torch.linalg.svd(self.model[0].output)
+
+    def late_edit_sent(self) -> None:
+        with self.sent():
+            hidden, later = self.model[0].output, self.model[2].output
+            hidden[:] = later.sum()
+
+    def function_sent(self) -> None:
+        with self.model.trace(self.x, fn=lambda x: self.model._module(x), compile=self.compiled, remote="local"):
+            self.model.output.save()
+
+    def half_a_payload(self) -> None:
+        execute_payload(self.model, b"half")
+
+    def program_of_another(self) -> None:
+        with self.model.trace(self.x, remote="program") as tracer:
+            out = self.model[2].output.save()
+        tracer.program.run(NNsight(torch.nn.Linear(4, 4)), self.x)
+
+    def computed_index(self) -> None:
+        with self.sent():
+            place = self.model[0].output.argmax().unsqueeze(0) + 1000
+            row = self.model[0].output.index_select(0, place).save()
+
+
 class CompiledMistakes(Mistakes):
     """Rows that only a compiled trace can raise."""
 
@@ -850,6 +894,15 @@ RAISED_BY: dict[str, str] = {
     "no job yet": "no_job",
     "It was not possible to": "no_server",
     "could run jobs here": "open_to_all",
+    "and they are where the model runs": "condition_sent",
+    "returns depends on values": "mask_sent",
+    "Gradients cannot be sent": "gradients_sent",
+    "There is no operator": "operator_sent",
+    "is edited in place after": "late_edit_sent",
+    "can be sent": "function_sent",
+    "The payload is shorter": "half_a_payload",
+    "…this … has no": "program_of_another",
+    "an index points outside": "computed_index",
 }
 
 

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nnsight import NNsight
-from nnsight.remote import ExecutionFailedError, InvalidProgramError, Job, Limits, decode, decode_results, encode, execute_payload
+from nnsight.remote import (
+    ExecutionFailedError,
+    InvalidProgramError,
+    Job,
+    Limits,
+    decode,
+    decode_results,
+    encode,
+    execute_payload,
+)
 
 
 class Net(nn.Module):
@@ -178,7 +187,9 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     "offsets of booleans": lambda: header(data_offsets=[False, 24]),
     "three offsets": lambda: header(data_offsets=[0, 24, 24]),
     "tensors that overlap": lambda: raw({"ids": ENTRY, "b": ENTRY, "__metadata__": METADATA}, bytes(24)),
-    "tensors with a hole": lambda: raw({"ids": {**ENTRY, "data_offsets": [8, 32]}, "__metadata__": METADATA}, bytes(32)),
+    "tensors with a hole": lambda: raw(
+        {"ids": {**ENTRY, "data_offsets": [8, 32]}, "__metadata__": METADATA}, bytes(32)
+    ),
     "tensor with an odd name": lambda: raw({"i\nds": ENTRY, "__metadata__": METADATA}, bytes(24)),
     "tensor with a long name": lambda: raw({"i" * 10_000: ENTRY, "__metadata__": METADATA}, bytes(24)),
     "tensor that is a list": lambda: raw({"ids": [], "__metadata__": METADATA}, bytes(24)),
@@ -191,7 +202,10 @@ JOBS: dict[str, Callable[[], Any]] = {
         f"version {version!r}": lambda version=version: content(version=version)
         for version in (0, 2, -1, "1", 1.0, True, None, [1], 10**18)
     },
-    **{f"without {key}": lambda key=key: content(**{key: ...}) for key in ("version", "operators", "runs", "nodes", "saves")},
+    **{
+        f"without {key}": lambda key=key: content(**{key: ...})
+        for key in ("version", "operators", "runs", "nodes", "saves")
+    },
     "more": lambda: content(code="import os"),
     "operators a list": lambda: content(operators=["aten.add.Tensor"]),
     "operators odd": lambda: content(operators="../../etc"),
@@ -203,7 +217,10 @@ JOBS: dict[str, Callable[[], Any]] = {
     "runs too many": lambda: content(runs=[job(read()).runs[0]] * 1000),
     "run null": lambda: content(runs=[None]),
     "run with more": lambda: run(hook="x"),
-    **{f"call {call!r}": lambda call=call: run(call=call) for call in ("__call__", "eval", "forward", "", None, ["trace"], "generate")},
+    **{
+        f"call {call!r}": lambda call=call: run(call=call)
+        for call in ("__call__", "eval", "forward", "", None, ["trace"], "generate")
+    },
     **{f"blocks {count!r}": lambda count=count: run(blocks=count) for count in (-1, 10**9, True, 1.0, None, "1")},
     "args null": lambda: run(args=None),
     "args a tuple": lambda: run(args={"tuple": [{"tensor": "ids"}]}),
@@ -268,10 +285,16 @@ NODES: dict[str, Callable[[], Any]] = {
     "node a list": lambda: encode(job(["read"])),
     "node empty": lambda: encode(job({})),
     "too many nodes": lambda: encode(job(*[read()] * 1000)),
-    **{f"kind {do!r}": lambda do=do: encode(job(node(do))) for do in ("exec", "__class__", "import", "", None, 1, ["op"])},
+    **{
+        f"kind {do!r}": lambda do=do: encode(job(node(do)))
+        for do in ("exec", "__class__", "import", "", None, 1, ["op"])
+    },
     **{f"site {number}": lambda site=site: encode(job(read(site))) for number, site in enumerate(SITES)},
     **{f"at {at!r}": lambda at=at: encode(job(read(at=at))) for at in (-1, 5, 2**31, 2**70, True, 0.0, None, "0")},
-    **{f"leaf {leaf!r}": lambda leaf=leaf: encode(job(read(leaf=leaf))) for leaf in (-1, 3, 10**6, 2**63, True, 0.5, None)},
+    **{
+        f"leaf {leaf!r}": lambda leaf=leaf: encode(job(read(leaf=leaf)))
+        for leaf in (-1, 3, 10**6, 2**63, True, 0.5, None)
+    },
     **{f"run {number!r}": lambda number=number: encode(job(read(run=number))) for number in (-1, 1, True, None, 0.0)},
     **{f"block {number!r}": lambda number=number: encode(job(read(block=number))) for number in (-1, 1, True, None)},
     **{f"line {line!r}": lambda line=line: encode(job(read(line=line))) for line in (-1, "1", 1.5, True, 2**40)},
@@ -285,7 +308,9 @@ NODES: dict[str, Callable[[], Any]] = {
     "weight that is not there": lambda: encode(job(node("weight", name="first.secret"))),
     "weight by a dunder": lambda: encode(job(node("weight", name="__dict__.first"))),
     "weight with an index": lambda: encode(job(node("weight", name="first.weight[0]"))),
-    "module that is not there": lambda: encode(job(read(), node("apply", module="model.x", args={"list": []}, kwargs={"dict": []}))),
+    "module that is not there": lambda: encode(
+        job(read(), node("apply", module="model.x", args={"list": []}, kwargs={"dict": []}))
+    ),
     "module's method": lambda: encode(
         job(read(), node("apply", module="model.first.register_buffer", args={"list": [ref(0)]}, kwargs={"dict": []}))
     ),
@@ -353,15 +378,21 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "integer for a boolean": lambda: applied(X, [0], 1, name="aten.sum.dim_IntList"),
     "text for a list": lambda: applied(X, "01", name="aten.permute.default"),
     "nested lists": lambda: applied(X, [[0], [1]], name="aten.permute.default"),
-    "list nested 1000 times": lambda: encode(job(read(), node("op", name="aten.permute.default", args=[X, plain_nested(900)]))),
-    "infinity without its form": lambda: container(None, text=json.dumps(job(read(), op("aten.add.Scalar", X, 1e400)).content())),
+    "list nested 1000 times": lambda: encode(
+        job(read(), node("op", name="aten.permute.default", args=[X, plain_nested(900)]))
+    ),
+    "infinity without its form": lambda: container(
+        None, text=json.dumps(job(read(), op("aten.add.Scalar", X, 1e400)).content())
+    ),
     "float of an odd kind": lambda: applied(X, {"float": "1e5"}, name="aten.add.Scalar"),
     "float that is code": lambda: applied(X, {"float": "__import__('os')"}, name="aten.add.Scalar"),
     "symbolic size": lambda: applied(X, ["s0"], name="aten.view.default"),
     "expression": lambda: applied(X, [{"expr": "2**64"}], name="aten.view.default"),
     "rounding mode": lambda: applied(X, X, name="aten.div.Tensor_mode", rounding_mode={"str": "up"}),
     "rounding mode as text": lambda: applied(X, X, name="aten.div.Tensor_mode", rounding_mode="floor"),
-    "rounding mode of code": lambda: applied(X, X, name="aten.div.Tensor_mode", rounding_mode={"str": "floor'); import os; ('"}),
+    "rounding mode of code": lambda: applied(
+        X, X, name="aten.div.Tensor_mode", rounding_mode={"str": "floor'); import os; ('"}
+    ),
     "approximation": lambda: applied(X, name="aten.gelu.default", approximate={"str": "TANH"}),
     "type object": lambda: applied(X, name="aten._to_copy.default", dtype={"dtype": "object"}),
     "type complex": lambda: applied(X, name="aten._to_copy.default", dtype={"dtype": "complex64"}),
@@ -442,10 +473,14 @@ ALIASES: dict[str, Callable[[], Any]] = {
     "a part of a weight of given sizes": lambda: views(WEIGHT, ("aten.split_with_sizes.default", [1, 3]), output=1),
     "a view of an activation": lambda: views(read(), ("aten.select.int", 0, 0)),
     "a view of a constant": lambda: views(CONST, ("aten.t.default",)),
-    "copying into a weight": lambda: encode(job(WEIGHT, op("aten.zeros_like.default", ref(0)), op("aten.copy_.default", ref(0), ref(1)))),
+    "copying into a weight": lambda: encode(
+        job(WEIGHT, op("aten.zeros_like.default", ref(0)), op("aten.copy_.default", ref(0), ref(1)))
+    ),
     "adding to a weight": lambda: encode(job(WEIGHT, op("aten.add_.Tensor", ref(0), 1))),
     "scattering into a weight": lambda: encode(
-        job(WEIGHT, node("const", tensor="c"), op("aten.index_put_.default", ref(0), [ref(1)], 0.0), c=torch.tensor([0]))
+        job(
+            WEIGHT, node("const", tensor="c"), op("aten.index_put_.default", ref(0), [ref(1)], 0.0), c=torch.tensor([0])
+        )
     ),
     "a number in place": lambda: encode(job(read(), op("aten.add_.Tensor", 1, X))),
     "a module that edits a weight": lambda: encode(job(WEIGHT, module("relu", ref(0)))),
@@ -474,7 +509,9 @@ ALIASES: dict[str, Callable[[], Any]] = {
         job(read(), op("aten.new_zeros.default", X, [7]), write(ref(1), "model.embed.output"), saves={})
     ),
     "a number instead of an activation": lambda: encode(job(read(), write(1), saves={})),
-    "an activation that is over": lambda: encode(job(read("model.relu.output"), write(ref(0), "model.first.output"), saves={})),
+    "an activation that is over": lambda: encode(
+        job(read("model.relu.output"), write(ref(0), "model.first.output"), saves={})
+    ),
 }
 
 
@@ -502,10 +539,16 @@ SIZES: dict[str, Callable[[], Any]] = {
     "a size that overflows by types": lambda: computed(op("aten.full.default", [2**62], 1.0)),
     "a large tensor like another": lambda: computed(op("aten.new_full.default", X, [2**20, 2**20], 1.0)),
     "a large broadcast": lambda: computed(
-        op("aten.zeros.default", [2**20, 1]), op("aten.zeros.default", [1, 2**20]), op("aten.add.Tensor", ref(1), ref(2))
+        op("aten.zeros.default", [2**20, 1]),
+        op("aten.zeros.default", [1, 2**20]),
+        op("aten.add.Tensor", ref(1), ref(2)),
     ),
-    "a large expansion, copied": lambda: computed(op("aten.expand.default", X, [2**24, 3, 4]), op("aten.clone.default", ref(1))),
-    "a large expansion, summed": lambda: computed(op("aten.expand.default", X, [2**50, 3, 4]), op("aten.sum.default", ref(1))),
+    "a large expansion, copied": lambda: computed(
+        op("aten.expand.default", X, [2**24, 3, 4]), op("aten.clone.default", ref(1))
+    ),
+    "a large expansion, summed": lambda: computed(
+        op("aten.expand.default", X, [2**50, 3, 4]), op("aten.sum.default", ref(1))
+    ),
     "a repetition": lambda: computed(op("aten.repeat.default", X, [2**30, 1, 1])),
     "a long range": lambda: computed(op("aten.arange.default", 10**15)),
     "an endless range": lambda: computed(op("aten.arange.start_step", 0, 10, 0)),
@@ -525,7 +568,9 @@ SIZES: dict[str, Callable[[], Any]] = {
         op("aten.zeros.default", [4000, 4000]), *[op("aten.mm.default", ref(1), ref(1)) for _ in range(3)]
     ),
     "much work in parts": lambda: computed(
-        op("aten.zeros.default", [64, 1000, 200]), op("aten.zeros.default", [64, 200, 1000]), op("aten.bmm.default", ref(1), ref(2))
+        op("aten.zeros.default", [64, 1000, 200]),
+        op("aten.zeros.default", [64, 200, 1000]),
+        op("aten.bmm.default", ref(1), ref(2)),
     ),
     "a large result": lambda: computed(op("aten.zeros.default", [2**19])),
     "a mask that selects": lambda: computed(op("aten.gt.Scalar", X, 0), op("aten.index.Tensor", X, [ref(1)])),
@@ -547,14 +592,18 @@ BAD = torch.tensor([0, 99])
 INDICES: dict[str, Callable[[], Any]] = {
     "index": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=BAD),
     "index below": lambda: computed(CONST, op("aten.index.Tensor", X, [None, ref(1)]), c=-BAD),
-    "index of the largest number": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=torch.tensor([2**62])),
+    "index of the largest number": lambda: computed(
+        CONST, op("aten.index.Tensor", X, [ref(1)]), c=torch.tensor([2**62])
+    ),
     "index of int32": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=BAD.int()),
     "index_select": lambda: computed(CONST, op("aten.index_select.default", X, 2, ref(1)), c=BAD),
     "index_select below": lambda: computed(CONST, op("aten.index_select.default", X, 2, ref(1)), c=-BAD),
     "gather": lambda: computed(CONST, op("aten.gather.default", X, 2, ref(1)), c=torch.full((1, 3, 4), 4)),
     "gather below": lambda: computed(CONST, op("aten.gather.default", X, 2, ref(1)), c=torch.full((1, 3, 4), -1)),
     "embedding": lambda: computed(CONST, WEIGHT, op("aten.embedding.default", ref(2), ref(1)), c=BAD),
-    "embedding below": lambda: computed(CONST, WEIGHT, op("aten.embedding.default", ref(2), ref(1)), c=torch.tensor([-1])),
+    "embedding below": lambda: computed(
+        CONST, WEIGHT, op("aten.embedding.default", ref(2), ref(1)), c=torch.tensor([-1])
+    ),
     "scatter": lambda: computed(CONST, op("aten.scatter.value", X, 1, ref(1), 1.0), c=torch.full((1, 3, 4), 3)),
     "scatter_add": lambda: computed(CONST, op("aten.scatter_add.default", X, 1, ref(1), X), c=torch.full((1, 3, 4), 3)),
     "index_put": lambda: computed(CONST, op("aten.index_put.default", X, [ref(1)], 1.0), c=BAD),
@@ -563,7 +612,9 @@ INDICES: dict[str, Callable[[], Any]] = {
     "index_fill": lambda: computed(CONST, op("aten.index_fill.int_Scalar", X, 0, ref(1), 1.0), c=BAD),
     "take": lambda: computed(CONST, op("aten.take.default", X, ref(1)), c=BAD),
     "nll_loss": lambda: computed(
-        CONST, op("aten.select.int", X, 0, 0), op("aten.nll_loss_forward.default", ref(2), ref(1), None, 1, -100),
+        CONST,
+        op("aten.select.int", X, 0, 0),
+        op("aten.nll_loss_forward.default", ref(2), ref(1), None, 1, -100),
         c=torch.tensor([0, 1, 9]),
     ),
 }
@@ -571,7 +622,21 @@ INDICES: dict[str, Callable[[], Any]] = {
 SAVES: dict[str, Callable[[], Any]] = {
     **{
         f"name {name!r}": lambda name=name: encode(job(read(), saves={name: ref(0)}))
-        for name in ("", "__class__", "__builtins__", "a b", "1a", "a.b", "a;b", "x\n", "a" * 300, "a-b", "é è", "class", "import")
+        for name in (
+            "",
+            "__class__",
+            "__builtins__",
+            "a b",
+            "1a",
+            "a.b",
+            "a;b",
+            "x\n",
+            "a" * 300,
+            "a-b",
+            "é è",
+            "class",
+            "import",
+        )
     },
     "a list": lambda: encode(job(read(), saves=[ref(0)])),
     "the future": lambda: encode(job(read(), saves={"x": ref(1)})),
@@ -639,7 +704,7 @@ def test_a_bad_index_that_is_computed_fails_before_it_is_used() -> None:
         op("aten.argmax.default", X), op("aten.add.Scalar", ref(1), 10**6), op("aten.unsqueeze.default", ref(2), 0),
         op("aten.index_select.default", X, 2, ref(3)),
     )  # fmt: skip
-    with pytest.raises(ExecutionFailedError, match=r"index_select.*out of range"):
+    with pytest.raises(ExecutionFailedError, match=r"index_select.*points outside"):
         execute_payload(MODEL, payload, LIMITS)
 
 
@@ -655,7 +720,12 @@ def test_a_job_that_takes_too_long_is_ended() -> None:
 
 
 def test_results_that_mean_harm_are_refused() -> None:
-    for results in (b"", pickle.dumps([1]), raw({"__metadata__": METADATA}), container({"version": 1, "saves": {"x": {"tensor": "y"}}})):
+    for results in (
+        b"",
+        pickle.dumps([1]),
+        raw({"__metadata__": METADATA}),
+        container({"version": 1, "saves": {"x": {"tensor": "y"}}}),
+    ):
         with pytest.raises(InvalidProgramError):
             decode_results(results)
 
@@ -663,9 +733,24 @@ def test_results_that_mean_harm_are_refused() -> None:
 # -- fuzzing ---------------------------------------------------------------------------------------------------------
 
 VALID = [
-    job(read(), op("aten.mul.Tensor", X, 2.0), op("aten.select.int", ref(1), 1, -1), saves={"x": {"list": [ref(2), 1]}}),
-    job(read(copy=True), op("aten.select.int", X, 2, 0), op("aten.zero_.default", ref(1)), write(X, in_place=True), read("result")),
-    job(read(), CONST, op("aten.index_select.default", X, 2, ref(1)), write(X), c=torch.tensor([0, 3]), saves={"x": ref(2)}),
+    job(
+        read(), op("aten.mul.Tensor", X, 2.0), op("aten.select.int", ref(1), 1, -1), saves={"x": {"list": [ref(2), 1]}}
+    ),
+    job(
+        read(copy=True),
+        op("aten.select.int", X, 2, 0),
+        op("aten.zero_.default", ref(1)),
+        write(X, in_place=True),
+        read("result"),
+    ),
+    job(
+        read(),
+        CONST,
+        op("aten.index_select.default", X, 2, ref(1)),
+        write(X),
+        c=torch.tensor([0, 3]),
+        saves={"x": ref(2)},
+    ),
     job(read(), module("first", X), WEIGHT, op("aten.linear.default", ref(1), ref(2)), node("stop")),
 ]
 INTERESTING = [
@@ -691,8 +776,13 @@ def attempt(payload: bytes) -> None:
         pass
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(st.integers(0, len(VALID) - 1), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 3)), max_size=4))
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+@given(
+    st.integers(0, len(VALID) - 1),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 3)), max_size=4),
+)
 def test_mutated_json_runs_or_is_refused(number: int, changes: list[tuple[int, int, int]]) -> None:
     made = copy.deepcopy(VALID[number].content())
     for where, what, how in changes:
@@ -712,8 +802,13 @@ def test_mutated_json_runs_or_is_refused(number: int, changes: list[tuple[int, i
     attempt(container(made, VALID[number].tensors))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(st.integers(0, len(VALID) - 1), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6))
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+@given(
+    st.integers(0, len(VALID) - 1),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6),
+)
 def test_mutated_bytes_run_or_are_refused(number: int, changes: list[tuple[int, int]]) -> None:
     payload = bytearray(encode(VALID[number]))
     for where, byte in changes:

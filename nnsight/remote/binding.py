@@ -16,7 +16,7 @@ from ..runtime.cache import Cache
 from ..runtime.carriers import is_carrier, on_tensors
 from ..tracing.saving import save, saves
 from .results import unpack_results
-from .trees import ABSENT
+from .trees import ABSENT, NONE
 
 
 class Binding:
@@ -66,7 +66,8 @@ class Binding:
             return
         (kind, content), (other, result) = *sent.items(), *received.items()
         if kind == "ref":
-            self._found[content[0], content[1]] = tensors[result] if other == "tensor" else ABSENT
+            missing = None if result == NONE else ABSENT
+            self._found[content[0], content[1]] = tensors[result] if other == "tensor" else missing
         elif kind in ("list", "tuple") and other == kind:
             for item, made in zip(content, result, strict=False):
                 self._match(item, made, tensors)

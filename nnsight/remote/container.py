@@ -77,7 +77,10 @@ def unpack(data: bytes, max_bytes: int, max_header: int) -> tuple[Any, dict[str,
     except (safetensors.SafetensorError, ValueError, RuntimeError, KeyError) as error:
         raise InvalidProgramError(f"The container is malformed: {error}") from None
     # A byte that is neither 0 nor 1 is no boolean, whatever the header says.
-    tensors = {name: tensor.view(torch.uint8).ne(0) if tensor.dtype == torch.bool else tensor for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.view(torch.uint8).ne(0) if tensor.dtype == torch.bool else tensor
+        for name, tensor in tensors.items()
+    }
     return content, tensors, text
 
 
@@ -88,7 +91,9 @@ def _check_tensors(header: dict[str, Any], size: int) -> None:
             raise InvalidProgramError("A tensor of the container is malformed.")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(dtype) is not str or dtype not in _DTYPES:
-            raise InvalidProgramError(f"A tensor of the container is of a type that is not allowed: {str(dtype)[:20]!r}.")
+            raise InvalidProgramError(
+                f"A tensor of the container is of a type that is not allowed: {str(dtype)[:20]!r}."
+            )
         if type(shape) is not list or len(shape) > _MAX_DIMS or not all(is_int(item) and item >= 0 for item in shape):
             raise InvalidProgramError("A tensor of the container has a malformed shape.")
         if type(offsets) is not list or len(offsets) != 2 or not all(is_int(item) and item >= 0 for item in offsets):

@@ -122,5 +122,3 @@ def results_of(replay: Replay, limits: Limits) -> bytes:
     if size > limits.result_bytes:
         raise ExecutionFailedError(f"The job returns {size} bytes; the limit is {limits.result_bytes}.")
     return pack_results(saves, tensors)
-
-

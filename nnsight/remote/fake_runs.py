@@ -20,6 +20,7 @@ from ..runtime.carriers import is_carrier, on_tensors
 from ..runtime.fakes import fake_modules
 from ..runtime.interleaver import Interleaver
 from ..tree import ModuleTree
+from .errors import InvalidProgramError
 
 #: Locations that come when the model has finished.
 _AT_THE_END = frozenset({"result", "model.generator.output"})
@@ -44,13 +45,18 @@ def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
 
 
 def leaf_at(value: Any, node: dict[str, Any]) -> Any:
-    """Return the leaf of a value that a node names; ``None`` if there is none."""
+    """Return the leaf of a value that a node names.
+
+    Raises:
+        InvalidProgramError: If there is none.
+    """
     leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
-    leaf = leaves[node["leaf"]] if node["leaf"] < len(leaves) else None
-    if "inside" in node:
-        inside = tensors_at(leaf) if is_carrier(leaf) else []
-        return inside[node["inside"]] if node["inside"] < len(inside) else None
-    return leaf
+    number = node["leaf"]
+    if number < len(leaves) and "inside" in node:
+        leaves, number = tensors_at(leaves[number]) if is_carrier(leaves[number]) else [], node["inside"]
+    if number >= len(leaves):
+        raise InvalidProgramError(f"the value there has no tensor number {number}")
+    return leaves[number]
 
 
 def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
@@ -88,7 +94,9 @@ class FakeModel:
             self.weights.setdefault(id(original), (name, fake))
         self.by_name = {name: fake for name, _, fake in self._named(copies)}
 
-    def _named(self, copies: dict[torch.nn.Module, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def _named(
+        self, copies: dict[torch.nn.Module, torch.nn.Module]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         root = self._tree.path
         for module, path in self._tree.paths.items():
             prefix = path.removeprefix(root).removeprefix(".")
@@ -107,7 +115,9 @@ class FakeModel:
         """Return a number that changes when a weight is written to."""
         return sum(tensor._version for tensor in self.by_name.values())
 
-    def run(self, interleaver: Interleaver, call: str, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]) -> Any:
+    def run(
+        self, interleaver: Interleaver, call: str, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]
+    ) -> Any:
         """Call the model on fakes within ``interleaver``; return its fake output.
 
         Args:

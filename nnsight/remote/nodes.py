@@ -287,8 +287,10 @@ def _is_argument(value: Any, kind: str, strings: frozenset[str]) -> bool:
             "MemoryFormat": ("memory_format", MEMORY_FORMATS),
             "str": ("str", strings),
         }.get(kind)
-        return allowed is not None and form == allowed[0] and (
-            allowed[1] is None or (type(content) is str and content in allowed[1])
+        return (
+            allowed is not None
+            and form == allowed[0]
+            and (allowed[1] is None or (type(content) is str and content in allowed[1]))
         )
     if kind == "bool":
         return type(value) is bool
@@ -323,7 +325,9 @@ def write_argument(value: Any, reference: Any) -> Any:
     if value is None or type(value) is bool or is_int(value):
         return value
     if type(value) is float:
-        return value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+        return (
+            value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+        )
     if isinstance(value, (list, tuple)):
         return [write_argument(item, reference) for item in value]
     if isinstance(value, torch.dtype) and value in DTYPES.values():

@@ -74,7 +74,9 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
     if type(content) is not dict or set(content) != {"version", "operators", "runs", "nodes", "saves"}:
         raise InvalidProgramError("The payload is no job.")
     if type(content["version"]) is not int or content["version"] != VERSION:
-        raise InvalidProgramError(f"The payload has version {str(content['version'])[:20]} of the format; this is {VERSION}.")
+        raise InvalidProgramError(
+            f"The payload has version {str(content['version'])[:20]} of the format; this is {VERSION}."
+        )
     if not (is_text(content["operators"]) and content["operators"].isalnum() and content["operators"].isascii()):
         raise InvalidProgramError("The payload does not say which operators its client has.")
     budget = Budget(limits.items, limits.nesting)

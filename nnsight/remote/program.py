@@ -103,7 +103,9 @@ class Program:
 
         def leaf(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
-                raise TypeError(f"A {type(value).__name__} is no input of a program: tensors, numbers, lists and dicts are.")
+                raise TypeError(
+                    f"A {type(value).__name__} is no input of a program: tensors, numbers, lists and dicts are."
+                )
             name = f"i{len(tensors)}"
             tensors[name] = value
             return {"tensor": name}
@@ -122,7 +124,9 @@ class Program:
         job = self._job
         blocks = {node["block"] for node in job.nodes}
         if len(blocks) > 1:
-            raise ValueError("A program with several invokes belongs to their inputs, so it cannot be applied to others.")
+            raise ValueError(
+                "A program with several invokes belongs to their inputs, so it cannot be applied to others."
+            )
         check_parts(job, model)
 
         def apply(path: str, args: Any, kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException, Mediator
 from ..runtime.scanning import _OutsideFakeMode, fake_mode
 from ..runtime.tracer import InterleavingTracer
-from ..tracing.errors import user_position_now
+from ..tracing.errors import user_position_now, user_position_of
 from ..tracing.saving import saves
 from .binding import Binding
 from .errors import NotExpressibleError
@@ -57,6 +58,9 @@ _TORCH = torch.__file__.rsplit("/", 1)[0]
 _GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+#: Where the block stands for which something is written down while the model runs.
+_position: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
 
 #: Index types of scalar tensors that index as the integer in them does.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -183,14 +187,20 @@ class Recorder:
         """Run the block of ``tracer`` on fakes."""
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
         if tracer._scan or tracer._validate:
-            raise NotExpressibleError("`scan=` and `validate=` are for traces that run here; a remote one is always checked.")
+            raise NotExpressibleError(
+                "`scan=` and `validate=` are for traces that run here; a remote one is always checked."
+            )
         if isinstance(model, Generation):
             call, root = "generate", model._model
         elif hasattr(model, "_module"):
             call, root = "trace", model
         else:
-            raise NotExpressibleError(_here("Only `model.trace(...)` and `model.generate(...)` can be sent: a function or "
-                                            "another method of the model is Python of yours."))
+            raise NotExpressibleError(
+                _here(
+                    "Only `model.trace(...)` and `model.generate(...)` can be sent: a function or "
+                    "another method of the model is Python of yours."
+                )
+            )
         root._sync()
         device = device_of(root._module)
         self._blocks = {}
@@ -245,18 +255,24 @@ class Recorder:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
         used = tracer._frame.f_globals if tracer._frame is not None else {}
         names = {name: used[name] for name in _names(tracer.info.code) if name in used}
-        return {name: value for name, value in {**names, **dict(tracer.scope.items())}.items() if type(value) in (list, dict)}
+        return {
+            name: value
+            for name, value in {**names, **dict(tracer.scope.items())}.items()
+            if type(value) in (list, dict)
+        }
 
     def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
         """Return the job that gives ``values`` back."""
-        trees = {name: write_tree(value, lambda leaf, name=name: self._saved(name, leaf)) for name, value in values.items()}
+        trees = {
+            name: write_tree(value, lambda leaf, name=name: self._saved(name, leaf)) for name, value in values.items()
+        }
         job, numbers = _pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
         references = {
-            id(fake): (numbers[node], output)
-            for fake, (node, output) in self._refs.items()
-            if node in numbers
+            id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
         }
-        binding = Binding(values, {id(fake): fake for fake in self._refs if id(fake) in references}, references, job.saves, scope)
+        binding = Binding(
+            values, {id(fake): fake for fake in self._refs if id(fake) in references}, references, job.saves, scope
+        )
         return Recorded(job, binding)
 
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
@@ -278,14 +294,21 @@ class Recorder:
             self._check_fresh(value)
             return {"ref": list(ref)}
         if hasattr(value, "_entries") and hasattr(value, "observe"):  # a cache of activations
-            entries = [[path, {kind: found for kind, found in entry._values.items() if found}] for path, entry in value._entries.items()]
+            entries = [
+                [path, {kind: found for kind, found in entry._values.items() if found}]
+                for path, entry in value._entries.items()
+            ]
             kept = {path: kinds for path, kinds in entries if kinds}
             return write_tree(kept, lambda leaf: self._saved(name, leaf, in_cache=True))
         if is_carrier(value):
             if in_cache:  # a key-value cache belongs to the run
                 return {"absent": type(value).__name__[:100]}
             return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}
-        inside = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)) else ()
+        inside = (
+            vars(value).values()
+            if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
+            else ()
+        )
         held = value if isinstance(value, (set, frozenset)) else inside
         if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(list(held))):
             raise NotExpressibleError(
@@ -298,8 +321,12 @@ class Recorder:
 
         def leaf(item: Any) -> Any:
             if not isinstance(item, torch.Tensor):
-                raise NotExpressibleError(_here(f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
-                                                "tensors, numbers, and lists and dicts of them can."))
+                raise NotExpressibleError(
+                    _here(
+                        f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
+                        "tensors, numbers, and lists and dicts of them can."
+                    )
+                )
             name = f"i{len(self.tensors)}"
             with _disable_current_modes():
                 self.tensors[name] = item.detach().clone()
@@ -311,9 +338,11 @@ class Recorder:
 
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
         """Append a node to the block whose turn it is; return its number."""
-        line = user_position_now(skip=_TORCH)[1]
+        line = (_position.get() or user_position_now(skip=_TORCH))[1]
         number = len(self.nodes)
-        self.nodes.append({"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})})
+        self.nodes.append(
+            {"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})}
+        )
         self._roots.append(number if root is None else root)
         return number
 
@@ -324,8 +353,10 @@ class Recorder:
             known = self._refs[self.substitute(tensor)]
         if known is None:
             raise NotExpressibleError(
-                _here("A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
-                      "cache. Read the module that produces it.")
+                _here(
+                    "A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
+                    "cache. Read the module that produces it."
+                )
             )
         self._check_fresh(tensor)
         return {"ref": list(known)}
@@ -399,7 +430,9 @@ class Recorder:
             return self._draw_like(function, args, kwargs)
         if name in RANDOM and not _is_sober(name, args, kwargs):
             raise NotExpressibleError(
-                _here(f"`{name}` draws random numbers of values that are not here. Draw before the trace, or with `torch.randn_like` and its kin.")
+                _here(
+                    f"`{name}` draws random numbers of values that are not here. Draw before the trace, or with `torch.randn_like` and its kin."
+                )
             )
         function = READ_AS.get(function, function)
         if name in ("__getitem__", "__setitem__"):
@@ -421,7 +454,9 @@ class Recorder:
             raise NotExpressibleError(_here(_why_demand(name))) from error
         except DynamicOutputShapeException as error:
             raise NotExpressibleError(
-                _here(f"The size of what `{name}` returns depends on values, as where a mask selects. Use `torch.where`, or multiply by the mask.")
+                _here(
+                    f"The size of what `{name}` returns depends on values, as where a mask selects. Use `torch.where`, or multiply by the mask."
+                )
             ) from error
 
     def _argument(self, value: Any) -> Any:
@@ -457,7 +492,11 @@ class Recorder:
         root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]
-            named = {key: write_argument(argument, self.reference) for key, argument in kwargs.items() if argument is not None}
+            named = {
+                key: write_argument(argument, self.reference)
+                for key, argument in kwargs.items()
+                if argument is not None
+            }
         except TypeError as error:
             raise NotExpressibleError(_here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
         if is_in_place(name):
@@ -480,18 +519,24 @@ class Recorder:
         node = self.nodes[root]
         if node["do"] in ("const", "weight"):
             what = "a weight" if node["do"] == "weight" else "a tensor of your own"
-            raise NotExpressibleError(_here(f"The block edits {what} in place with values of the model; `.clone()` it first."))
+            raise NotExpressibleError(
+                _here(f"The block edits {what} in place with values of the model; `.clone()` it first.")
+            )
         if node["do"] == "apply":
             if node.get("shares"):
-                raise NotExpressibleError(_here(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it."))
+                raise NotExpressibleError(
+                    _here(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
+                )
             node["copy"] = True
         if node["do"] != "read":
             return
         visit = next((visit for visit in reversed(self._visits) if root in visit.reads.values()), None)
         if visit is None:
             raise NotExpressibleError(
-                _here(f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
-                      "or `.clone()` it first.")
+                _here(
+                    f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
+                    "or `.clone()` it first."
+                )
             )
         if root not in visit.edited:
             node["copy"] = True
@@ -514,7 +559,9 @@ class Recorder:
         structure = pytree.tree_structure(value, is_leaf=is_carrier)
         places = places_of(value)
         loop = bool(getattr(mediator, "loops", 0))
-        visit = _Visit(site, at, self.block, loop, structure, [place for place, _ in places], [leaf for _, leaf in places])
+        visit = _Visit(
+            site, at, self.block, loop, structure, [place for place, _ in places], [leaf for _, leaf in places]
+        )
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue
@@ -534,8 +581,10 @@ class Recorder:
         leaves = tensors_at(left)
         if len(leaves) != len(visit.leaves) or pytree.tree_structure(left, is_leaf=is_carrier) != visit.structure:
             raise NotExpressibleError(
-                _here(f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
-                      "a dict by a dict with its keys.")
+                _here(
+                    f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
+                    "a dict by a dict with its keys."
+                )
             )
         for leaf, number in visit.reads.items():
             if number in visit.edited:
@@ -546,10 +595,14 @@ class Recorder:
             if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)):
                 if type(new) is type(old) and new == old:
                     continue
-                raise NotExpressibleError(_here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none."))
+                raise NotExpressibleError(
+                    _here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
+                )
             value = self.reference(self.substitute(new))
             if visit.places[number][1] is not None:
-                raise NotExpressibleError(_here(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead."))
+                raise NotExpressibleError(
+                    _here(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
+                )
             self.emit("write", **visit.place(number), value=value)
         for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
             del self._stale[number]
@@ -561,7 +614,9 @@ class Recorder:
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 return self.reference(self.substitute(item))
-            raise NotExpressibleError(_here(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts."))
+            raise NotExpressibleError(
+                _here(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts.")
+            )
 
         self.emit("skip", site=site, at=at, value=write_tree(value, leaf), **({"loop": True} if loop else {}))
 
@@ -577,7 +632,9 @@ class Recorder:
         copy = self.model.by_path.get(path)
         if copy is None or hook:
             raise NotExpressibleError(
-                _here(f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent.")
+                _here(
+                    f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent."
+                )
             )
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
 
@@ -592,8 +649,10 @@ class Recorder:
         result = copy.forward(*args, **kwargs)
         if self.model.versions() + sum(tensor._version for tensor in tensors) != before:
             raise NotExpressibleError(
-                _here(f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
-                      "such as `torch.relu`.")
+                _here(
+                    f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
+                    "such as `torch.relu`."
+                )
             )
         number = self.emit("apply", module=path, **trees)
         given = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -609,7 +668,9 @@ class Recorder:
     def refuse_gradients(self) -> None:
         """Raise: a program has no gradients."""
         raise NotExpressibleError(
-            _here("Gradients cannot be sent: the server runs without. Save the activations, or trace a model that is here.")
+            _here(
+                "Gradients cannot be sent: the server runs without. Save the activations, or trace a model that is here."
+            )
         )
 
 
@@ -626,7 +687,7 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _here(message: str) -> str:
-    filename, line = user_position_now(skip=_TORCH)
+    filename, line = _position.get() or user_position_now(skip=_TORCH)
     return f"{filename}:{line}: {message}"
 
 
@@ -665,14 +726,23 @@ def _index(index: Any) -> Any:
             return index
         with _disable_current_modes():
             return torch.tensor(index)
-    if isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor) and index.dim() == 0 and index.dtype in _INTEGERS:
+    if (
+        isinstance(index, torch.Tensor)
+        and not isinstance(index, FakeTensor)
+        and index.dim() == 0
+        and index.dtype in _INTEGERS
+    ):
         with _disable_current_modes():
             return int(index)
     return index
 
 
 def _pruned(
-    runs: list[dict[str, Any]], nodes: list[Node], roots: list[int], trees: dict[str, Any], tensors: dict[str, torch.Tensor]
+    runs: list[dict[str, Any]],
+    nodes: list[Node],
+    roots: list[int],
+    trees: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
 ) -> tuple[Job, dict[int, int]]:
     """Return a job without the nodes that nobody needs, and the new number of each node that is left.
 
@@ -693,7 +763,10 @@ def _pruned(
         pending += references_of(nodes[number])
         pending += edits.get(roots[number], [])
     numbers = {old: new for new, old in enumerate(sorted(needed))}
-    kept = [_renumbered({key: value for key, value in nodes[old].items() if key != "shares"}, numbers) for old in sorted(needed)]
+    kept = [
+        _renumbered({key: value for key, value in nodes[old].items() if key != "shares"}, numbers)
+        for old in sorted(needed)
+    ]
     used = {node["tensor"] for node in kept if node["do"] == "const"}
     job = Job(runs, kept, {name: _renumbered(tree, numbers) for name, tree in trees.items()}, {})
     job.tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("i") or name in used}
@@ -752,7 +825,7 @@ class _RecordingInterleaver(Interleaver):
 class _RecordingMediator(Mediator):
     """A block that is written down."""
 
-    __slots__ = ("_recorder",)
+    __slots__ = ("_position", "_recorder")
 
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -761,15 +834,24 @@ class _RecordingMediator(Mediator):
         recorder.number_of(self)
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
+        assert self._greenlet is not None
         recorder = self._recorder
         before, recorder.block = recorder.block, recorder.number_of(self)
+        self._position = user_position_of(self._greenlet.gr_frame, skip=_TORCH)
+        token = _position.set(self._position)
         try:
             visit = recorder.begin_visit(self, location, occurrence, value)
             left = super().visit(location, occurrence, value)
+            _position.set(self._position)
             recorder.end_visit(visit, left)
         finally:
             recorder.block = before
+            _position.reset(token)
         return left
+
+    def swap(self, location: str, value: Any) -> None:
+        super().swap(location, value)
+        self._position = user_position_now(skip=_TORCH)
 
     def skip(self, location: str, value: Any) -> None:
         super().skip(location, value)
@@ -812,5 +894,3 @@ class _Operators(Guesses):
         if not self._recorder.listens:
             return super().__torch_dispatch__(operator, types, args, kwargs)
         return self._recorder.operator(operator, args, kwargs or {})
-
-

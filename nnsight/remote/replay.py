@@ -29,10 +29,13 @@ from .fake_runs import leaf_at, tensors_at, with_leaf
 from .nodes import Node, read_argument
 from .operators import OPERATORS
 from .payload import Job
-from .trees import ABSENT, read_tree, references
+from .trees import ABSENT, NONE, read_tree, references
 
 #: Attribute of the fake of a constant: its values, where they are indices.
 CONSTANT = "_nnsight_constant"
+
+#: Operators whose copy of nothing is nothing.
+_COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
 
 
 class Replay:
@@ -125,6 +128,8 @@ class Replay:
             made = self.values.get(content[0])
             if made is None:
                 return {"absent": "never computed"}
+            if content[1] < len(made) and made[content[1]] is None:  # such as a mask that the model did without
+                return {"absent": NONE}
             return leaf(self._output(made, content[0], content[1]))
 
         return {name: tree(saved) for name, saved in self.job.saves.items()}
@@ -132,12 +137,14 @@ class Replay:
     def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
         """Do nodes, in the block that is running."""
         for number, node in nodes:
-            if time.monotonic() > self._deadline:
-                raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds{_line(node)}.")
             try:
+                if time.monotonic() > self._deadline:
+                    raise ExecutionFailedError(f"the job took longer than {self._seconds:g} seconds")
                 self._do(number, node)
-            except (EarlyStopException, GreenletExit, ExecutionFailedError, InvalidProgramError):
+            except (EarlyStopException, GreenletExit):
                 raise
+            except (ExecutionFailedError, InvalidProgramError) as error:
+                raise type(error)(f"{_what(node)}{_line(node)}: {error}") from error
             except OutOfOrderError as error:
                 raise ExecutionFailedError(f"{_what(node)}{_line(node)}: {error}") from error
             except Exception as error:
@@ -152,8 +159,8 @@ class Replay:
             case "weight":
                 self._keep(number, (self._weight(node["name"]),))
             case "read":
-                tensor = self._leaf(mediator, node)
-                self._keep(number, (tensor.clone() if node.get("copy") else tensor,))
+                leaf = self._leaf(mediator, node)
+                self._keep(number, (leaf.clone() if node.get("copy") and isinstance(leaf, torch.Tensor) else leaf,))
             case "write":
                 self._write(mediator, node)
             case "skip":
@@ -182,18 +189,17 @@ class Replay:
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
-    def _leaf(self, mediator: Any, node: Node) -> torch.Tensor:
+    def _leaf(self, mediator: Any, node: Node) -> Any:
         self._waiting[mediator] = node
-        leaf = leaf_at(mediator.request(_place(node)), node)
-        if not isinstance(leaf, torch.Tensor):
-            raise InvalidProgramError(f"{_what(node)}{_line(node)}: the value there has no tensor number {node['leaf']}.")
-        return leaf
+        return leaf_at(mediator.request(_place(node)), node)
 
     def _write(self, mediator: Any, node: Node) -> None:
         old, new = self._leaf(mediator, node), self._read(node["value"])
+        if not isinstance(old, torch.Tensor):
+            raise InvalidProgramError("there is no tensor to write to")
         if node.get("in_place"):
             if new.shape != old.shape or new.dtype != old.dtype:
-                raise InvalidProgramError(f"{_what(node)}{_line(node)}: values of another shape or type go in place.")
+                raise InvalidProgramError("values of another shape or type go in place")
             self.on_write(old)
             old.copy_(new)
             source, output = node["value"]["ref"]
@@ -203,7 +209,10 @@ class Replay:
             mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node["leaf"], new))
 
     def _operate(self, number: int, node: Node) -> None:
-        operator = OPERATORS[node["name"]]
+        operator, first = OPERATORS[node["name"]], (node["args"] or [None])[:1]
+        if node["name"] in _COPIES and type(first[0]) is dict and self.values.get(first[0]["ref"][0]) == (None,):
+            self._keep(number, (None,))  # what a cache of activations keeps of a mask that the model did without
+            return
         args = read_argument(node["args"], self._lookup, self.device)
         kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
         check_indices(operator, args, kwargs)
@@ -295,7 +304,7 @@ def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
     with unset_fake_temporarily():
         low, high = (int(bound) for bound in torch.aminmax(values))
     if high >= size or low < (-size if negative else 0):
-        raise IndexError(f"an index is out of range: from {low} to {high}, for a size of {size}")
+        raise IndexError(f"an index points outside of its tensor: from {low} to {high}, for a size of {size}")
 
 
 def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:

@@ -8,7 +8,7 @@ import torch
 
 from .container import pack, unpack
 from .errors import InvalidProgramError
-from .trees import ABSENT, Budget, check_tree, read_tree, tensor_names, write_tree
+from .trees import ABSENT, NONE, Budget, check_tree, read_tree, tensor_names, write_tree
 
 VERSION = 1
 
@@ -69,8 +69,9 @@ def decode_results(results: bytes) -> dict[str, Any]:
         InvalidProgramError: If the container is malformed.
     """
     saves, tensors = unpack_results(results)
-    made = {
-        name: read_tree(tree, lambda kind, content: tensors[content] if kind == "tensor" else ABSENT)
-        for name, tree in saves.items()
-    }
+
+    def leaf(kind: str, content: Any) -> Any:
+        return tensors[content] if kind == "tensor" else None if content == NONE else ABSENT
+
+    made = {name: read_tree(tree, leaf) for name, tree in saves.items()}
     return {name: value for name, value in made.items() if value is not ABSENT}

@@ -30,8 +30,7 @@ from .errors import InvalidProgramError
 Tree = Any
 
 DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool".split()
+    name: getattr(torch, name) for name in "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool".split()
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -53,6 +52,9 @@ class Absent:
 
 
 ABSENT = Absent()
+
+#: What ``{"absent": ...}`` says of what the model had as ``None``.
+NONE = "None"
 
 
 class Budget:
@@ -194,7 +196,9 @@ def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
     if kind is int:
         return value if is_int(value) else leaf(value)
     if kind is float:
-        return value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+        return (
+            value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+        )
     if kind is str:
         return {"str": value} if is_text(value) else leaf(value)
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:

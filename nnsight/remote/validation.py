@@ -50,7 +50,9 @@ GENERATION: dict[str, tuple[type, ...]] = {
         "pad_token_id bos_token_id decoder_start_token_id".split(),
         (int,),
     ),
-    **dict.fromkeys("temperature top_p min_p typical_p repetition_penalty length_penalty epsilon_cutoff".split(), (float, int)),
+    **dict.fromkeys(
+        "temperature top_p min_p typical_p repetition_penalty length_penalty epsilon_cutoff".split(), (float, int)
+    ),
     **dict.fromkeys("do_sample use_cache early_stopping".split(), (bool,)),
     "eos_token_id": (int, list),
 }
@@ -78,7 +80,9 @@ class Checked:
     result_bytes: int
 
 
-_known: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[bytes, tuple[int, int, int]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[bytes, tuple[int, int, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 _lock = threading.Lock()
 
 
@@ -199,7 +203,9 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
                 raise InvalidProgramError(f"`{name}` of a generation is not between 1 and {limits.new_tokens}.")
         return
     if any(_has_text(tree) for tree in (run["args"], run["kwargs"])):
-        raise InvalidProgramError("The inputs of a run are tensors and numbers; text is turned into tokens by the client.")
+        raise InvalidProgramError(
+            "The inputs of a run are tensors and numbers; text is turned into tokens by the client."
+        )
     code = getattr(type(model._module).forward, "__wrapped__", type(model._module).forward).__code__
     names = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
     unknown = kwargs.keys() - names - (_OPTIONS if code.co_flags & 8 else set())
@@ -227,7 +233,9 @@ def _kinds(tree: Any) -> Iterator[str]:
                 yield from _kinds(item)
 
 
-def inputs_of(run: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> tuple[Any, dict[str, Any]]:
+def inputs_of(
+    run: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
+) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of a run, on ``device``."""
     used: dict[str, torch.Tensor] = {}
 
@@ -275,7 +283,9 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     with torch.no_grad(), quiet_fakes, mode, costs:
         constants = {}
         for name, tensor in job.tensors.items():
-            fake = constants[name] = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            fake = constants[name] = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+            )
             if name in _index_constants(job):
                 setattr(fake, CONSTANT, tensor)
         fakes = FakeModel(model._tree, mode, device)
@@ -309,7 +319,9 @@ def _rehearse_run(
         steps, prompt = generation_size(fakes.root, args, kwargs)
         if steps > limits.new_tokens:
             raise InvalidProgramError(f"A generation of {steps} tokens; the limit is {limits.new_tokens}.")
-    rows = [leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    rows = [
+        leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
     if max(rows, default=0) > limits.rows and run["call"] == "generate":
         raise InvalidProgramError(f"A batch of {max(rows)} rows; the limit is {limits.rows}.")
     interleaver = Interleaver(replay.mediators(number))

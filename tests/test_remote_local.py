@@ -1,0 +1,642 @@
+"""Blocks that are sent as data do what they do in an ordinary trace; what cannot be sent is refused at its line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nnsight
+from nnsight import NNsight
+from nnsight.remote import (
+    ExecutionFailedError,
+    NotExpressibleError,
+    ProgramBackend,
+    decode,
+    decode_results,
+    execute_payload,
+)
+from nnsight.runtime.errors import OutOfOrderError
+
+PROMPT = "The Eiffel Tower is in the city of"
+OTHER = "The Colosseum is in the city of"
+
+REMOTE = {"remote": "local"}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return nnsight.demo_model()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether a value is the other one, to float tolerance."""
+    if isinstance(one, torch.Tensor):
+        assert type(other) is torch.Tensor and not other.is_meta
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and torch.allclose(one.float(), other.float(), atol=1e-5)
+        )
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return (
+            type(one) is type(other) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        )
+    return bool(one == other)
+
+
+# The remote examples of the documents, and what else a block can do. Each is run here and as data.
+
+
+def the_likeliest_token(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        logit = model.lm_head.output[0][-1].argmax(dim=-1).save()
+    return logit
+
+
+def generated_ids(model: Any, **where: Any) -> Any:
+    with model.generate(PROMPT, max_new_tokens=4, **where) as tracer:
+        output = tracer.result.save()
+    return output
+
+
+def tokens_of_every_step(model: Any, **where: Any) -> Any:
+    with model.generate(PROMPT, max_new_tokens=4, **where) as tracer:
+        tokens = list().save()
+        for step in tracer.iter[:]:
+            tokens.append(model.lm_head.output[0][-1].argmax(dim=-1))
+    return tokens
+
+
+def steering_of_some_steps(model: Any, **where: Any) -> Any:
+    with model.generate(PROMPT, max_new_tokens=5, **where) as tracer:
+        tokens = list().save()
+        for step in tracer.iter[1:3]:
+            model.transformer.h[0].output[:] *= 1.5
+            tokens.append(model.lm_head.output[0][-1].argmax(dim=-1))
+        text = model.generator.output.save()
+    return tokens, text
+
+
+def a_list_made_in_the_block(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        my_list = list().save()
+        my_list.append(model.output)
+    return my_list[0].logits
+
+
+def a_list_made_outside(model: Any, **where: Any) -> Any:
+    kept: list[Any] = []
+    by_name: dict[str, Any] = {}
+    with model.trace(PROMPT, **where):
+        kept.append(model.transformer.h[0].output)
+        by_name["last"] = [model.transformer.h[1].output]
+    return kept, by_name
+
+
+def moved_to_the_cpu(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        hidden = model.transformer.h[0].output[0].detach().cpu().save()
+    return hidden
+
+
+def a_replacement(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        model.transformer.h[0].mlp.output = torch.zeros_like(model.transformer.h[0].mlp.output)
+        logits = model.lm_head.output.save()
+    return logits
+
+
+def a_replaced_tuple(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        output = model.transformer.h[1].attn.output
+        model.transformer.h[1].attn.output = (output[0] * 0, *output[1:])
+        logits = model.lm_head.output.save()
+    return logits
+
+
+def an_edit_of_a_part_of_a_tuple(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        before = model.transformer.h[1].attn.output[0].clone().save()
+        model.transformer.h[1].attn.output[0][:, 2:] = 0
+        after = model.transformer.h[1].attn.output[0].save()
+        logits = model.lm_head.output.save()
+    return before, after, logits
+
+
+def an_edit_that_the_residual_stream_shares(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        model.transformer.h[1].ln_1.input[:] *= 0.5
+        hidden = model.transformer.h[1].output.save()
+    return hidden
+
+
+def steering_with_a_vector(model: Any, **where: Any) -> Any:
+    direction = torch.randn(model.config.n_embd, generator=torch.Generator().manual_seed(1))
+    with model.trace(PROMPT, **where):
+        model.transformer.h[1].output[:, -1] += 4.0 * direction / direction.norm()
+        logits = model.lm_head.output.save()
+    return logits
+
+
+def random_noise(model: Any, **where: Any) -> Any:
+    torch.manual_seed(0)
+    with model.trace(PROMPT, **where):
+        embedded = model.transformer.wte.output
+        model.transformer.wte.output = embedded + 0.1 * torch.randn_like(embedded)
+        logits = model.lm_head.output.save()
+    return logits
+
+
+def patching_between_invokes(model: Any, **where: Any) -> Any:
+    with model.trace(**where) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(PROMPT):
+            clean = model.transformer.h[1].output[:, -1, :]
+            barrier()
+            first = model.lm_head.output.save()
+        with tracer.invoke(OTHER):
+            barrier()
+            model.transformer.h[1].output[:, -1, :] = clean
+            patched = model.lm_head.output.save()
+        with tracer.invoke():
+            both = model.lm_head.output.save()
+    return first, patched, both
+
+
+def a_replacement_in_one_invoke(model: Any, **where: Any) -> Any:
+    with model.trace(**where) as tracer:
+        with tracer.invoke(PROMPT):
+            model.transformer.h[0].output = model.transformer.h[0].output * 2
+            first = model.lm_head.output.save()
+        with tracer.invoke([OTHER, PROMPT]):
+            second = model.lm_head.output.save()
+    return first, second
+
+
+def a_cache(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where) as tracer:
+        cache = tracer.cache(include_inputs=True)
+        model.transformer.h[0].output[:] = 0
+    kept = ("model.transformer.h.0", "model.transformer.h.1", "model.lm_head")
+    return {path: (cache[path].output, cache[path].input) for path in kept}
+
+
+def a_skipped_layer(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        model.transformer.h[1].skip(model.transformer.h[0].output)
+        logits = model.lm_head.output.save()
+    return logits
+
+
+def a_stopped_run(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where) as tracer:
+        hidden = model.transformer.h[0].output.save()
+        tracer.stop()
+    return hidden
+
+
+def inputs_of_modules(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        hidden = model.transformer.h[1].input.save()
+        (normed,), kwargs = model.transformer.h[1].mlp.inputs
+        normed = nnsight.save(normed)
+        model.transformer.h[2].input = model.transformer.h[2].input * 2
+        logits = model.lm_head.output.save()
+    return hidden, normed, logits
+
+
+def a_logit_lens(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        tokens = list().save()
+        for layer in model.transformer.h:
+            tokens.append(model.lm_head(model.transformer.ln_f(layer.output)).argmax(dim=-1))
+    return tokens
+
+
+def weights_in_the_block(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        difference = model.lm_head.weight[5] - model.lm_head.weight[6]
+        scores = (model.transformer.h[1].output @ difference).save()
+        length = difference.norm().save()
+    return scores, length
+
+
+def an_operation_inside_a_module(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        weights = model.transformer.h[0].attn.source.attention_interface_0.output[0].save()
+    return weights
+
+
+def an_edited_model(model: Any, **where: Any) -> Any:
+    with model.edit() as edited:
+        model.transformer.h[0].output[:] *= 2
+    with edited.trace(PROMPT, **where):
+        logits = edited.lm_head.output.save()
+    return logits
+
+
+def sizes_and_numbers(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        shape = model.transformer.h[0].output.shape.save()
+        width = nnsight.save(shape[-1] * 2)
+        described = nnsight.save({"shape": tuple(shape), "mean": model.transformer.h[1].output.mean()})
+    return shape, width, described
+
+
+def many_operations(model: Any, **where: Any) -> Any:
+    direction = torch.randn(model.config.n_embd, generator=torch.Generator().manual_seed(1))
+    with model.trace(PROMPT, **where):
+        hidden = model.transformer.h[1].output
+        found = [
+            torch.softmax(hidden, -1).topk(5).values,
+            (hidden @ direction)[..., None] * direction / direction.norm() ** 2,
+            hidden[:, [0, 2]],
+            hidden[:, torch.tensor([1, 0])],
+            hidden[..., ::3],
+            torch.einsum("bsd,d->bs", hidden, direction),
+            nn.functional.layer_norm(hidden, (hidden.shape[-1],)),
+            nn.functional.gelu(hidden, approximate="tanh"),
+            nn.functional.cross_entropy(hidden[0], torch.arange(hidden.shape[1])),
+            hidden.var(-1),
+            hidden.std(),
+            torch.where(hidden > 0, hidden, float("-inf")),
+            hidden.masked_fill(hidden < 0, 0.0),
+            nn.functional.scaled_dot_product_attention(
+                hidden[:, None], hidden[:, None], hidden[:, None], is_causal=True
+            ),
+            torch.cat([hidden, hidden * 2], dim=1),
+            hidden.sort(dim=-1, descending=True).indices,
+            hidden.half().float().norm(dim=-1, keepdim=True),
+            torch.stack(list(hidden[0].unbind(0)[:2])),
+            hidden.clone().mul_(3).add_(1).clamp_(min=0),
+            nn.functional.cosine_similarity(hidden[:, 0], hidden[:, 1]),
+            hidden.float().cumsum(1).roll(1, 0).flip(-1).tril(),
+            hidden.mean((0, 1), keepdim=True).expand(2, -1, -1).reshape(2, -1),
+            hidden.argmax(-1).eq(0).any(),
+        ]
+        nnsight.save(found)
+    return found
+
+
+EXAMPLES = [
+    the_likeliest_token, generated_ids, tokens_of_every_step, steering_of_some_steps, a_list_made_in_the_block,
+    a_list_made_outside, moved_to_the_cpu, a_replacement, a_replaced_tuple, an_edit_of_a_part_of_a_tuple,
+    an_edit_that_the_residual_stream_shares, steering_with_a_vector, random_noise, patching_between_invokes,
+    a_replacement_in_one_invoke, a_cache, a_skipped_layer, a_stopped_run, inputs_of_modules, a_logit_lens,
+    weights_in_the_block, an_operation_inside_a_module, an_edited_model, sizes_and_numbers, many_operations,
+]  # fmt: skip
+
+
+def quietly(example: Callable[..., Any], model: Any, **where: Any) -> Any:
+    """Run an example; an open loop warns that it has ended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The loop ended")
+        return example(model, **where)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
+def test_an_example_gives_the_same_as_data(model: Any, example: Callable[..., Any]) -> None:
+    assert same(quietly(example, model), quietly(example, model, **REMOTE))
+
+
+def test_examples_are_recorded_without_weights_and_run_elsewhere(model: Any) -> None:
+    """The client's model is lazy: it has no weights, before and after."""
+    client = nnsight.LanguageModel("nnsight/demo")
+
+    class Elsewhere(ProgramBackend):
+        def send(self, payload: bytes) -> bytes:
+            return execute_payload(model, payload)
+
+    for example in (
+        the_likeliest_token,
+        tokens_of_every_step,
+        a_logit_lens,
+        weights_in_the_block,
+        patching_between_invokes,
+    ):
+        assert same(quietly(example, model), quietly(example, client, backend=Elsewhere()))
+    assert not client.dispatched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "example", [steering_with_a_vector, patching_between_invokes, a_logit_lens], ids=lambda example: example.__name__
+)
+def test_a_compiled_model_runs_programs_compiled(model: Any, example: Callable[..., Any]) -> None:
+    compiled = nnsight.demo_model(compile={"backend": "eager"})
+    before = nnsight.fx.counters.recordings
+    assert same(example(model), example(compiled, **REMOTE))
+    assert nnsight.fx.counters.recordings > before
+
+
+def test_the_server_runs_the_operators_and_nothing_of_the_client(model: Any) -> None:
+    sent: list[bytes] = []
+
+    class Listening(ProgramBackend):
+        def send(self, payload: bytes) -> bytes:
+            sent.append(payload)
+            return execute_payload(model, payload)
+
+    steering = torch.ones(model.config.n_embd)
+    with model.trace(PROMPT, backend=Listening()):
+        model.transformer.h[1].output[:, -1] += steering
+        unused = model.transformer.h[2].output * 3
+        logits = model.lm_head.output.save()
+    (payload,) = sent
+    assert b"pickle" not in payload and b"transformer" in payload and len(payload) < 4000
+    nodes = decode(payload).nodes
+    assert [node["do"] for node in nodes].count("read") == 2  # what nobody needs is left out
+    assert decode_results(execute_payload(model, payload))["logits"].equal(logits)
+
+
+def test_a_result_that_comes_later_fills_containers(model: Any) -> None:
+    kept: list[Any] = []
+
+    class Later(ProgramBackend):
+        def submit(self, recorded: Any) -> None:
+            kept.append(recorded)
+
+    with model.trace(PROMPT, backend=Later()):
+        found = list().save()
+        found.append(model.lm_head.output)
+    bound = kept[0].bind(execute_payload(model, kept[0].payload()))
+    with model.trace(PROMPT):
+        expected = model.lm_head.output.save()
+    assert bound["found"] is found and found[0].equal(expected.detach())
+
+
+# -- models of one's own ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.last = nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.last(self.relu(self.first(x))) * scale
+
+
+@pytest.fixture
+def net() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Net())
+
+
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(2))
+
+
+def hooked(net: NNsight, edit: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first layer's output after an edit in place, and the result, by a plain hook of torch."""
+    seen: list[torch.Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        edit(output)
+        seen.append(output)
+
+    handle = net._module.first.register_forward_hook(hook)
+    with torch.no_grad():
+        result = net._module(X, scale=2.0)
+    handle.remove()
+    return seen[0], result
+
+
+def test_edits_in_place_are_those_of_a_hook(net: NNsight) -> None:
+    def edit(output: torch.Tensor) -> None:
+        output[:, 1:] *= -3.0
+
+    with net.trace(X, scale=2.0, remote="local"):
+        net.first.output[:, 1:] *= -3.0
+        first = net.first.output.save()  # which the model goes on to edit in place
+        result = net.output.save()
+    assert all(map(torch.equal, (first, result), hooked(net, edit)))
+
+
+def test_a_compiled_model_compiles_programs() -> None:
+    torch.manual_seed(0)
+    net = NNsight(Net(), compile={"backend": "eager"})
+    before = nnsight.fx.counters.recordings
+    for factor in (-3.0, 2.0):
+        with net.trace(X, scale=2.0, remote="local"):
+            net.first.output[:, 1:] *= factor
+            first = net.first.output.save()
+            applied = net.last(net.first.output).save()
+            result = net.output.save()
+
+        def edit(output: torch.Tensor, factor: float = factor) -> None:
+            output[:, 1:] *= factor
+
+        assert all(map(torch.equal, (first, result), hooked(net, edit)))
+    assert nnsight.fx.counters.recordings > before
+
+
+def test_a_constant_is_sent_as_it_was_when_it_was_used(net: NNsight) -> None:
+    shift = torch.ones(4)
+    with net.trace(X, remote="local"):
+        one = (net.first.output * 0 + shift).save()
+        shift += 1
+        two = (net.first.output * 0 + shift).save()
+    assert one.eq(1).all() and two.eq(2).all() and shift.eq(2).all()
+
+
+def test_threads_run_payloads_on_one_model(model: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    kept: list[bytes] = []
+
+    class Keep(ProgramBackend):
+        def submit(self, recorded: Any) -> None:
+            kept.append(recorded.payload())
+
+    for factor in range(4):
+        with model.trace(PROMPT, backend=Keep()):
+            model.transformer.h[1].output[:] *= factor
+            logits = model.lm_head.output.save()
+    alone = [decode_results(execute_payload(model, payload))["logits"] for payload in kept]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda payload: decode_results(execute_payload(model, payload))["logits"], kept * 2))
+    assert all(map(torch.equal, together, alone * 2))
+
+
+# -- what cannot be sent ---------------------------------------------------------------------------------------------
+
+
+def refused(model: Any, block: Callable[[Any], None], match: str, error: type[Exception] = NotExpressibleError) -> None:
+    with pytest.raises(error, match=match) as raised:
+        block(model)
+    if error is NotExpressibleError:
+        assert f"{__file__}:" in str(raised.value)
+
+
+def printing(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        print(model.transformer.h[0].output)
+
+
+def formatting(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        text = f"{model.transformer.h[0].output.mean():.2f}"
+
+
+def deciding(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        if model.transformer.h[0].output.sum() > 0:
+            model.transformer.h[1].output[:] = 0
+
+
+def asking(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        value = model.transformer.h[0].output.mean().item()
+
+
+def listing(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        value = model.lm_head.output.argmax(-1).tolist()
+
+
+def converting(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        value = model.transformer.h[0].output.numpy()
+
+
+def indexing(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        row = model.transformer.wte.weight[model.lm_head.output[0, -1].argmax()].save()
+
+
+def selecting(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        hidden = model.transformer.h[0].output
+        positive = hidden[hidden > 0].save()
+
+
+def drawing(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        drawn = torch.bernoulli(model.transformer.h[0].output.sigmoid()).save()
+
+
+def decomposing(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        parts = torch.linalg.svd(model.transformer.h[0].output).S.save()
+
+
+def differentiating(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        hidden = model.transformer.h[0].output
+        with model.lm_head.output.sum().backward():
+            gradient = hidden.grad.save()
+
+
+def requiring(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        model.transformer.h[0].output.requires_grad_()
+
+
+def writing_to_weights(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        model.lm_head.weight[:] = model.transformer.h[0].output.sum()
+
+
+def writing_to_weights_without_values(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        model.lm_head.weight.data.zero_()
+
+
+def editing_late(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        hidden = model.transformer.h[0].output
+        later = model.transformer.h[1].output
+        hidden[:] = 0
+
+
+def another_structure(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        model.transformer.h[0].attn.output = (model.transformer.h[0].attn.output[0],) * 3
+
+
+REFUSED = {
+    printing: "Printing a tensor needs values",
+    formatting: "Formatting a tensor",
+    deciding: "A condition on a tensor",
+    asking: "`item` needs values",
+    listing: "needs values",
+    converting: "`numpy` needs values",
+    indexing: "needs values",
+    selecting: "depends on values",
+    drawing: "`bernoulli` draws random numbers",
+    decomposing: "no operator",
+    differentiating: "Gradients cannot be sent",
+    requiring: "Gradients cannot be sent",
+    writing_to_weights: "edits a weight in place",
+    writing_to_weights_without_values: "edits a weight in place",
+    editing_late: "after the model has gone on",
+    another_structure: "another structure",
+}
+
+
+@pytest.mark.parametrize("block", REFUSED, ids=lambda block: block.__name__)
+def test_what_cannot_be_sent_is_refused_at_its_line(model: Any, block: Callable[[Any], None]) -> None:
+    before = model.lm_head.weight.clone()
+    refused(model, block, REFUSED[block])
+    assert torch.equal(model.lm_head.weight, before)
+
+
+def test_objects_with_tensors_in_them_are_refused(model: Any) -> None:
+    class Holder:
+        pass
+
+    with pytest.raises(NotExpressibleError, match="holds a Holder with tensors"):
+        with model.trace(PROMPT, remote="local"):
+            holder = nnsight.save(Holder())
+            holder.hidden = model.transformer.h[0].output
+
+
+def test_functions_of_ones_own_are_refused(model: Any) -> None:
+    with pytest.raises(NotExpressibleError, match="can be sent"):
+        with model.trace(PROMPT, fn=lambda *args, **kwargs: model._module(*args, **kwargs), remote="local"):
+            logits = model.lm_head.output.save()
+
+
+def test_a_module_that_writes_to_its_input_is_refused(net: NNsight) -> None:
+    with pytest.raises(NotExpressibleError, match="writes to what it is given"):
+        with net.trace(X, remote="local"):
+            result = net.relu(net.first.output * 1).save()
+
+
+def test_mistakes_of_a_block_are_raised_as_in_any_trace(model: Any) -> None:
+    with pytest.raises(IndexError, match="999"), model.trace(PROMPT, remote="local"):
+        entry = model.transformer.h[0].output[0, 999].save()
+    with pytest.raises(OutOfOrderError), model.trace(PROMPT, remote="local"):
+        later = model.transformer.h[1].output
+        earlier = model.transformer.h[0].output
+
+
+def test_a_failure_of_the_server_has_the_users_line(net: NNsight) -> None:
+    with pytest.raises(ExecutionFailedError, match=r"index_select.*line \d+.*points outside"):
+        with net.trace(X, remote="local"):
+            place = net.first.output.argmax().unsqueeze(0) + 1000
+            row = net.first.output.index_select(0, place).save()
+
+
+def test_where_a_trace_can_run_is_checked(model: Any) -> None:
+    with pytest.raises(ValueError, match="'local'"):
+        model.trace(PROMPT, remote="nowhere")
+    with pytest.raises(ValueError, match="not both"):
+        model.trace(PROMPT, remote="local", backend=ProgramBackend())
+
+
+def test_importing_nnsight_imports_nothing_remote() -> None:
+    code = (
+        "import sys, nnsight; nnsight.NNsight; assert not any(name.startswith('nnsight.remote') for name in sys.modules), "
+        "[name for name in sys.modules if 'remote' in name]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,141 @@
+"""Programs as files: the same block on other inputs, in other models, and to look at."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nnsight
+from nnsight import NNsight, Program
+from nnsight.remote import InvalidProgramError
+
+PROMPT = "The Eiffel Tower is in the city of"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return nnsight.demo_model()
+
+
+@pytest.fixture(scope="module")
+def direction(model: Any) -> torch.Tensor:
+    return torch.randn(model.config.n_embd, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def steering(model: Any, direction: torch.Tensor) -> Program:
+    with model.trace(PROMPT, remote="program") as tracer:
+        model.transformer.h[1].output[:, -1] += 4.0 * direction
+        logits = model.lm_head.output[:, -1].save()
+    with pytest.raises(NameError):
+        logits  # nothing has run
+    return tracer.program
+
+
+def steered(model: Any, direction: torch.Tensor, prompt: str) -> torch.Tensor:
+    """Return the logits of the last position, by a plain hook."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        hidden[:, -1] += 4.0 * direction
+
+    handle = model._module.transformer.h[1].register_forward_hook(hook)
+    with torch.no_grad():
+        found = model._module(**model.tokenizer(prompt, return_tensors="pt")).logits[:, -1]
+    handle.remove()
+    return found
+
+
+def test_a_program_runs_on_another_prompt(model: Any, steering: Program, direction: torch.Tensor) -> None:
+    found = steering.run(model, "Hello there, my dear")
+    assert found.keys() == {"logits"}
+    assert torch.allclose(found["logits"], steered(model, direction, "Hello there, my dear"), atol=1e-5)
+
+
+def test_a_program_survives_its_file(model: Any, steering: Program, tmp_path: Path) -> None:
+    steering.save(tmp_path / "steering.safetensors")
+    loaded = Program.load(tmp_path / "steering.safetensors")
+    assert loaded == steering and hash(loaded) == hash(steering) and repr(loaded) == repr(steering)
+    assert torch.equal(loaded.run(model, PROMPT)["logits"], steering.run(model, PROMPT)["logits"])
+
+
+def test_a_program_has_no_inputs(steering: Program) -> None:
+    content = json.loads(steering.to_json())
+    assert content["runs"][0]["args"] == {"list": []} and content["runs"][0]["kwargs"] == {"dict": []}
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_applied_program_runs_in_each_trace(
+    model: Any, steering: Program, direction: torch.Tensor, compile: bool
+) -> None:
+    base = nnsight.demo_model(compile={"backend": "eager"}) if compile else model
+    edited = base.apply(steering)
+    for prompt in (PROMPT, "Hello there, my dear"):
+        with edited.trace(prompt):
+            logits = edited.lm_head.output[:, -1].save()
+        assert torch.allclose(logits, steered(model, direction, prompt), atol=1e-5)
+    with base.trace(PROMPT):
+        untouched = base.lm_head.output[:, -1].save()
+    assert not torch.allclose(untouched, steered(model, direction, PROMPT), atol=1e-3)
+
+
+def test_a_program_of_a_generation_generates(model: Any) -> None:
+    with model.generate(PROMPT, max_new_tokens=3, remote="program") as tracer:
+        ids = tracer.result.save()
+    expected = model._module.generate(**model.tokenizer("Hello", return_tensors="pt"), max_new_tokens=5, pad_token_id=0)
+    assert torch.equal(tracer.program.run(model, "Hello", max_new_tokens=5)["ids"], expected)
+
+
+def test_apply_of_modules_stays_what_it_is() -> None:
+    net = NNsight(nn.Linear(2, 2))
+    net.apply(lambda module: module.weight.data.zero_())
+    assert net.weight.eq(0).all()
+
+
+def test_a_program_that_does_not_fit_is_refused(steering: Program) -> None:
+    with pytest.raises(InvalidProgramError, match=r"model\.transformer\.h\.1\.output"):
+        NNsight(nn.Linear(2, 2)).apply(steering)
+    with pytest.raises(InvalidProgramError, match="no location"):
+        steering.run(NNsight(nn.Linear(2, 2)), torch.ones(1, 2))
+
+
+def test_a_program_with_invokes_is_not_applied(model: Any) -> None:
+    with model.trace(remote="program") as tracer:
+        with tracer.invoke(PROMPT):
+            model.transformer.h[0].output[:] = 0
+        with tracer.invoke("Hello"):
+            model.transformer.h[1].output[:] = 0
+    with pytest.raises(ValueError, match="several invokes"):
+        model.apply(tracer.program)
+
+
+def test_a_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"not a program at all")
+    with pytest.raises(InvalidProgramError):
+        Program.load(tmp_path / "x")
+    with pytest.raises(FileNotFoundError):
+        Program.load(tmp_path / "y")
+
+
+def test_a_program_shows_what_it_does(steering: Program) -> None:
+    shown = repr(steering)
+    assert "read model.transformer.h.1.output" in shown and "aten.add_.Tensor" in shown and "save logits" in shown
+
+
+def test_a_program_is_drawn_by_graphviz(steering: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImportError, match="graphviz"):
+        steering.draw()
+    assert steering._repr_svg_() is None
+    dot = tmp_path / "dot"
+    dot.write_text('#!/bin/sh\necho "<svg>"\nwhile IFS= read -r line; do echo "$line"; done\n')
+    dot.chmod(dot.stat().st_mode | stat.S_IXUSR)
+    drawn = steering.draw()
+    assert drawn.startswith("<svg>") and "read model.transformer.h.1.output" in drawn and "->" in drawn
+    assert steering._repr_svg_() == drawn

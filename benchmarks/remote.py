@@ -163,7 +163,7 @@ def main() -> None:
     found = {
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
         "versions": {"nnsight": nnsight.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "command": "python benchmarks/remote.py",
+        "command": f"python benchmarks/remote.py --rounds {rounds}",
         "rounds": rounds,
         "milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
         "added_milliseconds": round(1e3 * (seconds["server"] - seconds["here"]), 2),

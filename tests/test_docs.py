@@ -734,7 +734,7 @@ class Mistakes:
             hidden[:] = later.sum()
 
     def function_sent(self) -> None:
-        with self.model.trace(self.x, fn=lambda x: self.model._module(x), compile=self.compiled, remote="local"):
+        with self.model.trace(self.x, fn=self.model._module, compile=self.compiled, remote="local"):
             self.model.output.save()
 
     def half_a_payload(self) -> None:

@@ -16,11 +16,15 @@ import nnsight
 from nnsight import NNsight
 from nnsight.remote import (
     ExecutionFailedError,
+    InvalidProgramError,
+    Limits,
     NotExpressibleError,
     ProgramBackend,
     decode,
     decode_results,
+    encode,
     execute_payload,
+    validate,
 )
 from nnsight.runtime.errors import OutOfOrderError
 
@@ -70,16 +74,16 @@ def generated_ids(model: Any, **where: Any) -> Any:
 
 def tokens_of_every_step(model: Any, **where: Any) -> Any:
     with model.generate(PROMPT, max_new_tokens=4, **where) as tracer:
-        tokens = list().save()
-        for step in tracer.iter[:]:
+        tokens = nnsight.save([])
+        for _ in tracer.iter[:]:
             tokens.append(model.lm_head.output[0][-1].argmax(dim=-1))
     return tokens
 
 
 def steering_of_some_steps(model: Any, **where: Any) -> Any:
     with model.generate(PROMPT, max_new_tokens=5, **where) as tracer:
-        tokens = list().save()
-        for step in tracer.iter[1:3]:
+        tokens = nnsight.save([])
+        for _ in tracer.iter[1:3]:
             model.transformer.h[0].output[:] *= 1.5
             tokens.append(model.lm_head.output[0][-1].argmax(dim=-1))
         text = model.generator.output.save()
@@ -88,7 +92,7 @@ def steering_of_some_steps(model: Any, **where: Any) -> Any:
 
 def a_list_made_in_the_block(model: Any, **where: Any) -> Any:
     with model.trace(PROMPT, **where):
-        my_list = list().save()
+        my_list = nnsight.save([])
         my_list.append(model.output)
     return my_list[0].logits
 
@@ -216,7 +220,7 @@ def inputs_of_modules(model: Any, **where: Any) -> Any:
 
 def a_logit_lens(model: Any, **where: Any) -> Any:
     with model.trace(PROMPT, **where):
-        tokens = list().save()
+        tokens = nnsight.save([])
         for layer in model.transformer.h:
             tokens.append(model.lm_head(model.transformer.ln_f(layer.output)).argmax(dim=-1))
     return tokens
@@ -366,7 +370,7 @@ def test_a_result_that_comes_later_fills_containers(model: Any) -> None:
             kept.append(recorded)
 
     with model.trace(PROMPT, backend=Later()):
-        found = list().save()
+        found = nnsight.save([])
         found.append(model.lm_head.output)
     bound = kept[0].bind(execute_payload(model, kept[0].payload()))
     with model.trace(PROMPT):
@@ -602,7 +606,7 @@ def test_objects_with_tensors_in_them_are_refused(model: Any) -> None:
 
 def test_functions_of_ones_own_are_refused(model: Any) -> None:
     with pytest.raises(NotExpressibleError, match="can be sent"):
-        with model.trace(PROMPT, fn=lambda *args, **kwargs: model._module(*args, **kwargs), remote="local"):
+        with model.trace(PROMPT, fn=model._module, remote="local"):
             logits = model.lm_head.output.save()
 
 
@@ -640,3 +644,54 @@ def test_importing_nnsight_imports_nothing_remote() -> None:
         "[name for name in sys.modules if 'remote' in name]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- generations -----------------------------------------------------------------------------------------------------
+
+
+def generation(model: Any, **options: Any) -> Any:
+    """Return the job of a generation whose options are changed behind the recorder's back."""
+    kept: list[Any] = []
+
+    class Keep(ProgramBackend):
+        def submit(self, recorded: Any) -> None:
+            kept.append(recorded.job)
+
+    with model.generate(PROMPT, max_new_tokens=5, backend=Keep()) as tracer:
+        ids = tracer.result.save()
+    kwargs = dict(kept[0].runs[0]["kwargs"]["dict"])
+    kept[0].runs[0]["kwargs"] = {"dict": [[name, value] for name, value in {**kwargs, **options}.items()]}
+    return kept[0]
+
+
+def test_tokens_that_nobody_looks_at_are_counted(model: Any) -> None:
+    few, many = (validate(generation(model, max_new_tokens=tokens), model).flops for tokens in (5, 500))
+    assert many > 5 * few
+    with pytest.raises(InvalidProgramError, match="floating point"):
+        validate(generation(model, max_new_tokens=500), model, Limits(flops=2 * few))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 10**9},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": True},
+        {"max_new_tokens": 1.5},
+        {"max_length": -1},
+        {"num_return_sequences": 10**7},
+        {"num_beams": 10**7},
+        {"do_sample": {"str": "yes"}},
+        {"custom_generate": {"str": "somebody/repository"}},
+        {"cache_implementation": {"str": "static"}},
+        {"assistant_model": 1},
+        {"streamer": 1},
+        {"stopping_criteria": {"list": []}},
+        {"generation_config": {"dict": []}},
+        {"trust_remote_code": True},
+    ],
+    ids=str,
+)
+def test_options_of_a_generation_are_those_of_a_list(model: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidProgramError, match="generation"):
+        execute_payload(model, encode(generation(model, **options)))

@@ -8,7 +8,7 @@ when no block waits for anything but its result.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
             found.append(((number, None), leaf))
             continue
         inside: list[torch.Tensor] = []
-        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc, func-returns-value]
+        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc]
         found += [((number, place), tensor) for place, tensor in enumerate(inside)]
     return found
 
@@ -82,6 +82,8 @@ class FakeModel:
         root: The copy.
         by_path: The copies of all modules.
         weights: Name and fake of each parameter and buffer, by the identity of the original.
+        least_steps: How many tokens of a generation are made even if nobody waits for any.
+        on_step: Called before each of them.
     """
 
     def __init__(self, tree: ModuleTree, mode: FakeTensorMode, device: torch.device) -> None:
@@ -89,6 +91,8 @@ class FakeModel:
         self.mode, self.device, self._tree = mode, device, tree
         self.root = copies[tree.root]
         self.by_path = {path: copies[module] for module, path in tree.paths.items() if module in copies}
+        self.least_steps = 1
+        self.on_step: Callable[[], None] = lambda: None
         self.weights: dict[int, tuple[str, torch.Tensor]] = {}
         for name, original, fake in self._named(copies):
             self.weights.setdefault(id(original), (name, fake))
@@ -146,9 +150,10 @@ class FakeModel:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
-            if calls >= steps or (calls and _AT_THE_END >= interleaver.waited.keys()):
+            if calls >= steps or (calls >= self.least_steps and interleaver.waited.keys() <= _AT_THE_END):
                 raise _Finished
             calls += 1
+            self.on_step()
             return forward(*args, **kwargs)
 
         self.root.__dict__["forward"] = counted

@@ -82,7 +82,8 @@ diagonal.default unfold.default unbind.int split.Tensor split_with_sizes.default
 _IN_PLACE = """
 abs_.default add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar div_.Tensor div_.Scalar
 div_.Tensor_mode pow_.Scalar pow_.Tensor addcmul_.default addcdiv_.default lerp_.Scalar lerp_.Tensor clamp_.default
-clamp_.Tensor clamp_min_.default clamp_min_.Tensor clamp_max_.default clamp_max_.Tensor copy_.default fill_.Scalar fill_.Tensor zero_.default neg_.default
+clamp_.Tensor clamp_min_.default clamp_min_.Tensor clamp_max_.default clamp_max_.Tensor
+copy_.default fill_.Scalar fill_.Tensor zero_.default neg_.default
 exp_.default log_.default sqrt_.default rsqrt_.default reciprocal_.default sigmoid_.default tanh_.default relu_.default
 sin_.default cos_.default floor_.default ceil_.default round_.default trunc_.default sign_.default erf_.default
 masked_fill_.Scalar masked_fill_.Tensor index_put_.default index_add_.default index_copy_.default
@@ -109,10 +110,9 @@ OPERATORS: dict[str, torch._ops.OpOverload] = {
 #: Name by operator.
 NAMES = {operator: name for name, operator in OPERATORS.items()}
 
+_SCHEMAS = "\n".join(str(operator._schema) for operator in OPERATORS.values())
 #: Hash of the table. Servers tell it to clients; one that has all the operators of a program runs it even if the hash differs.
-OPERATORS_HASH = hashlib.sha256(
-    "\n".join(f"{operator._schema}" for operator in OPERATORS.values()).encode()
-).hexdigest()[:16]
+OPERATORS_HASH = hashlib.sha256(_SCHEMAS.encode()).hexdigest()[:16]
 
 #: The values that arguments of type string may have, by operator without overload and argument.
 STRINGS: dict[tuple[str, str], frozenset[str]] = {

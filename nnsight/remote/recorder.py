@@ -1,13 +1,14 @@
 """The client's side: a block becomes data.
 
-The block runs, as Python, against a model on fakes: a trace like any other, with a driver that has no values. Two modes watch what it does
-while it is the block's turn. A mode for torch *functions* sees calls as the block makes them. It puts fakes in place of weights and of
-the block's own tensors, which become constants, and refuses what needs a value. Calls on the block's own tensors alone are done at once, for real:
-they need no server. A mode for torch *operators* sees what those calls come down to, and writes down each as a node.
+The block runs, as Python, against a model on fakes: a trace like any other, with a driver that has no values. Two modes watch
+what it does while it is the block's turn. A mode for torch *functions* sees calls as the block makes them. It puts fakes in place of
+weights and of the block's own tensors, which become constants, and refuses what needs a value. Calls on the block's own tensors
+alone are done at once, for real: they need no server. A mode for torch *operators* sees what those calls come down to, and
+writes down each as a node.
 
-A value that the block gets at a location is a ``read``. When it is edited in place, the read becomes one of a copy, the operators edit the copy, and
-when the block leaves the location a ``write`` puts its values into the memory of the model's tensor. A replacement becomes a ``write``, too. Rows of
-invokes are ordinary operators. What nobody needs in the end is left out.
+A value that the block gets at a location is a ``read``. When it is edited in place, the read becomes one of a copy, the operators
+edit the copy, and when the block leaves the location a ``write`` puts its values into the memory of the model's tensor. A
+replacement becomes a ``write``, too. Rows of invokes are ordinary operators. What nobody needs in the end is left out.
 """
 
 from __future__ import annotations
@@ -263,9 +264,7 @@ class Recorder:
 
     def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
         """Return the job that gives ``values`` back."""
-        trees = {
-            name: write_tree(value, lambda leaf, name=name: self._saved(name, leaf)) for name, value in values.items()
-        }
+        trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         job, numbers = _pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
         references = {
             id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
@@ -312,7 +311,8 @@ class Recorder:
         held = value if isinstance(value, (set, frozenset)) else inside
         if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(list(held))):
             raise NotExpressibleError(
-                f"`{name}` holds a {type(value).__name__} with tensors in it, which cannot be sent. Save the tensors, in lists, tuples or dicts."
+                f"`{name}` holds a {type(value).__name__} with tensors in it, which cannot be sent. "
+                "Save the tensors, in lists, tuples or dicts."
             )
         return {"absent": type(value).__name__[:100]}
 
@@ -431,7 +431,8 @@ class Recorder:
         if name in RANDOM and not _is_sober(name, args, kwargs):
             raise NotExpressibleError(
                 _here(
-                    f"`{name}` draws random numbers of values that are not here. Draw before the trace, or with `torch.randn_like` and its kin."
+                    f"`{name}` draws random numbers of values that are not here. Draw before the trace, "
+                    "or with `torch.randn_like` and its kin."
                 )
             )
         function = READ_AS.get(function, function)
@@ -455,7 +456,8 @@ class Recorder:
         except DynamicOutputShapeException as error:
             raise NotExpressibleError(
                 _here(
-                    f"The size of what `{name}` returns depends on values, as where a mask selects. Use `torch.where`, or multiply by the mask."
+                    f"The size of what `{name}` returns depends on values, as where a mask selects. "
+                    "Use `torch.where`, or multiply by the mask."
                 )
             ) from error
 
@@ -681,8 +683,8 @@ _OBSERVERS = 10**9
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of the memory that a tensor reaches, and the one behind the last."""
     with torch._C.DisableTorchFunction():
-        start = tensor.storage_offset()
-        length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        start = int(tensor.storage_offset())
+        length = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
         return start * tensor.element_size(), (start + max(length, 0)) * tensor.element_size()
 
 

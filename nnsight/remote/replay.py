@@ -134,12 +134,20 @@ class Replay:
 
         return {name: tree(saved) for name, saved in self.job.saves.items()}
 
+    def check_time(self) -> None:
+        """Raise if the job has taken too long.
+
+        Raises:
+            ExecutionFailedError: If so.
+        """
+        if time.monotonic() > self._deadline:
+            raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds.")
+
     def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
         """Do nodes, in the block that is running."""
         for number, node in nodes:
             try:
-                if time.monotonic() > self._deadline:
-                    raise ExecutionFailedError(f"the job took longer than {self._seconds:g} seconds")
+                self.check_time()
                 self._do(number, node)
             except (EarlyStopException, GreenletExit):
                 raise
@@ -294,7 +302,7 @@ def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Non
 
 
 def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
-    if index.dtype == torch.bool or index.dtype == torch.uint8:
+    if index.dtype in (torch.bool, torch.uint8):
         return
     if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         raise InvalidProgramError(f"Indices are integers, not {index.dtype}.")

@@ -192,7 +192,7 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
     if run["call"] == "generate":
         if not hasattr(model, "generate") or not hasattr(model._module, "generate"):
             raise InvalidProgramError(f"A {type(model).__name__} does not generate.")
-        options = {name: value for name, value in kwargs.items() if not _has_tensors(value)}
+        options = {name: value for name, value in kwargs.items() if name in GENERATION or not _has_tensors(value)}
         for name, value in options.items():
             kinds = GENERATION.get(name)
             listed = type(value) is dict and set(value) == {"list"} and list in (kinds or ())
@@ -268,10 +268,18 @@ class Costs(Guesses):
         if count is not None:
             with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
                 self.flops += int(count(*args, **(kwargs or {}), out_val=result))
-        self.flops += sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.add(sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)))
+        return result
+
+    def add(self, flops: int) -> None:
+        """Count operations.
+
+        Raises:
+            InvalidProgramError: If there are too many.
+        """
+        self.flops += flops
         if self.flops > self._limit:
             raise InvalidProgramError(f"The job takes more floating point operations than the limit, {self._limit}.")
-        return result
 
 
 def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
@@ -295,7 +303,7 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
         try:
             for number, run in enumerate(job.runs):
                 args, kwargs = inputs_of_fakes(run, constants)
-                _rehearse_run(replay, fakes, number, run, args, kwargs, limits)
+                _rehearse_run(replay, fakes, costs, number, run, args, kwargs, limits)
         except InvalidProgramError:
             raise
         except ExecutionFailedError as error:
@@ -312,7 +320,14 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
 
 
 def _rehearse_run(
-    replay: Replay, fakes: FakeModel, number: int, run: dict[str, Any], args: Any, kwargs: Any, limits: Limits
+    replay: Replay,
+    fakes: FakeModel,
+    costs: Costs,
+    number: int,
+    run: dict[str, Any],
+    args: Any,
+    kwargs: Any,
+    limits: Limits,
 ) -> None:
     steps, prompt = 1, (0, 0)
     if run["call"] == "generate":
@@ -324,11 +339,20 @@ def _rehearse_run(
     ]
     if max(rows, default=0) > limits.rows and run["call"] == "generate":
         raise InvalidProgramError(f"A batch of {max(rows)} rows; the limit is {limits.rows}.")
+    begun: list[int] = []
+
+    def begin_step() -> None:
+        replay.check_time()
+        begun.append(costs.flops)
+
+    fakes.least_steps, fakes.on_step = 2, begin_step
     interleaver = Interleaver(replay.mediators(number))
     with interleaver:
         output = fakes.run(interleaver, run["call"], args, kwargs, steps, prompt)
         interleaver.handle("result", output)
         replay.finish(interleaver)
+    if begun:  # tokens that nobody looks at cost what the last one did
+        costs.add((costs.flops - begun[-1]) * (steps - len(begun)))
 
 
 def inputs_of_fakes(run: dict[str, Any], constants: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:

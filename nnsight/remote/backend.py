@@ -8,8 +8,8 @@ from ..runtime.tracer import InterleavingTracer
 from ..tracing import Backend
 from .execution import execute_payload
 from .limits import Limits
-from .protocol import model_key_of
 from .program import Program
+from .protocol import model_key_of
 from .recorder import Recorded, record
 from .sessions import record_session
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .modeling.diffusion import DiffusionModel
     from .modeling.language import LanguageModel, demo_model
     from .modeling.vision import VisionLanguageModel
+    from .remote.fleet import compare, is_model_running, ndif_status, status
     from .remote.program import Program
 
 __version__ = "0.9.0.dev0"
@@ -31,8 +32,12 @@ _LAZY = {
     "NNsight": ".modeling.base",
     "Program": ".remote.program",
     "VisionLanguageModel": ".modeling.vision",
+    "compare": ".remote.fleet",
     "debug_dir": ".fx.debug",
     "demo_model": ".modeling.language",
+    "is_model_running": ".remote.fleet",
+    "ndif_status": ".remote.fleet",
+    "status": ".remote.fleet",
 }
 
 __all__ = [
@@ -44,9 +49,13 @@ __all__ = [
     "Program",
     "VisionLanguageModel",
     "WithBlockNotFoundError",
+    "compare",
     "debug_dir",
     "demo_model",
+    "is_model_running",
+    "ndif_status",
     "save",
+    "status",
 ]
 
 

@@ -31,10 +31,14 @@ import nnsight.fx.driver
 from nnsight import DiffusionModel, LanguageModel, NNsight, VisionLanguageModel
 from nnsight.fx import background
 from nnsight.fx.compat import resolve_backend
+from nnsight.intervention.backends.base import Backend
+from nnsight.intervention.backends.remote import RemoteBackend
 from nnsight.intervention.envoy import Envoy, eproperty
 from nnsight.intervention.tracing.globals import Globals
 from nnsight.modeling.mixins import LoadableMixin, MetaMixin
 from nnsight.remote import execute_payload
+from nnsight.remote.client import Client
+from nnsight.remote.server.serve import door_for
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -274,6 +278,36 @@ class Mistakes:
         with self.model.edit() as (tracer, edited):
             tracer.stop()
         edited(self.x)
+
+    def remote_number(self) -> None:
+        self.model.trace(self.x, remote=1)  # type: ignore[arg-type]
+
+    def remote_and_backend(self) -> None:
+        self.model.trace(self.x, remote="local", backend=Backend())
+
+    def blocking_here(self) -> None:
+        self.model.trace(self.x, blocking=False)
+
+    def nameless_remotely(self) -> None:
+        self.model.trace(self.x, remote=True)
+
+    def remote_call(self) -> None:
+        language_model().generate("Hello", remote=True)
+
+    def no_address(self) -> None:
+        language_model().trace("Hello", remote="ftp://models.example.org")
+
+    def no_id(self) -> None:
+        RemoteBackend(job_id="the last one")
+
+    def no_job(self) -> None:
+        RemoteBackend("nnsight/demo")()
+
+    def no_server(self) -> None:
+        Client("http://127.0.0.1:9", patience=0.0).status()
+
+    def open_to_all(self) -> None:
+        door_for("0.0.0.0", api_keys=None, no_keys=False)
 
     def value_was_missed(self) -> None:
         with self.trace(self.x):
@@ -722,9 +756,6 @@ class Mistakes:
             place = self.model[0].output.argmax().unsqueeze(0) + 1000
             row = self.model[0].output.index_select(0, place).save()
 
-    def sent_nowhere(self) -> None:
-        self.model.trace(self.x, remote="nowhere")
-
 
 class CompiledMistakes(Mistakes):
     """Rows that only a compiled trace can raise."""
@@ -900,6 +931,16 @@ RAISED_BY: dict[str, str] = {
     "Graphs are being written to": "debug_dir_twice",
     "decompiles the bytecode": "no_depyf",
     "fx.wait() was called by": "wait_in_the_background",
+    "remote= is True": "remote_number",
+    "not both": "remote_and_backend",
+    "blocking=False is for": "blocking_here",
+    "was not loaded by name": "nameless_remotely",
+    "needs a block": "remote_call",
+    "not the address of a server": "no_address",
+    "not the id of a job": "no_id",
+    "no job yet": "no_job",
+    "It was not possible to": "no_server",
+    "could run jobs here": "open_to_all",
     "and they are where the model runs": "condition_sent",
     "returns depends on values": "mask_sent",
     "Gradients cannot be sent": "gradients_sent",
@@ -909,7 +950,6 @@ RAISED_BY: dict[str, str] = {
     "The payload is shorter": "half_a_payload",
     "…this … has no": "program_of_another",
     "an index points outside": "computed_index",
-    "remote= is 'local'": "sent_nowhere",
 }
 
 

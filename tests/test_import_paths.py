@@ -33,6 +33,7 @@ PATHS = [
     ("nnsight.intervention.hooks", "requires_operation_input", "nnsight.eproperty"),
     ("nnsight.intervention.batching", "BatchGroup", "nnsight.runtime.batching"),
     ("nnsight.intervention.backends.base", "Backend", "nnsight.tracing"),
+    ("nnsight.intervention.backends.remote", "RemoteBackend", "nnsight.remote.remote_backend"),
     ("nnsight.intervention.backends.execution", "ExecutionBackend", "nnsight.tracing"),
     ("nnsight.intervention.tracing.base", "Tracer", "nnsight.tracing"),
     ("nnsight.intervention.tracing.tracer", "InterleavingTracer", "nnsight.runtime.tracer"),

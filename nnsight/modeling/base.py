@@ -22,7 +22,7 @@ from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
 from .methods import TracedFunction, TracedMethod
-from .tracing import ModelTracer
+from .tracing import ModelTracer, session_backend
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
@@ -125,10 +125,11 @@ class NNsight(Envoy):
         *args: Any,
         compile: bool | str | None = None,
         backend: Backend | None = None,
+        remote: bool | str = False,
+        blocking: bool = True,
         scan: bool = False,
         validate: bool = False,
         fn: Callable[..., Any] | None = None,
-        remote: bool | str = False,
         **kwargs: Any,
     ) -> InterleavingTracer:
         """Run the model once, with the block of the ``with`` statement reading and editing its internals.
@@ -138,34 +139,41 @@ class NNsight(Envoy):
             compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`. ``"background"``: with what
                 is ready, while the whole graph is lowered beside it.
             backend: Where the block runs; in this process by default.
+            remote: Send the block as data to where the model runs (docs/remote.md): ``True`` to the server of ``CONFIG.API.HOST``,
+                or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does; ``"program"``
+                records it, for ``tracer.program``, and runs nothing.
+            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.remote_backend.RemoteBackend`.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
                 other objects of yours, and what it prints, happens twice.
             fn: What to call instead of the model; a function that calls it, or modules of it, as often as it likes.
-            remote: Send the block as data to where the model runs (docs/remote.md): ``"local"`` records it, checks it and runs it
-                in this process, as a server does; ``"program"`` records it, for ``tracer.program``, and runs nothing.
             **kwargs: The model's input, by name.
 
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
         traced = self if fn is None else TracedFunction(self, fn)
-        backend = self._remote_backend(remote, backend, kwargs)
+        backend = self._remote_backend(remote, backend, blocking)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
 
-    def _remote_backend(self, remote: bool | str, backend: Backend | None, kwargs: dict[str, Any]) -> Backend | None:
-        """Return the backend of a trace; ``kwargs`` may have options of a remote one, which are taken out."""
+    def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
+        """Return the backend of a trace that was given these arguments."""
         if remote is False:
+            if not blocking:
+                raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
             return backend
+        if session_backend.get() is not None:
+            raise ValueError("The session around this trace runs remotely: leave out remote= here.")
         from ..remote.backend import backend_for
 
-        return backend_for(self, remote, backend, kwargs)
+        return backend_for(self, remote, backend, blocking)
 
     def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
         """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
+        backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True))
         return root._tracer(TracedMethod(root, envoy, name), args, kwargs, compile, backend)
 
     def _tracer(
@@ -190,6 +198,16 @@ class NNsight(Envoy):
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
+
+    def to_model_key(self) -> str:
+        """Return the name under which servers have this model.
+
+        Raises:
+            ValueError: If the model was not loaded by name.
+        """
+        from ..remote.protocol import model_key_of
+
+        return model_key_of(self)
 
     @uncompiled
     def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
@@ -222,14 +240,16 @@ class NNsight(Envoy):
         return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
 
     @uncompiled
-    def session(self, backend: Backend | None = None) -> Tracer:
+    def session(self, backend: Backend | None = None, *, remote: bool | str = False, blocking: bool = True) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
         Args:
             backend: Where the block runs; in this process by default.
+            remote: As in :meth:`trace`, for all traces in the block: they are one job, and values go from one to the next there.
+            blocking: Likewise.
         """
         leave_to_python("model.session()")
-        return Tracer(backend)
+        return Tracer(self._remote_backend(remote, backend, blocking))
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:

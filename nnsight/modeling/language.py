@@ -110,6 +110,8 @@ class LanguageModel(TextInput, MetaMixin):
         if isinstance(tokenizer, (str, os.PathLike)):
             with _naming(tokenizer):
                 tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
+        if not isinstance(model, torch.nn.Module):
+            self.__dict__["_repository"] = (os.fspath(model), options.get("revision") or "main")
         self.tokenizer = tokenizer
         self._adapt_tokenizer()
 
@@ -144,6 +146,7 @@ class LanguageModel(TextInput, MetaMixin):
         compile: bool | str | None = None,
         backend: Backend | None = None,
         remote: bool | str = False,
+        blocking: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
@@ -155,7 +158,8 @@ class LanguageModel(TextInput, MetaMixin):
             *inputs: The prompts, in any form that :meth:`trace` takes.
             compile: Whether the model runs compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs; in this process by default.
-            remote: As in :meth:`trace`.
+            remote: As in :meth:`trace`; for blocks only.
+            blocking: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
         Returns:
@@ -164,9 +168,11 @@ class LanguageModel(TextInput, MetaMixin):
         """
         leave_to_python("model.generate(...)")
         generation = Generation(self)
+        backend = self._remote_backend(remote, backend, blocking)
         if calls_for_with(sys._getframe(1)):
-            backend = self._remote_backend(remote, backend, kwargs)
             return self._tracer(generation, inputs, kwargs, compile, backend)
+        if remote is not False:
+            raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
         if self._edits_apply():

@@ -15,6 +15,7 @@ import copy
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from ..runtime.interleaver import Interleaver
@@ -24,6 +25,9 @@ from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
 from ..tracing.block import is_bound
 from ..tracing.saving import saves
+
+#: Where traces run that do not say where, while the session around them runs elsewhere.
+session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
 
 _CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
 
@@ -55,7 +59,7 @@ class ModelTracer(InterleavingTracer):
         scan: bool = False,
         validate: bool = False,
     ) -> None:
-        super().__init__(_not_chosen, model, args, kwargs, backend, named)
+        super().__init__(_not_chosen, model, args, kwargs, session_backend.get() if backend is None else backend, named)
         self._choose_driver: Callable[[], Driver] | None = choose_driver
         self._modules: ScannedModules | None = modules
         self._scan, self._validate = scan, validate

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..runtime.tracer import InterleavingTracer
 from ..tracing import Backend
 from .execution import execute_payload
 from .limits import Limits
 from .program import Program
+from .protocol import model_key_of
 from .recorder import Recorded, record
+from .sessions import record_session
 
 
 class ProgramBackend(Backend):
-    """Records the block of a trace, has it run by :meth:`send`, and binds what it saved.
+    """Records the block of a trace, or of a session, has it run by :meth:`send`, and binds what it saved.
 
     Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results.
     """
 
     def __call__(self, tracer: Any) -> Any:
-        recorded = record(tracer, super().__call__(tracer))
-        return self.submit(recorded)
+        function = super().__call__(tracer)
+        return self.submit(record(tracer, function) if isinstance(tracer, InterleavingTracer) else record_session(tracer, function))
 
     def submit(self, recorded: Recorded) -> Any:
         """Have the job run and bind its results."""
@@ -54,22 +57,30 @@ class RecordingBackend(ProgramBackend):
         tracer.program = Program(recorded.job)
 
 
-def backend_for(model: Any, remote: bool | str, backend: Backend | None, options: dict[str, Any]) -> Backend:
+def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:
     """Return the backend that ``remote=`` of a trace stands for.
 
     Args:
         model: The model of the trace.
-        remote: ``"local"``: this process. ``"program"``: nowhere.
+        remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another, ``"local"`` for this process, ``"program"``
+            for nowhere.
         backend: A backend that was given as well.
-        options: Further keyword arguments of the trace; options of the backend are taken out.
+        blocking: Whether to wait for the results.
 
     Raises:
-        ValueError: If both are given, or there is no such backend.
+        TypeError: If ``remote`` is something else.
+        ValueError: If both are given, ``remote`` is no address, or the model is none that servers know by name.
     """
+    if not isinstance(remote, (bool, str)):
+        raise TypeError(f"remote= is True, 'local' or the address of a server, not {type(remote).__name__}.")
     if backend is not None:
         raise ValueError("Give `remote=` or `backend=`, not both.")
     if remote == "local":
+        if not blocking:
+            raise ValueError("remote='local' runs in this process, at once: leave out blocking=False.")
         return LocalBackend(model)
     if remote == "program":
         return RecordingBackend()
-    raise ValueError(f"remote= is 'local' or 'program', not {remote!r}.")
+    from .remote_backend import RemoteBackend
+
+    return RemoteBackend(model_key_of(model), blocking=blocking, host=remote if isinstance(remote, str) else None)

@@ -7,7 +7,7 @@ the model was wrapped that way. Edits of the model's owner do not run along. Not
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from .validation import device_of, inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
+
+R = TypeVar("R", bound=Replay)
 
 
 def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None) -> bytes:
@@ -45,14 +47,7 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
-    weights = dict([*model._module.named_parameters(), *model._module.named_buffers()])
-    modules = {path: module for module, path in model._tree.paths.items()}
-
-    def apply(path: str, args: Any, kwargs: Any) -> Any:
-        return modules[path].forward(*args, **kwargs)
-
-    replay = Replay(job, device, apply, lambda name: weights[name].detach(), limits.seconds)
-    replay.on_write = guard(model._module)
+    replay = replay_of(model, job, limits, Replay)
     with torch.no_grad():
         replay.place_constants()
         for number, run in enumerate(job.runs):
@@ -62,7 +57,20 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
                 raise ExecutionFailedError(str(error)) from error
             except Exception as error:
                 raise ExecutionFailedError(f"The model failed: {type(error).__name__}: {error}") from error
-    return _results(replay, limits)
+    return results_of(replay, limits)
+
+
+def replay_of(model: NNsight, job: Job, limits: Limits, kind: type[R]) -> R:
+    """Return what replays a validated job on a model that is loaded."""
+    weights = dict([*model._module.named_parameters(), *model._module.named_buffers()])
+    modules = {path: module for module, path in model._tree.paths.items()}
+
+    def apply(path: str, args: Any, kwargs: Any) -> Any:
+        return modules[path].forward(*args, **kwargs)
+
+    replay = kind(job, device_of(model._module), apply, lambda name: weights[name].detach(), limits.seconds)
+    replay.on_write = guard(model._module)
+    return replay
 
 
 def guard(module: torch.nn.Module) -> Callable[[torch.Tensor], None]:
@@ -94,7 +102,12 @@ def _run(model: NNsight, replay: Replay, number: int, args: Any, kwargs: dict[st
         replay.finish(interleaver)
 
 
-def _results(replay: Replay, limits: Limits) -> bytes:
+def results_of(replay: Replay, limits: Limits) -> bytes:
+    """Return the results of a replay that has ended, as a container.
+
+    Raises:
+        ExecutionFailedError: If they are longer than they may be.
+    """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}
 

@@ -1,0 +1,116 @@
+"""The command ``nnsight``: serve models, and manage the keys of a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; mistakes of the user go to standard error in a line."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"nnsight: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nnsight", description="An intervention compiler for PyTorch models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run programs of others on models here (docs/serving.md)")
+    serve.add_argument("models", nargs="+", metavar="MODEL", help="name or folder of a language model, or nnsight/demo")
+    serve.add_argument("--revision", default="main", help="branch, tag or commit (default: main)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    serve.add_argument("--port", type=int, default=5001)
+    serve.add_argument("--api-keys", type=Path, metavar="FILE", help="file of keys, see `nnsight keys`")
+    serve.add_argument("--no-keys", action="store_true", help="let anybody in who reaches the address")
+    serve.add_argument(
+        "--spool", type=Path, default=Path("nnsight-jobs"), metavar="DIR", help="folder of jobs and results"
+    )
+    serve.add_argument("--spool-bytes", type=int, default=16 * 2**30, metavar="N", help="how much that may take")
+    serve.add_argument("--keep", type=float, default=3600, metavar="SECONDS", help="how long results are kept")
+    serve.add_argument("--seconds", type=float, default=60, help="how long a job may run, without keys")
+    serve.add_argument("--together", type=int, default=8, metavar="N", help="how many jobs may share a run; 1 for none")
+    serve.add_argument(
+        "--drain", type=float, default=60, metavar="SECONDS", help="time to end for running jobs at a stop"
+    )
+    serve.add_argument("--dtype", help="of the weights, such as bfloat16")
+    serve.add_argument("--device-map", help="where the weights go, such as auto or cuda:0")
+    serve.add_argument("--compile", action="store_true", help="run compiled")
+    serve.add_argument("--ray", action="store_true", help="scale out with Ray Serve (not available)")
+    serve.set_defaults(run=_serve)
+
+    keys = commands.add_parser("keys", help="who may use a server").add_subparsers(required=True, metavar="COMMAND")
+    add = keys.add_parser("add", help="make a key and print it, this once")
+    listing = keys.add_parser("list", help="print names and limits")
+    remove = keys.add_parser("remove", help="withdraw a key")
+    for command in (add, listing, remove):
+        command.add_argument("file", type=Path)
+    for command in (add, remove):
+        command.add_argument("--name", required=True, help="whose key it is")
+    add.add_argument("--queue", type=int, help="how many jobs may wait or run at a time")
+    add.add_argument("--bytes", type=int, help="how long a payload may be")
+    add.add_argument("--seconds", type=float, help="how long a job may run")
+    add.set_defaults(run=_add_key)
+    listing.set_defaults(run=_list_keys)
+    remove.set_defaults(run=_remove_key)
+    return parser
+
+
+def _serve(parsed: argparse.Namespace) -> None:
+    if parsed.ray:
+        raise ValueError(
+            "serve --ray: Ray Serve is not supported yet. Leave out --ray: one process serves one machine."
+        )
+    try:
+        from .remote.server.gateway import Settings
+        from .remote.server.keys import Account, OpenDoor
+        from .remote.server.models import engine_of, load
+        from .remote.server.serve import door_for, serve
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"Serving needs further packages ({error.name}): pip install 'nnsight[server]'."
+        ) from error
+    door = door_for(parsed.host, parsed.api_keys, parsed.no_keys)
+    if isinstance(door, OpenDoor):
+        door = OpenDoor(Account("anonymous", seconds=parsed.seconds))
+    options: dict[str, Any] = {"compile": parsed.compile}
+    options |= {name: getattr(parsed, name) for name in ("dtype", "device_map") if getattr(parsed, name) is not None}
+    engines = {}
+    for name in parsed.models:
+        key, model = load(name, parsed.revision, **options)
+        engines[key] = engine_of(model, name=f"nnsight-engine {name}")
+    settings = Settings(keep=parsed.keep, together=parsed.together, drain=parsed.drain)
+    serve(
+        engines, door, parsed.spool, host=parsed.host, port=parsed.port, capacity=parsed.spool_bytes, settings=settings
+    )
+
+
+def _add_key(parsed: argparse.Namespace) -> None:
+    from .remote.server.keys import add_key
+
+    print(add_key(parsed.file, parsed.name, queue=parsed.queue, bytes=parsed.bytes, seconds=parsed.seconds))
+
+
+def _list_keys(parsed: argparse.Namespace) -> None:
+    from .remote.server.keys import read_accounts
+
+    for account in read_accounts(parsed.file):
+        print(f"{account.name}: " + ", ".join(f"{name} {value}" for name, value in account.limits().items()))
+
+
+def _remove_key(parsed: argparse.Namespace) -> None:
+    from .remote.server.keys import remove_key
+
+    remove_key(parsed.file, parsed.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""The gateway over HTTP: what comes from outside is checked here, and nowhere trusted.
+
+A request passes, in this order: the key, from its header, before anything of the body is read; the length, as announced and again
+as it comes in; the multipart body, whose parts are limited in number and size; the envelope; the first bytes of the payload. Ids
+are looked up among jobs, never among files. A job of somebody else, and one that does not exist, give the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import platform
+from collections.abc import AsyncIterator
+from importlib import metadata
+from typing import Any, NoReturn
+
+from fastapi import FastAPI, HTTPException, Request, Response, WebSocket
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive
+
+from ... import __version__
+from ..operators import OPERATORS_HASH
+from ..payload import VERSION
+from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER, is_id
+from .gateway import Gateway, RefusedError
+from .keys import Account, Door
+from .sessions import Sessions
+
+_log = logging.getLogger("nnsight.remote.server")
+
+#: What a multipart body has besides the payload.
+_FRAME = 128 * 1024
+
+#: What payloads of other clients begin with.
+_OTHER_FORMATS = {
+    b"\x80": "a pickle",
+    b"PK\x03\x04": "a zip archive, as torch.save writes",
+    b"\x28\xb5\x2f\xfd": "compressed",
+    b"\x1f\x8b": "compressed",
+    b"\x78": "compressed",
+}
+
+
+def create_app(gateway: Gateway, door: Door) -> FastAPI:
+    """Return the application of ``gateway``; ``door`` decides who may use it. Starting it starts the gateway."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await gateway.start()
+        yield
+        await gateway.stop()
+
+    app = FastAPI(title="nnsight", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    sessions = Sessions(gateway)
+    _add_jobs(app, gateway, door, sessions)
+    _add_facts(app, gateway, door)
+
+    @app.websocket("/subscribe")
+    async def subscribe(websocket: WebSocket) -> None:
+        key = websocket.headers.get(KEY_HEADER)
+        account = door.admit(key)
+        job_id, after = websocket.query_params.get("job"), websocket.query_params.get("after", "0")
+        if account is None and (key or job_id):
+            await websocket.send_denial_response(JSONResponse({"detail": _BAD_KEY}, 401))
+            return
+        job = gateway.find(job_id, account) if job_id and account is not None else None
+        if (job_id and job is None) or not (after.isdecimal() and len(after) < 20):
+            await websocket.send_denial_response(JSONResponse({"detail": _NO_JOB}, 404))
+            return
+        await sessions.serve(websocket, account, job, int(after))
+
+    @app.exception_handler(RefusedError)
+    async def refused(request: Request, error: RefusedError) -> Response:
+        gateway.metrics.refused.labels(error.reason).inc()
+        headers = {"Retry-After": "10"} if error.code in (429, 503) else None
+        return JSONResponse({"detail": str(error)}, error.code, headers=headers)
+
+    return app
+
+
+_BAD_KEY = "This API key is missing or unknown. Set it with `CONFIG.set_default_api_key(key)`, or in the variable NDIF_API_KEY."
+_NO_JOB = "There is no such job: the id is wrong, the job belongs to another key, or its result was kept as long as it is kept."
+
+
+def _account(request: Request, door: Door) -> Account:
+    account = door.admit(request.headers.get(KEY_HEADER))
+    if account is None:
+        raise RefusedError(401, "key", _BAD_KEY)
+    return account
+
+
+def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) -> None:
+    """Add what has to do with jobs."""
+
+    @app.post("/request")
+    async def submit(request: Request) -> Any:
+        account = _account(request, door)
+        body = _Body(request, account.bytes)
+        try:
+            async with gateway.uploading(account), asyncio.timeout(gateway.settings.upload), body.form() as form:
+                envelope, blob = _envelope(form.get("data")), form.get("blob")
+                if not isinstance(blob, UploadFile):
+                    raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
+                if (blob.size or 0) > account.bytes:
+                    body.too_large()
+                await _check_payload(blob, request.headers.get(VERSION_HEADER, "unknown"))
+                nonce = envelope.get("nonce", "")
+                job = await gateway.submit(account, envelope["model_key"], nonce, blob.file, blob.size or 0)
+        except ClientDisconnect:
+            raise RefusedError(400, "disconnect", "The connection ended before the upload did.") from None
+        except TimeoutError:
+            raise RefusedError(
+                408, "upload", f"The upload took longer than {gateway.settings.upload:g} seconds."
+            ) from None
+        sessions.attach(envelope["session_id"], job, account)
+        return job.messages[0] if not job.status.finished else job.latest
+
+    @app.get("/response/{job_id}")
+    async def response(request: Request, job_id: str) -> Any:
+        job = gateway.find(job_id, _account(request, door))
+        if job is None:
+            raise HTTPException(404, _NO_JOB)
+        return job.latest
+
+    @app.get("/result/{job_id}")
+    async def result(request: Request, job_id: str) -> Response:
+        job = gateway.find(job_id, _account(request, door))
+        if job is None:
+            raise HTTPException(404, _NO_JOB)
+        if job.result_size is None or not job.status.finished:
+            raise HTTPException(409, f"The job has no result: it is {job.status.value}.")
+        return FileResponse(
+            gateway.spool.result_path(job), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"}
+        )
+
+
+def _add_facts(app: FastAPI, gateway: Gateway, door: Door) -> None:
+    """Add what can be asked about the server."""
+
+    @app.get("/status")
+    async def status() -> Any:
+        return {
+            "deployments": {
+                key: {
+                    "model_key": key,
+                    "repo_id": served.key.repo_id,
+                    "revision": served.key.revision,
+                    "application_state": "RUNNING" if served.engine.healthy else "UNHEALTHY",
+                    "deployment_level": "HOT",
+                    "dedicated": True,
+                    "waiting": len(served.queue),
+                }
+                for key, served in gateway.served.items()
+            }
+        }
+
+    @app.get("/env")
+    async def env() -> Any:
+        packages = {"nnsight": __version__}
+        for name in ("torch", "transformers", "safetensors", "tokenizers", "accelerate"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                packages[name] = metadata.version(name)
+        return {
+            "python_version": platform.python_version(),
+            "packages": packages,
+            "formats": {CONTENT_TYPE: VERSION},
+            "operators": OPERATORS_HASH,
+        }
+
+    @app.get("/whoami")
+    async def whoami(request: Request) -> Any:
+        account = _account(request, door)
+        return {"name": account.name, "limits": account.limits()}
+
+    @app.get("/health")
+    async def health() -> Response:
+        problems = gateway.problems
+        return JSONResponse(
+            {"status": "ok" if not problems else "failing", "problems": problems}, 503 if problems else 200
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _Body:
+    """The body of a request, of which no more is read than may come.
+
+    Args:
+        request: The request.
+        most: How long the payload may be.
+    """
+
+    def __init__(self, request: Request, most: int) -> None:
+        self._most = most
+        self._left = most + _FRAME
+        self._request = Request(request.scope, self._limited(request.receive))
+        announced = request.headers.get("content-length", "0")
+        self._announced_too_much = announced.isdecimal() and int(announced) > self._left
+
+    @contextlib.asynccontextmanager
+    async def form(self) -> AsyncIterator[Any]:
+        """Read the parts.
+
+        Raises:
+            RefusedError: If the body is too long, or no multipart body.
+        """
+        if not self._request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise RefusedError(
+                415, "multipart", "The body has to be multipart/form-data: a field `data` and a file `blob`."
+            )
+        if self._announced_too_much:
+            with contextlib.suppress(RefusedError):  # some of it, so that a client comes to read the answer
+                async for _ in self._request.stream():
+                    pass
+            self.too_large()
+        try:
+            form = await self._request.form(max_files=1, max_fields=4, max_part_size=_FRAME // 2)
+        except HTTPException as error:
+            raise RefusedError(400, "multipart", f"The multipart body cannot be read: {error.detail}") from None
+        except OSError as error:  # long files go to disk as they come
+            raise RefusedError(
+                507, "storage", f"The upload could not be kept: {error.strerror}. Try again later."
+            ) from None
+        try:
+            yield form
+        finally:
+            await form.close()
+
+    def too_large(self) -> NoReturn:
+        """Refuse the request for its length."""
+        message = f"The payload is longer than the {self._most:,} bytes that this key may send. Send less data along with the block."
+        raise RefusedError(413, "length", message)
+
+    def _limited(self, receive: Receive) -> Receive:
+        async def limited() -> AsgiMessage:
+            message = await receive()
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                self.too_large()
+            return message
+
+        return limited
+
+
+def _envelope(data: Any) -> dict[str, Any]:
+    """Return the envelope of a request.
+
+    Raises:
+        RefusedError: If it is not what it should be.
+    """
+    try:
+        envelope = json.loads(data)
+    except (ValueError, TypeError, RecursionError):
+        raise RefusedError(400, "envelope", "The field `data` has to be a JSON object.") from None
+    if not isinstance(envelope, dict) or not isinstance(envelope.get("model_key"), str):
+        raise RefusedError(400, "envelope", "The field `data` has to be a JSON object with a string `model_key`.")
+    envelope["session_id"] = envelope.get("session_id") or ""
+    if envelope["session_id"] and not is_id(envelope["session_id"]):
+        raise RefusedError(400, "envelope", "`session_id` has to be what /subscribe said, or empty.")
+    if envelope.get("nonce", "") and not is_id(envelope["nonce"]):
+        raise RefusedError(400, "envelope", "`nonce` has to be a UUID in lower case, or be left out.")
+    if envelope.get("compress"):
+        raise RefusedError(415, "format", _format_message("compressed", "unknown"))
+    return envelope
+
+
+async def _check_payload(blob: UploadFile, version: str) -> None:
+    """Refuse payloads of clients that send Python, by their first bytes.
+
+    Raises:
+        RefusedError: If ``blob`` cannot be a safetensors file.
+    """
+    start = await blob.read(9)
+    await blob.seek(0)
+    header = int.from_bytes(start[:8], "little")
+    if len(start) == 9 and start[8:] == b"{" and header <= (blob.size or 0) - 8:
+        return
+    found = next((kind for magic, kind in _OTHER_FORMATS.items() if start.startswith(magic)), "something else")
+    raise RefusedError(415, "format", _format_message(found, version))
+
+
+def _format_message(found: str, version: str) -> str:
+    return (
+        f"The payload is {found}, and this server takes programs as data only: one uncompressed safetensors file, {CONTENT_TYPE}. "
+        f"It never unpickles what a client sends. The client says it is nnsight {version[:40]!r}; install {__version__} or later."
+    )

@@ -1,0 +1,428 @@
+"""The gateway: takes jobs in, has engines run them, keeps what comes of them.
+
+A job goes one way: it is written to disk and *queued*; its model's loop takes it out, alone or with others of its kind, and has it
+*run*; its result is written to disk and it is *completed*, or it ends with an *error*. Each step is a message of the job. Clients come and
+go beside that: nothing here waits for one, and a job does not know whether anybody listens.
+
+What survives: a job that was accepted is on disk, so a gateway that starts on the same folder goes on with it. One that was running when
+the process ended is run again, once; a job that ends the process each time is not tried for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from ..errors import ExecutionFailedError, InvalidProgramError
+from ..protocol import JobStatus, ModelKey
+from .engine import Engine, EngineLostError, Outcome, TimeLimitError
+from .jobs import Job
+from .keys import Account
+from .queues import FairQueue
+from .spool import Spool, StorageFullError
+from .telemetry import Metrics
+
+_log = logging.getLogger("nnsight.remote.server")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator chooses.
+
+    Attributes:
+        keep: How long a finished job and its result are kept, in seconds.
+        together: How many jobs may share a run; 1 runs each alone.
+        attempts: How often a job is started if its engine or the process dies.
+        jobs: How many unfinished jobs there may be, of all accounts.
+        sockets: How many WebSockets there may be.
+        inline: Results up to this many bytes are sent through the WebSocket.
+        upload: How long an upload may take, in seconds.
+        send: How long a WebSocket may take to accept a message, in seconds.
+        idle: How long a WebSocket without a key may be open before a job uses it, in seconds.
+        drain: How long running jobs have to end when the server stops, in seconds.
+    """
+
+    keep: float = 3600.0
+    together: int = 8
+    attempts: int = 2
+    jobs: int = 10_000
+    sockets: int = 1024
+    inline: int = 2**20
+    upload: float = 300.0
+    send: float = 60.0
+    idle: float = 30.0
+    drain: float = 60.0
+
+
+class RefusedError(Exception):
+    """A request that does not become a job.
+
+    Args:
+        code: Status code of HTTP.
+        reason: In a word, for figures.
+        message: For the client.
+    """
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+
+
+@dataclass(eq=False)
+class Served:
+    """A model that is served.
+
+    Attributes:
+        key: Its name.
+        engine: What runs it.
+        queue: The jobs that wait for it.
+        running: Those that run.
+    """
+
+    key: ModelKey
+    engine: Engine
+    queue: FairQueue = field(default_factory=FairQueue)
+    running: list[Job] = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Gateway:
+    """All jobs of a server.
+
+    Args:
+        engines: The engine of each model.
+        spool: Where jobs are kept.
+        settings: What the operator chose.
+
+    Attributes:
+        served: The models, by the text of their keys.
+        jobs: All jobs, by id.
+        draining: Whether the server is about to stop.
+    """
+
+    def __init__(self, engines: Mapping[ModelKey, Engine], spool: Spool, settings: Settings | None = None) -> None:
+        self.served = {str(key): Served(key, engine) for key, engine in engines.items()}
+        self.spool = spool
+        self.settings = settings or Settings()
+        self.metrics = Metrics()
+        self.jobs: dict[str, Job] = {}
+        self.draining = False
+        self._active: set[Job] = set()  # those that are not finished
+        self._uploads: Counter[str] = Counter()
+        self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
+        self._loops: list[asyncio.Task[None]] = []
+
+    # -- the life of the server ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Go on with the jobs on disk, and begin to run jobs."""
+        for job in await asyncio.to_thread(self.spool.recover):
+            self._take_over(job)
+        beginnings: list[Coroutine[Any, Any, None]] = [self._work(served) for served in self.served.values()]
+        self._loops = [asyncio.create_task(loop) for loop in (*beginnings, self._sweep())]
+
+    def _take_over(self, job: Job) -> None:
+        """Go on with a job of an earlier process."""
+        self.jobs[job.id] = job
+        if job.nonce:
+            known: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+            known.set_result(job)
+            self._by_nonce[job.owner, job.nonce] = known
+        if job.status.finished:
+            return
+        served = self.served.get(job.model)
+        if served is None:
+            self._fail(job, RuntimeError(f"The server was restarted and does not serve {job.model} any more."))
+        elif job.status is JobStatus.RUNNING and job.attempts >= self.settings.attempts:
+            self._fail(
+                job,
+                EngineLostError(f"The server ended {job.attempts} times while this job ran. It is not tried again."),
+            )
+        else:
+            self._active.add(job)
+            self._find_kind(served, job)
+            job.tell(JobStatus.QUEUED, "The server was restarted; the job waits again.")
+            served.queue.put(job)
+            served._wake.set()
+
+    async def drain(self) -> None:
+        """Take no more jobs, and let those that run end. Those that wait stay on disk for the next start."""
+        self.draining = True
+        _log.info("draining", extra={"waiting": sum(len(served.queue) for served in self.served.values())})
+        deadline = time.monotonic() + self.settings.drain
+        while any(served.running for served in self.served.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """End at once what is still running here. What ran is run again after the next start."""
+        self.draining = True
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        for served in self.served.values():
+            served.engine.close()
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps the server from running jobs."""
+        stuck = [f"the engine of {key} hangs" for key, served in self.served.items() if not served.engine.healthy]
+        ended = [f"a loop has ended: {loop!r}" for loop in self._loops if loop.done()]
+        return [*(["the server is about to stop"] if self.draining else []), *stuck, *ended]
+
+    # -- jobs come in ------------------------------------------------------------------------------------------------
+
+    def model(self, text: str) -> Served:
+        """Return the model of a key.
+
+        Raises:
+            RefusedError: If it is none, or is not served here.
+        """
+        try:
+            wanted = ModelKey.parse(text)
+        except ValueError as error:
+            raise RefusedError(400, "model_key", str(error)) from None
+        for served in self.served.values():
+            if served.key.matches(wanted):
+                return served
+        there = ", ".join(f"{served.key.repo_id} ({served.key.revision})" for served in self.served.values())
+        raise RefusedError(
+            404, "model", f"{wanted.repo_id} ({wanted.revision}) is not served here. There is {there or 'none'}."
+        )
+
+    @contextlib.asynccontextmanager
+    async def uploading(self, account: Account) -> AsyncIterator[None]:
+        """Count an upload while it comes in.
+
+        Raises:
+            RefusedError: If the account has too many at a time.
+        """
+        if self._uploads[account.name] >= account.queue:
+            message = f"{account.queue} uploads of this key are on their way already. Wait for some of them to end."
+            raise RefusedError(429, "uploads", message)
+        self._uploads[account.name] += 1
+        try:
+            yield
+        finally:
+            self._uploads[account.name] -= 1
+
+    async def submit(self, account: Account, model_key: str, nonce: str, payload: IO[bytes], size: int) -> Job:
+        """Take a job in; the same nonce and payload again is the same job.
+
+        Raises:
+            RefusedError: If it cannot be taken.
+        """
+        if self.draining:
+            raise RefusedError(
+                503, "draining", "The server is about to stop and takes no more jobs. Try again in a minute."
+            )
+        served = self.model(model_key)
+        digest = await asyncio.to_thread(_digest, payload)
+        known = self._by_nonce.get((account.name, nonce)) if nonce else None
+        if known is not None:
+            job = await asyncio.shield(known)
+            if (job.digest, job.model) != (digest, str(served.key)):
+                raise RefusedError(
+                    409, "nonce", "This nonce was used for another job. A nonce names one job; make a new one for each."
+                )
+            return job
+        own = sum(job.owner == account.name for job in self._active)
+        if own >= account.queue:
+            message = (
+                f"{own} jobs of this key wait or run already, of at most {account.queue}. Wait for some of them to end."
+            )
+            raise RefusedError(429, "queue", message)
+        if len(self._active) >= self.settings.jobs:
+            raise RefusedError(503, "busy", "The server has more jobs than it can take. Try again later.")
+        job = Job(account.name, str(served.key), nonce, digest, size, account.seconds)
+        job.tell(JobStatus.RECEIVED, "The job has been received.")
+        self.jobs[job.id] = job
+        self._active.add(job)
+        coming: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+        if nonce:
+            self._by_nonce[account.name, nonce] = coming
+        try:
+            await self._keep(job, served, payload)
+        except BaseException as error:
+            self._forget(job)
+            coming.set_exception(
+                error if isinstance(error, Exception) else RefusedError(503, "cancelled", "Try again.")
+            )
+            coming.exception()  # seen, whether or not somebody waits
+            raise
+        job.tell(JobStatus.QUEUED, f"Waits behind {len(served.queue) + bool(served.running)} jobs or groups of jobs.")
+        coming.set_result(job)
+        served.queue.put(job)
+        served._wake.set()
+        self.metrics.received.inc(size)
+        self._count(served)
+        _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
+        return job
+
+    async def _keep(self, job: Job, served: Served, payload: IO[bytes]) -> None:
+        """Write a job to disk, and find out what it can be run together with."""
+
+        def keep() -> None:
+            payload.seek(0)
+            self.spool.admit(job, payload)
+            self._find_kind(served, job)
+
+        try:
+            await asyncio.to_thread(keep)
+        except StorageFullError as error:
+            _log.error("storage is full", extra={"job": job.id, "error": str(error)})
+            raise RefusedError(507, "storage", f"The job was not taken: {error.strerror}. Try again later.") from None
+
+    def _find_kind(self, served: Served, job: Job) -> None:
+        """Find out what a job can be run together with. A job about which that cannot be said is run alone."""
+        if self.settings.together > 1:
+            try:
+                job.kind = served.engine.kind_of(self.spool.payload(job))
+            except InvalidProgramError:  # it is refused when it runs
+                return
+            except Exception as error:
+                _log.error("the kind of a job could not be found", exc_info=error, extra={"job": job.id})
+
+    def find(self, job_id: str, account: Account) -> Job | None:
+        """Return a job; ``None`` if there is none, which is also all that others learn about it."""
+        job = self.jobs.get(job_id)
+        return job if job is not None and job.owner == account.name else None
+
+    # -- jobs run ----------------------------------------------------------------------------------------------------
+
+    async def _work(self, served: Served) -> None:
+        """Run the jobs of a model, for ever."""
+        while True:
+            await served._wake.wait()
+            if self.draining or not served.engine.healthy:
+                await asyncio.sleep(0.2)
+                continue
+            jobs = served.queue.take(self.settings.together)
+            if not jobs:
+                served._wake.clear()
+                continue
+            served.running = jobs
+            self._count(served)
+            try:
+                await self._run(served, jobs)
+            except Exception as error:  # a fault of this file must not end the loop
+                _log.exception("a run failed")
+                for job in jobs:
+                    self._fail(job, error)
+            finally:
+                served.running = []
+                self._count(served)
+
+    async def _run(self, served: Served, jobs: list[Job]) -> None:
+        """Have jobs of one kind run, and say what came of each. A group that fails as a whole is run one by one."""
+        started = time.time()
+        for job in jobs:
+            job.attempts += 1
+            job.tell(JobStatus.DISPATCHED, "The job has gone to the engine.")
+            self.metrics.waited.labels(job.model).observe(started - job.created)
+        self.metrics.together.labels(str(served.key)).observe(len(jobs))
+        payloads = await asyncio.to_thread(lambda: [self.spool.payload(job) for job in jobs])
+        for job in jobs:
+            job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs))
+            self.spool.note(job)
+        try:
+            outcomes: list[Outcome] = await served.engine.execute(payloads, max(job.seconds for job in jobs))
+        except Exception as error:
+            if len(jobs) > 1:
+                _log.warning("a group of jobs failed", extra={"jobs": [job.id for job in jobs], "error": repr(error)})
+                for job in jobs:
+                    job.attempts -= 1
+                    await self._run(served, [job])
+                return
+            outcomes = [error]
+        runtime = time.time() - started
+        self.metrics.runtime.labels(str(served.key)).observe(runtime)
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            figures = {"runtime": runtime, "waited": started - job.created, "together": len(jobs)}
+            if isinstance(outcome, EngineLostError) and job.attempts < self.settings.attempts:
+                self.metrics.retried.labels(job.model).inc()
+                job.tell(JobStatus.QUEUED, "The engine died while the job ran; it is tried again.")
+                served.queue.put_back(job)
+                served._wake.set()
+            elif isinstance(outcome, Exception):
+                self._fail(job, outcome, **figures)
+            else:
+                await self._complete(job, outcome, **figures)
+
+    async def _complete(self, job: Job, result: bytes, **figures: Any) -> None:
+        try:
+            await asyncio.to_thread(self.spool.keep_result, job, result)
+        except StorageFullError as error:
+            self._fail(job, error, **figures)
+            return
+        data = {"size": len(result), "result": f"/result/{job.id}"}
+        job.tell(JobStatus.COMPLETED, "The result is ready.", data, **figures)
+        self.metrics.results.inc(len(result))
+        self._end(job, "completed", **figures)
+
+    def _fail(self, job: Job, error: Exception, **figures: Any) -> None:
+        """End a job with an error. Its owner learns the message of errors that are about the job, and no other."""
+        about_job = (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError)
+        known = next((kind.__name__ for kind in about_job if isinstance(error, kind)), None)
+        if known is not None:
+            description = str(error)
+        elif isinstance(error, StorageFullError):
+            known, description = "StorageFullError", f"The result could not be kept: {error.strerror}. Try again later."
+        else:
+            known, description = (
+                "InternalError",
+                f"The server failed at this job. Its operator finds the cause in the log, as {job.id}.",
+            )
+            _log.error("a job met a fault of the server", exc_info=error, extra={"job": job.id})
+        job.tell(JobStatus.ERROR, description, {"error": known}, **figures)
+        self._end(job, known, **figures)
+
+    def _end(self, job: Job, outcome: str, **figures: Any) -> None:
+        self._active.discard(job)
+        self.spool.note(job)
+        self.metrics.jobs.labels(job.model, outcome).inc()
+        _log.info(
+            "finished", extra={"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
+        )
+
+    # -- housekeeping ------------------------------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        """Forget jobs that ended long ago."""
+        while True:
+            await asyncio.sleep(min(30.0, self.settings.keep / 4))
+            horizon = time.time() - self.settings.keep
+            for job in [job for job in self.jobs.values() if job.ended is not None and job.ended < horizon]:
+                self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        self.jobs.pop(job.id, None)
+        self._active.discard(job)
+        self._by_nonce.pop((job.owner, job.nonce), None)
+        self.spool.remove(job)
+
+    def _count(self, served: Served) -> None:
+        self.metrics.queued.labels(str(served.key)).set(len(served.queue))
+        self.metrics.running.labels(str(served.key)).set(len(served.running))
+
+    def figures(self) -> bytes:
+        """Return the figures for Prometheus."""
+        for key, served in self.served.items():
+            self.metrics.healthy.labels(key).set(served.engine.healthy)
+        self.metrics.spooled.set(self.spool.used)
+        return self.metrics.text()
+
+
+def _digest(payload: IO[bytes]) -> str:
+    payload.seek(0)
+    digest = hashlib.sha256()
+    while part := payload.read(2**20):
+        digest.update(part)
+    return digest.hexdigest()

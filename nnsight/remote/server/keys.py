@@ -1,0 +1,210 @@
+"""Who may use the server: keys, stored as hashes, each with limits of its own.
+
+A key is 32 random bytes that the server makes (``nnsight keys add``) and shows once. It has more entropy than anybody can search, so
+one SHA-256 is enough to keep it, where passwords would need a slow hash. A key that comes in is hashed and compared with all entries
+in constant time; how long that takes tells nothing about which entry was nearest.
+
+The file is JSON, readable by its owner only::
+
+    {"keys": [{"name": "alice", "sha256": "...", "queue": 4, "bytes": 1000000, "seconds": 30}]}
+
+It is read again when it changes, so a key is withdrawn by removing its entry, without a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..protocol import is_number
+
+#: What keys begin with, so that they are recognised where they should not be.
+_PREFIX = "nns-"
+
+
+@dataclass(frozen=True)
+class Account:
+    """A key as the server knows it, and what it may do.
+
+    Attributes:
+        name: Whose it is; jobs belong to this name.
+        sha256: Hash of the key, in hexadecimal; empty where no keys are asked for.
+        queue: How many of its jobs may wait or run at a time.
+        bytes: How long a payload may be.
+        seconds: How long a job may run.
+    """
+
+    name: str
+    sha256: str = ""
+    queue: int = 16
+    bytes: int = 64 * 2**20
+    seconds: float = 60.0
+
+    def limits(self) -> dict[str, Any]:
+        """Return what it may do, as shown to its owner."""
+        return {"queue": self.queue, "bytes": self.bytes, "seconds": self.seconds}
+
+
+class Door(Protocol):
+    """Decides who a key belongs to."""
+
+    def admit(self, key: str | None) -> Account | None:
+        """Return the account of ``key``, ``None`` if it has none."""
+
+
+class OpenDoor:
+    """Lets everybody in, all on one account.
+
+    Args:
+        account: That account.
+    """
+
+    def __init__(self, account: Account | None = None) -> None:
+        self._account = account or Account("anonymous")
+
+    def admit(self, key: str | None) -> Account | None:
+        """Return the one account, whatever the key."""
+        return self._account
+
+
+class KeyFile:
+    """The file of keys.
+
+    Args:
+        path: Where it is.
+
+    Raises:
+        FileNotFoundError: If it does not exist.
+        ValueError: If it cannot be understood.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._stamp = self._stamp_now()
+        self._accounts = read_accounts(self.path)
+
+    def admit(self, key: str | None) -> Account | None:
+        """Return the account of ``key``, ``None`` if it has none. A file that is broken meanwhile leaves all as they were."""
+        self._read_again()
+        presented = hash_of(key or "")
+        found = None
+        for account in self._accounts:  # all of them, whichever matches
+            if hmac.compare_digest(account.sha256, presented):
+                found = account
+        return found if key else None
+
+    def _read_again(self) -> None:
+        try:
+            stamp = self._stamp_now()
+            if stamp != self._stamp:
+                self._accounts, self._stamp = read_accounts(self.path), stamp
+        except FileNotFoundError:
+            self._accounts, self._stamp = [], (0, 0)
+        except (OSError, ValueError):
+            return
+
+    def _stamp_now(self) -> tuple[int, int]:
+        found = self.path.stat()
+        return found.st_mtime_ns, found.st_size
+
+
+def hash_of(key: str) -> str:
+    """Return what is stored of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def read_accounts(path: Path) -> list[Account]:
+    """Return the entries of a file of keys.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it cannot be understood; the message says which entry is wrong.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"The file of keys {path} is not JSON: {error}. `nnsight keys add` writes such files."
+        ) from None
+    entries = content.get("keys") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise ValueError(f'The file of keys {path} has no list "keys", as in {{"keys": []}}.')
+    accounts = [_account(entry, path) for entry in entries]
+    names = [account.name for account in accounts]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ValueError(
+            f"The file of keys {path} has several entries named {', '.join(doubled)}: each needs its own name."
+        )
+    return accounts
+
+
+def _account(entry: Any, path: Path) -> Account:
+    known = {"name", "sha256", "queue", "bytes", "seconds"}
+    if not isinstance(entry, dict) or not {"name", "sha256"} <= entry.keys() <= known:
+        raise ValueError(
+            f"An entry of {path} has to have `name` and `sha256`, and may have {', '.join(sorted(known))}."
+        )
+    name, digest = entry["name"], entry["sha256"]
+    if not isinstance(name, str) or not name.isprintable() or not name:
+        raise ValueError(f"The name {name!r} in {path} is no line of text.")
+    if not isinstance(digest, str) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        raise ValueError(
+            f"The `sha256` of {name!r} in {path} is no SHA-256 in hexadecimal. Keys themselves are not stored."
+        )
+    for limit in ("queue", "bytes", "seconds"):
+        if limit in entry and not (is_number(entry[limit]) and entry[limit] > 0):
+            raise ValueError(f"`{limit}` of {name!r} in {path} is {entry[limit]!r}, and has to be a number above 0.")
+    return Account(**entry)
+
+
+def add_key(path: Path, name: str, **limits: Any) -> str:
+    """Make a key, write its hash into the file, and return the key, which is stored nowhere.
+
+    Raises:
+        ValueError: If the name is taken, or the file cannot be understood.
+    """
+    accounts = read_accounts(path) if path.exists() else []
+    if any(account.name == name for account in accounts):
+        raise ValueError(f"{path} has a key named {name!r} already. Remove it first, or choose another name.")
+    key = _PREFIX + secrets.token_urlsafe(32)
+    chosen = {limit: value for limit, value in limits.items() if value is not None}
+    account = _account({"name": name, "sha256": hash_of(key), **chosen}, path)
+    _write(path, [*accounts, account])
+    return key
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Take a key out of the file.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    accounts = read_accounts(path)
+    kept = [account for account in accounts if account.name != name]
+    if len(kept) == len(accounts):
+        raise ValueError(
+            f"{path} has no key named {name!r}. There are {', '.join(a.name for a in accounts) or 'none'}."
+        )
+    _write(path, kept)
+
+
+def _write(path: Path, accounts: Sequence[Account]) -> None:
+    """Replace the file as a whole; only its owner can read it."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"keys": [asdict(account) for account in accounts]}, file, indent=2)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

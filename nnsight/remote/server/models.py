@@ -1,0 +1,45 @@
+"""Engines for models: how a served model is loaded, and what runs its programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..execution import execute_payload
+from ..limits import Limits
+from ..protocol import ModelKey
+from ..together import execute_payloads, kind_of
+from .engine import Engine, ThreadEngine
+
+
+def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-engine") -> Engine:
+    """Return the engine of a model in this process.
+
+    Args:
+        model: The model; it is loaded with the first job, unless it is already.
+        limits: What one job may cost.
+        name: Of its thread.
+    """
+    return ThreadEngine(
+        lambda payload: execute_payload(model, payload, limits),
+        name,
+        run_together=lambda payloads: execute_payloads(model, payloads, limits),
+        kind_of=lambda payload: kind_of(model, payload, limits),
+    )
+
+
+def load(name: str, revision: str = "main", **options: Any) -> tuple[ModelKey, Any]:
+    """Return a language model with its weights, and the key under which it is served.
+
+    Args:
+        name: As for :class:`~nnsight.LanguageModel`.
+        revision: Branch, tag or commit.
+        **options: Further ones of :class:`~nnsight.LanguageModel`.
+
+    Raises:
+        OSError: If it cannot be loaded.
+    """
+    from ... import LanguageModel
+
+    if revision != "main":
+        options["revision"] = revision
+    return ModelKey(name, revision), LanguageModel(name, dispatch=True, **options)

@@ -1,0 +1,60 @@
+"""The queue of one model: fair among accounts, and able to hand out jobs that can share a run.
+
+Each account has a line of its own, and the lines take turns. Somebody who submits a thousand jobs waits for a thousand runs; who
+submits one after them waits for one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from .jobs import Job
+
+
+class FairQueue:
+    """Jobs that wait for one model."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, deque[Job]] = OrderedDict()
+
+    def put(self, job: Job) -> None:
+        """Add a job at the end of the line of its owner."""
+        self._lines.setdefault(job.owner, deque()).append(job)
+
+    def put_back(self, job: Job) -> None:
+        """Add a job that was taken out before, at the head of the first line."""
+        self._lines.setdefault(job.owner, deque()).appendleft(job)
+        self._lines.move_to_end(job.owner, last=False)
+
+    def take(self, most: int = 1) -> list[Job]:
+        """Take out the job whose turn it is, and up to ``most`` in all that can be run together with it."""
+        if not self._lines:
+            return []
+        owner, line = next(iter(self._lines.items()))
+        taken = [line.popleft()]
+        self._lines.move_to_end(owner)
+        if taken[0].kind is not None and most > 1:
+            for job in self._alike(taken[0], most - 1):
+                self._lines[job.owner].remove(job)
+                taken.append(job)
+        for name in [name for name, rest in self._lines.items() if not rest]:
+            del self._lines[name]
+        return taken
+
+    def _alike(self, first: Job, most: int) -> list[Job]:
+        """Return waiting jobs of the kind of ``first``, from all lines in turn."""
+        lines = [[job for job in line if job.kind == first.kind] for line in self._lines.values()]
+        found: list[Job] = []
+        for rank in range(max(map(len, lines), default=0)):
+            found += [line[rank] for line in lines if rank < len(line)]
+            if len(found) >= most:
+                break
+        return found[:most]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __iter__(self) -> Iterator[Job]:
+        for line in self._lines.values():
+            yield from line

@@ -1,0 +1,155 @@
+"""Jobs on disk: what was accepted is not lost when the process ends, and results do not fill the memory.
+
+Every job is a folder named by its id, with ``payload``, ``job.json`` and later ``result``. A file is written beside its place and
+then renamed, so it is there as a whole or not at all. A job counts as accepted once its ``job.json`` is on disk, which is before the
+client is told so.
+
+A full disk is an ordinary event: the job that did not fit is refused or fails, with a message, and what was written of it is removed.
+The folder has a budget of its own, so that results nobody fetched do not take the disk of everything else.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from ..protocol import is_id
+from .jobs import Job
+
+_log = logging.getLogger("nnsight.remote.server")
+
+
+class StorageFullError(OSError):
+    """There is no room on disk for a payload or a result."""
+
+
+class Spool:
+    """The folder of the jobs.
+
+    Args:
+        folder: Where they are kept; made if it does not exist, for its owner only.
+        capacity: How many bytes payloads and results may take together.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], capacity: int = 16 * 2**30) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.capacity = capacity
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def used(self) -> int:
+        """How many bytes payloads and results take."""
+        return sum(self._sizes.values())
+
+    def admit(self, job: Job, payload: IO[bytes]) -> None:
+        """Write a new job.
+
+        Raises:
+            StorageFullError: If there is no room. Nothing is left of the job then.
+        """
+        folder = self.folder / job.id
+        try:
+            self._reserve(job.id, job.size)
+            folder.mkdir(mode=0o700)
+            self._write(folder / "payload", lambda file: shutil.copyfileobj(payload, file, 2**20))
+            self._write_record(job)
+        except OSError as error:
+            self.remove(job)
+            raise _full(error) from error
+
+    def note(self, job: Job) -> None:
+        """Write where a job stands now; once it is finished, its payload is not needed any more.
+
+        That it cannot be written is logged, and costs only what a restart would know.
+        """
+        try:
+            self._write_record(job, durable=job.status.finished)
+        except OSError as error:
+            _log.error("the state of a job could not be written", extra={"job": job.id, "error": str(error)})
+        else:
+            if job.status.finished:
+                (self.folder / job.id / "payload").unlink(missing_ok=True)
+                self._sizes[job.id] = job.result_size or 0
+
+    def payload(self, job: Job) -> bytes:
+        """Return what was submitted."""
+        return (self.folder / job.id / "payload").read_bytes()
+
+    def keep_result(self, job: Job, result: bytes) -> None:
+        """Write a result.
+
+        Raises:
+            StorageFullError: If there is no room.
+        """
+        try:
+            self._reserve(job.id, job.size + len(result))
+            self._write(self.result_path(job), lambda file: file.write(result))
+        except OSError as error:
+            raise _full(error) from error
+        job.result_size = len(result)
+
+    def result_path(self, job: Job) -> Path:
+        """Return where the result is."""
+        return self.folder / job.id / "result"
+
+    def remove(self, job: Job) -> None:
+        """Forget a job."""
+        self._sizes.pop(job.id, None)
+        shutil.rmtree(self.folder / job.id, ignore_errors=True)
+
+    def recover(self) -> list[Job]:
+        """Return the jobs that are on disk, in the order in which they came. Folders without a record are removed."""
+        found: list[Job] = []
+        for folder in self.folder.iterdir():
+            if not is_id(folder.name) or not folder.is_dir():
+                continue
+            try:
+                job = Job.from_record(json.loads((folder / "job.json").read_text(encoding="utf-8")))
+                if job.id != folder.name:
+                    raise ValueError("the record belongs to another job")
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                _log.warning("a job could not be read back", extra={"job": folder.name, "error": str(error)})
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            self._sizes[job.id] = sum(
+                (folder / name).stat().st_size for name in ("payload", "result") if (folder / name).exists()
+            )
+            found.append(job)
+        return sorted(found, key=lambda job: job.created)
+
+    def _reserve(self, job_id: str, size: int) -> None:
+        if self.used - self._sizes.get(job_id, 0) + size > self.capacity:
+            raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
+        self._sizes[job_id] = size
+
+    def _write_record(self, job: Job, durable: bool = True) -> None:
+        text = json.dumps(job.record()).encode()
+        self._write(self.folder / job.id / "job.json", lambda file: file.write(text), durable)
+
+    def _write(self, path: Path, fill: Callable[[IO[bytes]], object], durable: bool = True) -> None:
+        """Write a file as a whole; ``durable`` if it has to be there after a power failure, too."""
+        temporary = path.with_name(f"{path.name}.new")
+        try:
+            with open(temporary, "wb") as file:
+                fill(file)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _full(error: OSError) -> OSError:
+    """Return the error to raise for ``error``: one of its own kind for a disk that is full."""
+    if isinstance(error, StorageFullError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return StorageFullError(error.errno, "the disk of the server is full")

@@ -1,0 +1,192 @@
+"""Jobs of several clients in one forward pass, each seeing only its own rows.
+
+The inputs of the jobs are joined as those of invokes are, and the blocks of each job are bound to its rows
+(:class:`~nnsight.runtime.batching.BatchGroup`). A program was checked against the sizes of its own input, and those are what it
+gets: jobs go together only if their inputs differ in nothing but the number of rows, so nothing is padded.
+
+Seeing only one's own rows is a promise here, and no convenience. A tensor in which no dimension has the rows is not handed out: it may be
+a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules or end the run, are
+run alone; so is every job of a group that fails, for one program must not make another's fail.
+
+What a model itself computes across rows (statistics of a batch, experts with a limited capacity) is not undone by this. A server of such a
+model runs each job alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..runtime.batching import BatchGroup, View
+from ..runtime.interleaver import Interleaver
+from ..runtime.probing import find_batch_dims
+from ..runtime.report import Report
+from .errors import ExecutionFailedError, InvalidProgramError
+from .execution import execute, replay_of, results_of
+from .limits import Limits
+from .payload import Job, decode
+from .replay import Replay
+from .validation import device_of, inputs_of, validate
+
+if TYPE_CHECKING:
+    from ..modeling.base import NNsight
+
+_log = logging.getLogger("nnsight.remote")
+
+#: What only a program that runs alone may do.
+_ALONE = frozenset({"skip", "stop"})
+
+
+class _NotTogetherError(Exception):
+    """A program asks for something that it can have only if it runs alone."""
+
+
+@dataclass(frozen=True)
+class Tenant(BatchGroup):
+    """The rows of one job.
+
+    Attributes:
+        shared: Identities of the tensors without rows at the location where the model stands.
+    """
+
+    shared: set[int] = field(default_factory=set, compare=False)
+
+    def view(self, location: str, occurrence: int, whole: Any) -> View:
+        """Return ``whole`` as this job sees it."""
+        self.shared.clear()
+        return super().view(location, occurrence, whole)
+
+    def rows_of(self, tensor: torch.Tensor, found: Any) -> Any:
+        """Return where the rows of ``tensor`` are, and note if it has none."""
+        rows = super().rows_of(tensor, found)
+        if rows is None:
+            self.shared.add(id(tensor))
+        return rows
+
+
+class _TenantReplay(Replay):
+    """The blocks of one job among others."""
+
+    def _leaf(self, mediator: Any, node: Any) -> torch.Tensor:
+        leaf = super()._leaf(mediator, node)
+        if id(leaf) in mediator.batch_group.shared:
+            raise _NotTogetherError
+        return leaf
+
+    def _do(self, number: int, node: Any) -> None:
+        try:
+            super()._do(number, node)
+        except Exception as error:  # what is wrong, and whether anything is, is seen when the job runs alone
+            raise _NotTogetherError from error
+
+
+def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Hashable | None:
+    """Return what jobs have in common that can run as one batch; ``None`` for one that has to run alone.
+
+    Raises:
+        InvalidProgramError: If the payload is malformed.
+    """
+    from ..modeling.base import NNsight
+
+    job = decode(payload, limits)
+    joins = type(model)._batch is not NNsight._batch
+    if not joins or model._compile_by_default or len(job.runs) != 1 or job.runs[0]["call"] != "trace":
+        return None  # a compiled model would be compiled anew for each company in which a program finds itself
+    if any(node["do"] in _ALONE for node in job.nodes):
+        return None
+    run = job.runs[0]
+    described = [_described(run[part], job.tensors) for part in ("args", "kwargs")]
+    return None if any("scalar" in text for text in described) else "\n".join(described)
+
+
+def execute_payloads(model: NNsight, payloads: Sequence[bytes], limits: Limits | None = None) -> list[bytes | Exception]:
+    """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or what is wrong with it alone.
+
+    The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.
+    """
+    limits = limits or Limits()
+    outcomes: list[bytes | Exception | None] = [None] * len(payloads)
+    jobs: dict[int, Job] = {}
+    for index, payload in enumerate(payloads):
+        try:
+            jobs[index] = decode(payload, limits)
+            validate(jobs[index], model, limits)
+        except InvalidProgramError as error:
+            jobs.pop(index, None)
+            outcomes[index] = error
+    if len(jobs) > 1:
+        try:
+            outcomes_together = _execute_together(model, list(jobs.values()), limits)
+            for index, outcome in zip(list(jobs), outcomes_together, strict=True):
+                outcomes[index] = outcome
+                del jobs[index]
+        except Exception as error:  # whose fault it is shows when each runs alone
+            _log.debug("jobs run one by one after all: %r", error)
+    for index, job in jobs.items():
+        try:
+            outcomes[index] = execute(model, job, limits)
+        except Exception as error:
+            outcomes[index] = error
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> list[bytes | Exception]:
+    if hasattr(model, "dispatch"):
+        model.dispatch()
+    device = device_of(model._module)
+    replays = [replay_of(model, job, limits, _TenantReplay) for job in jobs]
+    parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
+    batched: Any = None
+    sizes: list[int] = []
+    for args, kwargs in parts:
+        batched, size = model._batch(batched, *args, **kwargs)
+        sizes.append(size)
+    total = sum(sizes)
+    if total > limits.rows:
+        raise _NotTogetherError
+    with torch.no_grad():
+        dims = find_batch_dims(model._tree, getattr(model, "_call_on", None), batched, parts, sizes)
+        mediators = []
+        start = 0
+        for replay, size in zip(replays, sizes, strict=True):
+            replay.place_constants()
+            for mediator in replay.mediators(0):
+                mediator.batch_group = Tenant(start, size, total, dims)
+                mediators.append(mediator)
+            start += size
+        interleaver = Interleaver(mediators)
+        interleaver.tree = model._tree
+        with interleaver:
+            output = model._driver(False)(interleaver, batched[0], batched[1], Report())
+            if interleaver.failure is not None:
+                raise interleaver.failure
+            interleaver.handle("result", output)
+            for replay in replays:
+                replay.finish(interleaver)
+    return [_outcome(replay, limits) for replay in replays]
+
+
+def _outcome(replay: Replay, limits: Limits) -> bytes | Exception:
+    try:
+        return results_of(replay, limits)
+    except ExecutionFailedError as error:
+        return error
+
+
+def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
+    """Return a tree of arguments as text, with tensors by type and by their sizes without that of the rows."""
+
+    def described(part: Any) -> Any:
+        if type(part) is dict and type(part.get("tensor")) is str and len(part) == 1:
+            tensor = tensors[part["tensor"]]
+            return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
+        if type(part) is dict:
+            return {key: described(value) for key, value in part.items()}
+        return [described(item) for item in part] if type(part) is list else part
+
+    return json.dumps(described(tree))

@@ -1,0 +1,237 @@
+"""Jobs of several clients in one forward pass: each gets what it gets alone, and sees nothing of the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from nnsight import LanguageModel, NNsight
+from nnsight.remote import together
+from nnsight.remote.backend import ProgramBackend
+from nnsight.remote.errors import ExecutionFailedError, InvalidProgramError
+from nnsight.remote.execution import execute_payload
+from nnsight.remote.limits import Limits
+from nnsight.remote.protocol import ModelKey
+from nnsight.remote.results import decode_results
+from nnsight.remote.server.models import engine_of
+from nnsight.remote.together import execute_payloads, kind_of
+
+from .conftest import Rows, close, same
+from .remoting import running, until
+
+#: Seeds of prompts.
+PROMPTS = [10, 11, 12]
+LAYERS = 3
+
+
+class Catch(ProgramBackend):
+    """Keeps the payload of a block and runs nothing."""
+
+    payload: bytes
+
+    def submit(self, recorded: Any) -> None:
+        self.payload = recorded.payload()
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    config = GPT2Config(n_layer=LAYERS, n_embd=16, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    return LanguageModel(GPT2LMHeadModel(config).eval())
+
+
+@pytest.fixture
+def forwards(model: Any) -> Iterator[list[int]]:
+    """The number of rows of each forward pass of the model."""
+    rows: list[int] = []
+    handle = model._module.register_forward_hook(lambda module, args, kwargs, out: rows.append(len(out.logits)), with_kwargs=True)
+    yield rows
+    handle.remove()
+
+
+def ids(model: Any, *seeds: int) -> torch.Tensor:
+    """Prompts of one length."""
+    return torch.stack([torch.randint(1, 64, (5,), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+def steering(model: Any, number: int) -> bytes:
+    catch = Catch()
+    torch.manual_seed(number)
+    direction = torch.randn(model.config.n_embd)
+    with model.trace(ids(model, PROMPTS[number % 3]), backend=catch):
+        model.transformer.h[number % 2].output[:, -1] += (number + 1) * direction
+        hidden = model.transformer.h[2].output.save()
+        logits = model.lm_head.output[:, -1].save()
+    return catch.payload
+
+
+def alone(model: Any, payload: bytes) -> dict[str, Any]:
+    return decode_results(execute_payload(model, payload))
+
+
+def test_jobs_share_a_forward_pass_and_get_what_they_get_alone(model: Any, forwards: list[int]) -> None:
+    payloads = [steering(model, number) for number in range(4)]
+    assert len({kind_of(model, payload) for payload in payloads}) == 1 and kind_of(model, payloads[0]) is not None
+    expected = [alone(model, payload) for payload in payloads]
+    forwards.clear()
+    found = [decode_results(result) for result in execute_payloads(model, payloads) if isinstance(result, bytes)]
+    assert forwards == [4]
+    for mine, wanted in zip(found, expected, strict=True):
+        assert {name: value.shape for name, value in mine.items()} == {name: value.shape for name, value in wanted.items()}
+        close(mine, wanted)
+    assert not torch.allclose(found[0]["logits"], found[3]["logits"])  # the same prompt, other edits
+
+
+def test_jobs_have_any_number_of_rows_and_invokes(model: Any, forwards: list[int]) -> None:
+    def invokes(first: int, second: int) -> bytes:
+        catch = Catch()
+        with model.trace(backend=catch) as tracer:
+            with tracer.invoke(ids(model, first)):
+                clean = model.transformer.h[1].output[:, -1].save()
+            with tracer.invoke(ids(model, second)):
+                model.transformer.h[2].output[:] *= 0.5
+                patched = model.lm_head.output.save()
+        return catch.payload
+
+    payloads = [invokes(PROMPTS[0], PROMPTS[1]), steering(model, 0), invokes(PROMPTS[2], PROMPTS[0])]
+    kinds = [kind_of(model, payload) for payload in payloads]
+    expected = [alone(model, payload) for payload in payloads]
+    same_kind = [payload for payload, kind in zip(payloads, kinds, strict=True) if kind == kinds[0]]
+    assert len(same_kind) >= 2
+    forwards.clear()
+    outcomes = execute_payloads(model, same_kind)
+    assert len(forwards) == 1 and forwards[0] >= 4
+    wanted = [result for result, kind in zip(expected, kinds, strict=True) if kind == kinds[0]]
+    for outcome, result in zip(outcomes, wanted, strict=True):
+        assert isinstance(outcome, bytes)
+        close(decode_results(outcome), result)
+
+
+def test_what_jobs_must_have_in_common(model: Any) -> None:
+    def kind(block: Callable[[Any], None] = lambda tracer: None, *, of: Any = model, call: str = "trace", **options: Any) -> Any:
+        catch = Catch()
+        given = options.pop("ids", ids(model, PROMPTS[0]))
+        with getattr(of, call)(given, backend=catch, **options) as tracer:
+            block(tracer)
+            of.lm_head.output.save()
+        return kind_of(of, catch.payload)
+
+    base = kind()
+    assert base is not None
+    assert kind(ids=ids(model, *PROMPTS)) == base  # the number of rows may differ
+    assert kind(ids=ids(model, PROMPTS[0])[:, :4]) not in (base, None)  # their length may not
+    assert kind(use_cache=False) not in (base, None)
+    assert kind(lambda tracer: model.transformer.h[0].skip(model.transformer.h[0].input)) is None
+    assert kind(call="generate", max_new_tokens=2) is None
+    assert kind(of=LanguageModel(model._module, compile={"backend": "eager"})) is None
+    net = NNsight(torch.nn.Linear(2, 2))
+    catch = Catch()
+    with net.trace(torch.ones(1, 2), backend=catch):
+        net.output.save()
+    assert kind_of(net, catch.payload) is None  # nobody knows how its inputs are joined
+    with pytest.raises(InvalidProgramError):
+        kind_of(model, b"no payload at all")
+
+
+class Shares(torch.nn.Module):
+    """Hands on a tensor that was computed of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.nn.Identity()
+        self.scale = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean(x.mean(0))
+        return self.scale(x)
+
+
+def test_what_is_computed_of_all_rows_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Rows(Shares())
+    rows: list[int] = []
+    model._module.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+    secret, own = torch.full((1, 4), 1000.0), torch.ones(2, 4)
+
+    def read(x: torch.Tensor, mean: bool) -> bytes:
+        catch = Catch()
+        with model.trace(x, backend=catch):
+            if mean:
+                seen = model.mean.output.save()
+            out = model.scale.output.save()
+        return catch.payload
+
+    payloads = [read(secret, False), read(own, True)]
+    assert kind_of(model, payloads[0]) == kind_of(model, payloads[1])
+    rows.clear()
+    first, second = (decode_results(result) for result in execute_payloads(model, payloads) if isinstance(result, bytes))
+    assert rows[-2:] == [1, 2]  # in the end, each ran alone
+    same(second["seen"], torch.ones(4))
+    close(second["out"], model._module.scale(own).detach())
+    rows.clear()
+    both = execute_payloads(model, [payloads[0], read(own, False)])
+    assert rows == [3] and all(isinstance(result, bytes) for result in both)
+
+
+def test_one_program_that_fails_fails_alone(model: Any, forwards: list[int]) -> None:
+    catch = Catch()
+    with model.trace(ids(model, PROMPTS[0]), backend=catch):
+        rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 1000
+        picked = model.transformer.wte.weight.index_select(0, rows).save()
+    good = [steering(model, 0), steering(model, 1)]
+    expected = [alone(model, payload) for payload in good]
+    first, bad, second, malformed = execute_payloads(model, [good[0], catch.payload, good[1], b"nothing"])
+    assert isinstance(bad, ExecutionFailedError) and "outside of its tensor" in str(bad)
+    assert isinstance(malformed, InvalidProgramError)
+    assert isinstance(first, bytes) and isinstance(second, bytes)
+    same([decode_results(first), decode_results(second)], expected)  # bit by bit: they ran alone
+
+
+def test_limits_hold_for_the_group_and_for_each(model: Any, forwards: list[int]) -> None:
+    payloads = [steering(model, number) for number in range(3)]
+    assert all(isinstance(result, bytes) for result in execute_payloads(model, payloads, Limits(rows=2)))
+    assert forwards[-3:] == [1, 1, 1]
+    outcomes = execute_payloads(model, payloads, Limits(result_bytes=10))
+    assert all(isinstance(outcome, (ExecutionFailedError, InvalidProgramError)) for outcome in outcomes)
+
+
+def test_a_server_runs_waiting_jobs_together(tmp_path: Path, forwards: list[int], model: Any) -> None:
+    engine = engine_of(model)
+    gate, started = threading.Event(), threading.Event()
+    payloads = [steering(model, number) for number in range(5)]
+    expected = [alone(model, payload) for payload in payloads]
+    run = engine._run
+
+    def held(payload: bytes) -> bytes:
+        started.set()
+        assert gate.wait(20)
+        return run(payload)
+
+    engine._run = held
+    with running(engine, tmp_path, key=ModelKey("nnsight/demo")) as server:
+        jobs = [server.submit(payloads[0], model_key="nnsight/demo")]
+        until(started.is_set)
+        jobs += [server.submit(payload, model_key="nnsight/demo") for payload in payloads[1:]]
+        forwards.clear()
+        gate.set()
+        ended = [server.finished(job) for job in jobs]
+        assert [message["meta"]["together"] for message in ended] == [1, 4, 4, 4, 4]
+        assert forwards == [1, 4]
+        for job, wanted in zip(jobs, expected, strict=True):
+            close(decode_results(server.get(f"/result/{job}").content), wanted)
+
+
+def test_a_group_is_given_up_quietly_only_to_run_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong with the group as such, each job still runs."""
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError
+
+    monkeypatch.setattr(together, "find_batch_dims", broken)
+    payloads = [steering(model, number) for number in range(2)]
+    same([decode_results(result) for result in execute_payloads(model, payloads)], [alone(model, payload) for payload in payloads])  # type: ignore[arg-type]

@@ -37,7 +37,8 @@ from .functions import (
     quiet_fakes,
 )
 from .graph import CapturedGraph, Tap
-from .lazy import LazyTensor, make_lazy
+from .lazy import LazyTensor, make_lazy, real_of
+from .modes import Modes
 from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
 from .splice import references
@@ -74,12 +75,14 @@ class CallRecorder(TorchFunctionMode):
 
     Attributes:
         binding: The sizes that the graph's symbols have for these inputs.
+        modes: Grad mode and autocast of the model, in which the graph runs.
         state: The program so far.
         tap: The tap at which the block stands.
         recorded: Whether an event was new.
         closed: Whether the run is over.
         run: The run.
         lifted: Tensors that stand for Python floats.
+        filled: Lazy tensors that have a value but could not become it.
     """
 
     run: Interleaver
@@ -92,13 +95,15 @@ class CallRecorder(TorchFunctionMode):
         self.symbol_of_size = {
             size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
         }
-        self.grad_enabled = torch.is_grad_enabled()
-        self.autocast = torch._C._is_any_autocast_enabled()
+        self.modes = Modes.now()
+        self.grad_enabled = self.modes.grad
         self.state = graph.start
         self.tap: Tap | None = None
+        self.modes_at_tap: Modes | None = None  # if the model has switched autocast on the way
         self.recorded = False
         self.random = False
         self.closed = False
+        self.filled: list[LazyTensor] = []
         self.start_tables(list(inputs))
 
     def start_tables(self, inputs: list[Any]) -> None:
@@ -127,6 +132,8 @@ class CallRecorder(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._are_functorch_transforms_active():  # what becomes of the call comes back as operators
+            return self.transformed(function, args, kwargs)
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
@@ -136,6 +143,20 @@ class CallRecorder(TorchFunctionMode):
         if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
             self.journal.outside(function, args, kwargs, result)
         return result
+
+    def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call inside of ``torch.func`` or ``torch.vmap``, which take it apart."""
+        if self.journal is not None:
+            self.journal.spoil("a transform of torch.func")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    def call_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator that torch has made of a call in C++, where it runs without autograd and without modes."""
+        if self.journal is not None:
+            self.journal.spoil("a transform of torch.func")
+        with self.modes.keys():
+            return self.call(function, args, kwargs)
 
     def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
         """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
@@ -154,6 +175,11 @@ class CallRecorder(TorchFunctionMode):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, answer it from metadata, or cut the graph for it."""
+        if self.filled:
+            args, kwargs = pytree.tree_map(real_of, (args, kwargs))
+            if not any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return function(*args, **kwargs)
         if self.closed:
             raise RuntimeError(NEVER_COMPUTED)
         if function in SPECIAL:
@@ -163,7 +189,7 @@ class CallRecorder(TorchFunctionMode):
             function = READ_AS.get(function, function)
         if getattr(function, "__name__", "") in DEMANDS:
             return self.demand(function, args, kwargs)
-        if torch._C._is_any_autocast_enabled() != self.autocast:
+        if not self.autocast_holds:
             return self.demand(function, args, kwargs, "`torch.autocast` differs between block and model")
         event = reason = None
         try:
@@ -206,6 +232,11 @@ class CallRecorder(TorchFunctionMode):
             self.step(outcome.results)
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
+
+    @property
+    def autocast_holds(self) -> bool:
+        """Whether what the block computes is autocast as the model is at the tap."""
+        return self.modes.autocast_holds if self.modes_at_tap is None else self.modes_at_tap.autocast_holds
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Answer a call that needs no event; return whether it was answered, and the answer."""
@@ -324,6 +355,7 @@ class CallRecorder(TorchFunctionMode):
 
     def refer(self, tensor: torch.Tensor) -> Value | Input | External:
         """Return the reference to a tensor, declaring it as an external when it is new."""
+        tensor = real_of(tensor)
         if isinstance(tensor, LazyTensor):
             if tensor._recording is self:
                 return Value(tensor._index)

@@ -75,7 +75,7 @@ def edits_in_place(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_")
+    return name.partition(".")[0].endswith("_")  # of an operator, the name is followed by that of the overload
 
 
 def is_numpy_scalar(value: Any) -> bool:

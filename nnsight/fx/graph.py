@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from .compat import BackendCallable
+from .modes import Switched, switched_at
 from .program import State
 from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
 
@@ -81,6 +82,7 @@ class CapturedGraph:
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
         identities: For each node that returns its argument itself, the argument. Backends lower such a call to a copy, and then
             an edit in place of the one would not be seen in the other, as it is in the eager model.
+        switched: What the graph has done to grad mode and autocast when it comes to a tap, where it has.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
         start: The empty program.
         lock: Held while variants are made.
@@ -115,6 +117,7 @@ class CapturedGraph:
                 self._add_tap(node)
         self.locations = {made.location for made in self.taps}
         self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
+        self.switched: dict[torch.fx.Node, Switched] = switched_at(self.nodes, set(self.tap_number))
         self.symbols: list[tuple[int, Any]] = []
         for index, node in enumerate(self.placeholders):
             example = node.meta.get("example_value")

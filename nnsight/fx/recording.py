@@ -38,7 +38,8 @@ from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
 from .counters import counters
 from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
-from .lazy import LazyTensor, become
+from .lazy import LazyTensor, become, real_of
+from .modes import Modes
 from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .splice import Piece, as_argument
 from .stages import run_lowered, stage
@@ -117,6 +118,10 @@ class Recording(CallRecorder):
             self.tap = None
             run.check_replacement = run.check_location = None
             run.release()
+            while self.filled:  # nothing but the block refers to these any more
+                lazy = self.filled.pop()
+                assert lazy._real is not None
+                become(lazy, lazy._real)
             outputs = self.finish()
         except EarlyStopException:
             if self.tap is not None:  # compute what the blocks have seen, and nothing behind it
@@ -137,7 +142,14 @@ class Recording(CallRecorder):
         leaves = self._visit(tap)
         value = leaves[0] if tap.is_single else pytree.tree_unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
-        changed = self.run.handle(tap.location, value)
+        switched = self.graph.switched.get(tap.node)
+        if switched is None or not switched.entered:
+            changed = self.run.handle(tap.location, value)
+        else:
+            with switched.autocast():  # the block is called from inside, as it is in the eager model
+                self.modes_at_tap = Modes.now()
+                changed = self.run.handle(tap.location, value)
+            self.modes_at_tap = None
         if changed is not value or not tap.is_single:  # a container may have been filled anew
             self._write(tap, leaves, changed)
 
@@ -286,6 +298,8 @@ class Recording(CallRecorder):
         if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
             name = getattr(function, "__name__", str(function))
             self.cut(reason or f"`{name}` needs a concrete value")
+        if self.filled:
+            args, kwargs = pytree.tree_map(real_of, (args, kwargs))
         return function(*args, **kwargs)
 
     def cut(self, reason: str) -> None:
@@ -344,6 +358,14 @@ class Recording(CallRecorder):
         return outputs
 
     def _run_piece(self, stop: int, wanted: list[Any], cut: Break | None = None) -> tuple[tuple[int, ...], list[Any]]:
+        """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
+        if cut is None and self.modes.hold:
+            return self._run_in_modes(stop, wanted, cut)
+        # The block has switched some of them, or asks from a thread of its own, or in the middle of an operator.
+        with self.modes.entered():
+            return self._run_in_modes(stop, wanted, cut)
+
+    def _run_in_modes(self, stop: int, wanted: list[Any], cut: Break | None) -> tuple[tuple[int, ...], list[Any]]:
         """Run the graph from the piece's start to node number ``stop``.
 
         Args:
@@ -404,8 +426,10 @@ class Recording(CallRecorder):
             else:
                 for position in places[id(real)]:
                     computed[position] = lazy
-            become(lazy, real)
-            held.add(id(lazy))
+            if become(lazy, real):
+                held.add(id(lazy))
+            else:
+                self.filled.append(lazy)
 
     def _abandon(self) -> None:
         """Forget what was not computed: no name may come home bound to a tensor without a value."""

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import Interleaver
 from ..tracing.errors import user_position_now
+from .demands import name_of
 from .functions import (
     ABOUT_GRADIENTS,
     DEMANDS,
@@ -27,12 +28,14 @@ from .functions import (
     PLAIN,
     RANDOM,
     READ_AS,
+    SCRIPTED,
     SPECIAL,
     TAKES_SCALAR_TENSORS,
     UNANSWERABLE,
     edits_in_place,
     has_tensor,
     is_numpy_scalar,
+    is_own,
     path_step,
     quiet_fakes,
 )
@@ -158,6 +161,18 @@ class CallRecorder(TorchFunctionMode):
         with self.modes.keys():
             return self.call(function, args, kwargs)
 
+    def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply a ``torch.autograd.Function``: torch runs its ``forward`` out of sight of autograd, to which it is one call."""
+        wanting = any(
+            self.requires_grad[item._index] if isinstance(item, LazyTensor) and item._real is None else item.requires_grad
+            for item in args
+            if isinstance(item, torch.Tensor)
+        )
+        if not (wanting and torch.is_grad_enabled()):  # only the calls in its forward count
+            return function(*args, **kwargs)
+        name = function.__self__.__name__
+        return self.demand(function, args, kwargs, f"`{name}` is an autograd.Function, whose gradient is its own")
+
     def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
         """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
         storages = {
@@ -189,6 +204,8 @@ class CallRecorder(TorchFunctionMode):
             function = READ_AS.get(function, function)
         if getattr(function, "__name__", "") in DEMANDS:
             return self.demand(function, args, kwargs)
+        if isinstance(function, SCRIPTED):
+            return self.demand(function, args, kwargs, f"`{name_of(function)}` is TorchScript")
         if not self.autocast_holds:
             return self.demand(function, args, kwargs, "`torch.autocast` differs between block and model")
         event = reason = None
@@ -208,8 +225,10 @@ class CallRecorder(TorchFunctionMode):
                 result = self._on_fakes(event)
             except UNANSWERABLE:
                 answered = False
-            except Exception as error:  # the user's mistake: its traceback ends at the user's line
-                raise error.with_traceback(None) from None
+            except Exception as error:
+                if not self._needs_values(event, error):  # the user's mistake: its traceback ends at the user's line
+                    raise error.with_traceback(None) from None
+                answered = False
             if not answered:
                 return self.demand(function, args, kwargs)
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
@@ -232,6 +251,14 @@ class CallRecorder(TorchFunctionMode):
             self.step(outcome.results)
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
+
+    def _needs_values(self, call: Call, error: Exception) -> bool:
+        """Whether a call may well succeed with values that fails on fakes; if it does not, it fails again, in the same way."""
+        if is_own(call.function) or isinstance(error, NotImplementedError):
+            return True
+        # Functions that take a number take a tensor of one element, too, whose value they read.
+        scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(call))
+        return scalar and isinstance(error, TypeError)
 
     @property
     def autocast_holds(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "compile_lock",
     "forget_fixed_floats",
     "options_of_compiled",
+    "run_compiled_functions_as_written",
+    "watch_autograd_functions",
     "resolve_backend",
     "skip_code",
 ]
@@ -88,3 +90,31 @@ def _innermost_backend(callback: Any) -> Any:
             return callback
         callback = inner
     return callback
+
+
+def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
+    """Have functions that were compiled with ``torch.compile`` run as plain Python where ``when()`` holds.
+
+    ``torch.compiler.set_stance("force_eager")`` does the same for all threads.
+    """
+    otherwise = eval_frame._callback_from_stance
+
+    def callback_from_stance(callback: Any) -> Any:
+        if callback in (None, False) or not when():
+            return otherwise(callback)
+        counted = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+        if counted is not None and (count := counted(1)) < 0:  # with fullgraph=True a frame has to be compiled
+            counted(count)
+        return None
+
+    eval_frame._callback_from_stance = callback_from_stance
+
+
+def watch_autograd_functions(watch: Callable[..., Any]) -> None:
+    """Have ``watch(apply, args, kwargs)`` called for each ``torch.autograd.Function`` that is applied."""
+    base = torch.autograd.function._SingleLevelFunction
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return watch(super(base, cls).apply, args, kwargs)
+
+    base.apply = classmethod(apply)

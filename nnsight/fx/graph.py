@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ..runtime.report import Break
 from .compat import BackendCallable
 from .modes import Switched, switched_at
 from .program import State
@@ -84,6 +85,7 @@ class CapturedGraph:
             an edit in place of the one would not be seen in the other, as it is in the eager model.
         switched: What the graph has done to grad mode and autocast when it comes to a tap, where it has.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
+        cuts: The cuts that have been logged.
         start: The empty program.
         lock: Held while variants are made.
         fake_mode: Mode of all fakes that blocks see. It keeps state on itself, so its fakes are touched under
@@ -127,6 +129,7 @@ class CapturedGraph:
                 and all(example.node.expr != symbol for _, symbol in self.symbols)  # equal ones need not be one object
             ):
                 self.symbols.append((index, example.node.expr))
+        self.cuts: set[Break] = set()
         self.start = State()
         self.whole: Any = None  # the uncut graph as a piece, made by its first recording
         self.fake_mode = FakeTensorMode()

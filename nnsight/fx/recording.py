@@ -35,7 +35,9 @@ from ..runtime.mediator import EarlyStopException
 from ..runtime.report import Break, Report
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
+from .compat import run_compiled_functions_as_written, watch_autograd_functions
 from .counters import counters
+from .demands import instead_of, name_of
 from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, real_of
@@ -296,26 +298,33 @@ class Recording(CallRecorder):
         pending = any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs)))
         at_start = self.graph.order[self.tap.node] == self.piece.start
         if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
-            name = getattr(function, "__name__", str(function))
-            self.cut(reason or f"`{name}` needs a concrete value")
+            name = name_of(function)
+            self.cut(reason or f"`{name}` needs a concrete value", instead_of(name))
         if self.filled:
             args, kwargs = pytree.tree_map(real_of, (args, kwargs))
         return function(*args, **kwargs)
 
-    def cut(self, reason: str) -> None:
-        """Run the graph up to the current tap; every lazy tensor becomes real."""
+    def cut(self, reason: str, instead: str) -> None:
+        """Run the graph up to the current tap; every lazy tensor becomes real.
+
+        Args:
+            reason: What needs a value.
+            instead: What a user can write that needs none.
+        """
         assert self.tap is not None
         filename, line = user_position()
         location = self.tap.location
         if self.fullgraph:
             raise GraphBreakError(
-                f"{filename}:{line}: {reason} at `{location}`, and this trace was compiled with fullgraph=True. Use tensor "
-                "operations such as `torch.where`, or compile without fullgraph to let the graph be cut here."
+                f"{filename}:{line}: {reason} at `{location}`, and this trace was compiled with fullgraph=True. Instead, use "
+                f"{instead}; or compile without fullgraph to let the graph be cut here."
             )
         cut = Break(location, reason, filename, line)
         self.report.breaks.append(cut)
         counters.add("breaks")
-        logger.info("graph cut: %s", cut)
+        if cut not in self.graph.cuts:
+            self.graph.cuts.add(cut)
+            logger.info("graph cut: %s", cut)
         stop = self.graph.order[self.tap.node]
         behind = Piece.of(self.graph, stop)
         behind = behind.without_duplicates([self._resolve(node) for node in behind.inputs])
@@ -340,7 +349,8 @@ class Recording(CallRecorder):
                 "Use it after that trace."
             )
         with suspended():  # the recording of the nested run
-            self.cut("a trace inside the block uses a tensor of this one")
+            reason = "a trace inside the block uses a tensor of this one"
+            self.cut(reason, "one trace behind the other, with `.save()` between them")
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -450,7 +460,7 @@ def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
     if not isinstance(mode, Recording):
         return contextlib.nullcontext()
     if any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves(values)):
-        mode.cut("a compiled model was called")
+        mode.cut("a compiled model was called", "one trace behind the other, with `.save()` between them")
     return mode.set_aside()
 
 
@@ -461,3 +471,16 @@ def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     if variant is None or lowered is None:
         return Recording(graph, inputs, Interleaver([]), Report(), False).finish()
     return variant.deliver(lowered.function(*inputs), inputs, ())
+
+
+def _is_recording() -> bool:
+    return any(isinstance(mode, Recording) for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def _watch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lazy = next((argument for argument in args if isinstance(argument, LazyTensor)), None)
+    return function(*args, **kwargs) if lazy is None else lazy._recording.apply(function, args, kwargs)
+
+
+run_compiled_functions_as_written(_is_recording)
+watch_autograd_functions(_watch)

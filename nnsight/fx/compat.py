@@ -15,10 +15,11 @@ __all__ = [
     "compile_lock",
     "forget_fixed_floats",
     "options_of_compiled",
-    "run_compiled_functions_as_written",
-    "watch_autograd_functions",
     "resolve_backend",
+    "run_compiled_functions_as_written",
     "skip_code",
+    "watch_autograd_functions",
+    "why_it_ends",
 ]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
@@ -44,6 +45,15 @@ def backend_name(backend: BackendCallable) -> str:
     """Return how a user calls ``backend``."""
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
     return str(name or type(backend).__name__)
+
+
+def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | None:
+    """Return why dynamo ended a graph before the function did, and the stack of the place, outermost first."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = str(reason.reason).strip().split("\n", 1)[0]
+    return "data-dependent branching" if text.startswith("generic_jump") else text, list(reason.user_stack)
 
 
 def forget_fixed_floats() -> None:
@@ -103,8 +113,8 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
         if callback in (None, False) or not when():
             return otherwise(callback)
         counted = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
-        if counted is not None and (count := counted(1)) < 0:  # with fullgraph=True a frame has to be compiled
-            counted(count)
+        if counted is not None:
+            counted(-1)  # with fullgraph=True it is an error that no frame is compiled, unless they are not counted
         return None
 
     eval_frame._callback_from_stance = callback_from_stance

@@ -30,7 +30,7 @@ _METHODS = {"_local_scalar_dense": "item"}
 
 def name_of(function: Any) -> str:
     """Return how a user calls ``function``."""
-    name = str(getattr(function, "__name__", function)).partition(".")[0]
+    name = str(getattr(function, "__name__", None) or getattr(function, "name", function)).partition(".")[0]
     return _METHODS.get(name, name)
 
 

@@ -48,11 +48,14 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
     """
     report.pieces.append(ran)
     function, filename = debug.dumped(report, ran)
+    grad = torch.is_grad_enabled()
     with torch._C.DisableTorchFunction(), stage("run"):
         try:
             return list(function(*arguments))
-        except Exception as error:
-            note_position(error, ran.variant.spliced, filename)
+        except BaseException as error:
+            torch.set_grad_enabled(grad)  # the graph may have switched it
+            if isinstance(error, Exception):
+                note_position(error, ran.variant.spliced, filename)
             raise
 
 

@@ -418,6 +418,7 @@ def test_a_compiled_function_in_a_block_becomes_part_of_the_graph(model: NNsight
         assert fx.counters.recordings == 0
         assert not compiled
         assert torch.equal(function(X), X * 2 + 1) and compiled.pop(), "outside it is compiled as ever"
+        torch.compiler.reset()
 
 
 def test_a_torchscript_function_gets_no_values_that_are_not_there(model: NNsight) -> None:

@@ -40,7 +40,7 @@ from .functions import (
     quiet_fakes,
 )
 from .graph import CapturedGraph, Tap
-from .lazy import LazyTensor, make_lazy, real_of
+from .lazy import LazyTensor, become, make_lazy, real_of
 from .modes import Modes
 from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
@@ -147,6 +147,15 @@ class CallRecorder(TorchFunctionMode):
             self.journal.outside(function, args, kwargs, result)
         return result
 
+    def settle(self) -> None:
+        """Turn lazy tensors with a value into it, if what held on to them has gone."""
+        filled, self.filled = self.filled, []
+        while filled:
+            lazy = filled.pop()
+            assert lazy._real is not None
+            if not become(lazy, lazy._real):
+                self.filled.append(lazy)
+
     def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call inside of ``torch.func`` or ``torch.vmap``, which take it apart."""
         if self.journal is not None:
@@ -191,6 +200,7 @@ class CallRecorder(TorchFunctionMode):
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, answer it from metadata, or cut the graph for it."""
         if self.filled:
+            self.settle()
             args, kwargs = pytree.tree_map(real_of, (args, kwargs))
             if not any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
                 with torch._C.DisableTorchFunctionSubclass():

@@ -120,10 +120,7 @@ class Recording(CallRecorder):
             self.tap = None
             run.check_replacement = run.check_location = None
             run.release()
-            while self.filled:  # nothing but the block refers to these any more
-                lazy = self.filled.pop()
-                assert lazy._real is not None
-                become(lazy, lazy._real)
+            self.settle()
             outputs = self.finish()
         except EarlyStopException:
             if self.tap is not None:  # compute what the blocks have seen, and nothing behind it

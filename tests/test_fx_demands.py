@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def while_loop(h: Any, log: Log) -> Any:
 
 def formatted(h: Any, log: Log) -> Any:
     log.append(f"{h.detach()} {h[0, 0]:.3f} {h.detach().sum()!r}")
-    log.append("%s %.3f" % (h.detach(), h.detach().sum()))
+    log.append("{} {:.3f}".format(*(h.detach(), h.detach().sum())))
     return h + 1
 
 
@@ -219,7 +219,7 @@ def copied(h: Any, log: Log) -> Any:
 
 def stopped_in_a_debugger(h: Any, log: Log) -> Any:
     before = h * 2
-    breakpoint()  # noqa: T100
+    breakpoint()
     return before + 1
 
 
@@ -324,7 +324,7 @@ def hooked(model: NNsight, need: Callable[[Any, Log], Any]) -> tuple[dict[str, t
 
 
 @pytest.fixture
-def _debugger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _debugger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A debugger that looks at a variable of the block and changes another."""
 
     def look(*_: Any, **__: Any) -> None:
@@ -332,7 +332,6 @@ def _debugger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         variables["log"].append((variables["h"].tolist(), variables["before"].sum().item()))
 
     monkeypatch.setattr(sys, "breakpointhook", look)
-    yield
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
@@ -442,7 +441,7 @@ def test_a_torchscript_function_gets_no_values_that_are_not_there(model: NNsight
 INSTEAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "__bool__": (lambda h: 1 if h.sum() > 0 else 2, "torch.where"),
     "item": (lambda h: h.sum().item(), "the tensor itself"),
-    "__repr__": (lambda h: str(h), "show the value behind the block"),
+    "__repr__": (lambda h: f"{h.detach()!r}", "show the value behind the block"),
     "numpy": (lambda h: h.detach().numpy(), "torch functions"),
     "nonzero": (lambda h: h.nonzero(), "masked_fill"),
     "equal": (lambda h: torch.equal(h, h), "(a == b).all()"),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .modes import Modes
+from ..runtime.modes import Modes
 
 logger = logging.getLogger("nnsight.fx")
 

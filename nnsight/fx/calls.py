@@ -18,7 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import Interleaver
+from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
+from . import control
+from .control import BothWaysImpossible, ControlOperator
 from .demands import name_of
 from .functions import (
     ABOUT_GRADIENTS,
@@ -41,7 +44,6 @@ from .functions import (
 )
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, make_lazy, real_of
-from .modes import Modes
 from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
 from .splice import references
@@ -86,6 +88,7 @@ class CallRecorder(TorchFunctionMode):
         run: The run.
         lifted: Tensors that stand for Python floats.
         filled: Lazy tensors that have a value but could not become it.
+        both_ways: How many values there were when both functions of a ``torch.cond`` began to be recorded.
     """
 
     run: Interleaver
@@ -107,6 +110,7 @@ class CallRecorder(TorchFunctionMode):
         self.random = False
         self.closed = False
         self.filled: list[LazyTensor] = []
+        self.both_ways: int | None = None
         self.start_tables(list(inputs))
 
     def start_tables(self, inputs: list[Any]) -> None:
@@ -140,6 +144,8 @@ class CallRecorder(TorchFunctionMode):
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
+        if edits and self.both_ways is not None:
+            raise BothWaysImpossible("one of its functions edits a tensor in place")
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
         result = function(*args, **kwargs)
@@ -212,17 +218,15 @@ class CallRecorder(TorchFunctionMode):
             if handled:
                 return result
             function = READ_AS.get(function, function)
-        if getattr(function, "__name__", "") in DEMANDS:
-            return self.demand(function, args, kwargs)
-        if isinstance(function, SCRIPTED):
-            return self.demand(function, args, kwargs, f"`{name_of(function)}` is TorchScript")
-        if not self.autocast_holds:
-            return self.demand(function, args, kwargs, "`torch.autocast` differs between block and model")
-        event = reason = None
-        try:
-            event = self._event(function, args, kwargs)
-        except _NotLowerable as error:
-            reason = str(error)
+        if isinstance(function, ControlOperator):
+            return control.run(self, function, args, kwargs)
+        reason = self._needs_values(function)
+        event = None
+        if reason is None:
+            try:
+                event = self._event(function, args, kwargs)
+            except _NotLowerable as error:
+                reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
         lifted = lift(self.state, event, len(self.numbers))
@@ -230,15 +234,7 @@ class CallRecorder(TorchFunctionMode):
         sizes = self.sizes + _integers(lifted.values)
         outcome = None if known is None else known.outcomes.get(sizes)
         if outcome is None:
-            answered, result = True, None
-            try:
-                result = self._on_fakes(event)
-            except UNANSWERABLE:
-                answered = False
-            except Exception as error:
-                if not self._needs_values(event, error):  # the user's mistake: its traceback ends at the user's line
-                    raise error.with_traceback(None) from None
-                answered = False
+            answered, result = self._try_on_fakes(event)
             if not answered:
                 return self.demand(function, args, kwargs)
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
@@ -247,12 +243,18 @@ class CallRecorder(TorchFunctionMode):
             if lifted.values and not self._is_like(outcome, known, lifted):
                 keep_constant(self.state, event)
                 lifted, sizes = Lifted(event, (), event), self.sizes
+        if self.both_ways is not None:
+            control.check(self.both_ways, event, outcome)
+        return self._take(outcome, lifted, sizes)
+
+    def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
+        """Go on to the state after a call, and return what the block gets for it."""
         self.fakes += outcome.fakes
         self.lazies += [None] * len(outcome.fakes)
         self.requires_grad += outcome.requires_grad
         if outcome.gains_grad is not None:
             self.requires_grad[outcome.gains_grad] = True
-        self.random = self.random or getattr(function, "__name__", "") in RANDOM
+        self.random = self.random or getattr(lifted.event.function, "__name__", "") in RANDOM
         outcomes = self.step_lifted(lifted).outcomes
         if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()
@@ -262,18 +264,43 @@ class CallRecorder(TorchFunctionMode):
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
-    def _needs_values(self, call: Call, error: Exception) -> bool:
-        """Whether a call may well succeed with values that fails on fakes; if it does not, it fails again, in the same way."""
-        if is_own(call.function) or isinstance(error, NotImplementedError):
-            return True
-        # Functions that take a number take a tensor of one element, too, whose value they read.
-        scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(call))
-        return scalar and isinstance(error, TypeError)
+    def _needs_values(self, function: Any) -> str | None:
+        """Return why a call of ``function`` needs values, empty if that is what it is for; ``None`` if it need not."""
+        if getattr(function, "__name__", "") in DEMANDS:
+            return ""
+        if isinstance(function, SCRIPTED):
+            return f"`{name_of(function)}` is TorchScript"
+        modes = self.modes if self.modes_at_tap is None else self.modes_at_tap
+        return None if modes.autocast_holds else "`torch.autocast` differs between block and model"
 
-    @property
-    def autocast_holds(self) -> bool:
-        """Whether what the block computes is autocast as the model is at the tap."""
-        return self.modes.autocast_holds if self.modes_at_tap is None else self.modes_at_tap.autocast_holds
+    def _try_on_fakes(self, event: Call) -> tuple[bool, Any]:
+        """Return whether fakes tell what a call returns, and what that is.
+
+        Raises:
+            Exception: What the call raises whatever the values are: the user's mistake.
+        """
+        try:
+            return True, self._on_fakes(event)
+        except UNANSWERABLE:
+            return False, None
+        except Exception as error:
+            # Where the call may well succeed with values, it is made with them, and may fail again in the same way:
+            # operators of others, and functions that take a number take a tensor of one element, whose value they read.
+            scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(event))
+            if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
+                return False, None
+            raise error.with_traceback(None) from None  # ends at the user's line
+
+    def tables(self) -> tuple[Any, ...]:
+        """Return what there is by now, for :meth:`go_back`."""
+        return (self.state, len(self.fakes), len(self.externals), len(self.lifted), self.numbers, self.sizes, self.random)
+
+    def go_back(self, tables: tuple[Any, ...]) -> None:
+        """Forget what has been recorded since ``tables``."""
+        self.state, values, externals, lifted, self.numbers, self.sizes, self.random = tables
+        del self.fakes[values:], self.requires_grad[values:], self.lazies[values:]
+        del self.externals[externals:], self.lifted[lifted:]
+        self.external_index = {key: index for key, index in self.external_index.items() if index < externals}
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Answer a call that needs no event; return whether it was answered, and the answer."""

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.report import Break
 from .compat import BackendCallable
-from .modes import Switched, switched_at
 from .program import State
+from .switches import Switched, switched_at
 from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
 
 if TYPE_CHECKING:

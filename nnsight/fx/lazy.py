@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+
 class LazyTensor(torch.Tensor):
     """A tensor whose value is not computed yet.
 

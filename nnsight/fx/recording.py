@@ -32,16 +32,17 @@ from torch.utils import _pytree as pytree
 from ..runtime.errors import MissedProviderError, ReplacementShapeError, replacement_message, uncaptured_message
 from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException
+from ..runtime.modes import Modes
 from ..runtime.report import Break, Report
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
 from .compat import run_compiled_functions_as_written, watch_autograd_functions
+from .control import BothWaysImpossible
 from .counters import counters
 from .demands import instead_of, name_of
 from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, real_of
-from .modes import Modes
 from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .splice import Piece, as_argument
 from .stages import run_lowered, stage
@@ -290,6 +291,8 @@ class Recording(CallRecorder):
     def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
         """Make values concrete and then call ``function`` on them."""
         assert self.tap is not None
+        if self.both_ways is not None:
+            raise BothWaysImpossible(reason or f"`{name_of(function)}` in one of its functions needs a value")
         if self.journal is not None:
             self.journal.spoil("a value is needed")
         pending = any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs)))

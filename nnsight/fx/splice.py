@@ -23,7 +23,6 @@ import torch
 from .effects import REQUIRES_GRAD
 from .graph import CapturedGraph
 from .indexing import select_numbers
-from .modes import Switched
 from .passes import PassRun, run_passes
 from .program import (
     Call,
@@ -41,6 +40,7 @@ from .program import (
     Visit,
     Write,
 )
+from .switches import Switched
 
 
 @dataclass(frozen=True, eq=False)

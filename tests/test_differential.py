@@ -20,7 +20,7 @@ from .fuzz.cases import BACKENDS
 from .fuzz.passages import passages_of
 from .fuzz.runner import Case, Disagreement, run_case
 
-CASES = int(os.environ.get("NNSIGHT_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("NNSIGHT_FUZZ_CASES", "260"))
 SEED = int(os.environ.get("NNSIGHT_FUZZ_SEED", "0"))
 
 #: Parts of the default run, so that workers can share it.

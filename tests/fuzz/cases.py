@@ -18,7 +18,8 @@ BACKENDS = ("eager",) * 7 + ("aot_eager",)
 @st.composite
 def cases(draw: Any, backends: tuple[str, ...] = BACKENDS) -> Case:
     """Draw a model and up to eight blocks for it."""
-    spec = draw(st.one_of(specs, specs, specs, specs, broken_specs()))
+    broken = draw(st.sampled_from([False] * 9 + [True]))  # several graphs take long to capture
+    spec = draw(broken_specs() if broken else specs)
     ids = draw(st.booleans())
     returns = draw(st.sampled_from(["tensor", "tuple", "dict"]))
     grad = draw(st.booleans())
@@ -28,7 +29,7 @@ def cases(draw: Any, backends: tuple[str, ...] = BACKENDS) -> Case:
     drawn = [draw(kinds)]
     cheap = backend == "eager"
     # Many, as a capture costs more than a block; a smaller case has one.
-    while len(drawn) < (8 if cheap else 2) and draw(st.integers(0, 7)):
+    while len(drawn) < (2 if broken or not cheap else 8) and draw(st.integers(0, 7)):
         drawn.append(draw(kinds))
     rounds = ROUNDS if cheap else draw(st.sampled_from([ROUNDS[:2], ROUNDS[:2], ROUNDS]))
     return Case(spec, ids, returns, grad, backend, tuple(drawn), rounds)

@@ -165,11 +165,12 @@ def _clean(net: Net, pristine: dict[str, torch.Tensor]) -> Any:
 class _Notes(io.TextIOBase):
     """Notes what is printed among the other side effects, in their order."""
 
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
+    def __init__(self, log: list[Any], model_too: bool) -> None:
+        self.log, self.model_too, self.line = log, model_too, ""
 
     def write(self, text: str) -> int:
-        self.log.append(f"printed {text}")
+        *lines, self.line = (self.line + text).split("\n")
+        self.log += [f"printed {line}" for line in lines if self.model_too or not line.startswith("model: ")]
         return len(text)
 
 
@@ -188,12 +189,14 @@ def _observe(
     torch.manual_seed(7)
     w = World.make(round.batches[0], round.length, round.seed)
     inputs = [make_input(case.ids, round.batches[row], round.length, row) for row in range(plan.rows)]
+    # To find the rows of several inputs the package runs the model on fakes, which then prints, too.
+    notes = _Notes(w.log, model_too=not any(actor.kind == "invoke" for actor in plan.actors))
     out = cache = error = saved = None
     gradients: Any = {}
     with _clean(net, pristine):
         fx.counters.reset()
         try:
-            with torch.set_grad_enabled(case.grad), contextlib.redirect_stdout(_Notes(w.log)):
+            with torch.set_grad_enabled(case.grad), contextlib.redirect_stdout(notes):
                 if way is None:
                     out, cache, saved = reference.run(net, plan, w, inputs)
                 else:

@@ -596,22 +596,26 @@ def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once() -> None:
 
 
 def test_a_loop_over_prompts_compiles_each_way_of_a_branch_once(model: NNsight) -> None:
-    fresh = NNsight(copy.deepcopy(model._module), compile={"backend": "eager"})
-    compiles, ways = [], []
+    net = model._module
+    fresh = NNsight(net, compile={"backend": "eager"})
+    compiles: dict[bool, list[int]] = {True: [], False: []}
     with torch.no_grad():
         for scale in (100.0, -100.0, 200.0, -200.0, 300.0, -300.0, 100.0):
             fx.counters.reset()
-            first, late, mixed, out, _, _ = run(fresh, branch, True, X * scale)
-            hidden = fresh._module[1](fresh._module[0](X * scale))
-            ways.append(bool(hidden.sum() > 0))
-            late_by_hand = fresh._module[2](hidden * (2 if ways[-1] else 3)) + 0.5
-            assert torch.equal(out, fresh._module[3](late_by_hand)) and torch.equal(late, late_by_hand)
-            compiles.append(fx.counters.compiles)
-    assert set(ways) == {True, False}
-    seen: set[bool] = set()
-    for way, count in zip(ways, compiles, strict=True):
-        assert (count > 0) == (way not in seen)
-        seen.add(way)
+            with fresh.trace(X * scale) as tracer:
+                hidden = fresh[1].output
+                if hidden.sum() > 0:
+                    fresh[2].output[:, 0] = 0.0
+                out = fresh.output.save()
+            third = net[2](by_hand := net[1](net[0](X * scale)))
+            way = bool(by_hand.sum() > 0)
+            if way:
+                third[:, 0] = 0.0
+            assert torch.equal(out, net[3](third))
+            assert len(tracer.report.breaks) == 1
+            compiles[way].append(fx.counters.compiles)
+    for counts in compiles.values():
+        assert counts[0] > 0 and counts[1:] == [0] * (len(counts) - 1) and len(counts) > 1
 
 
 # -- what goes wrong between two pieces, and in one --------------------------------------------------------------------

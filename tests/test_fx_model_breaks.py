@@ -59,8 +59,8 @@ class Printing(Part):
 class Numeric(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x)
-        order = np.argsort(x.detach().sum(0).tolist())
-        return self.b(x[:, [int(place) for place in order]])
+        order = np.argsort(x.detach().sum(0).tolist()).tolist()
+        return self.b(x[:, order])
 
 
 class Cube(torch.autograd.Function):
@@ -152,7 +152,7 @@ BROKEN: list[tuple[Callable[[], torch.nn.Module], str]] = [
     (DisabledItself, "return self.after(self.middle(self.before(x)))"),
     (Branching, "return self.b(x + 1 if x.sum() > 0 else x - 1)"),
     (Printing, 'print("mean above zero:", x.detach().mean().item() > 0)'),
-    (Numeric, "order = np.argsort(x.detach().sum(0).tolist())"),
+    (Numeric, "order = np.argsort(x.detach().sum(0).tolist()).tolist()"),
     (Interrupted, "torch._dynamo.graph_break()"),
     (Custom, ""),
 ]

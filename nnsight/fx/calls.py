@@ -245,6 +245,7 @@ class CallRecorder(TorchFunctionMode):
                 lifted, sizes = Lifted(event, (), event), self.sizes
         if self.both_ways is not None:
             control.check(self.both_ways, event, outcome)
+        self.random = self.random or getattr(function, "__name__", "") in RANDOM
         return self._take(outcome, lifted, sizes)
 
     def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
@@ -254,7 +255,6 @@ class CallRecorder(TorchFunctionMode):
         self.requires_grad += outcome.requires_grad
         if outcome.gains_grad is not None:
             self.requires_grad[outcome.gains_grad] = True
-        self.random = self.random or getattr(lifted.event.function, "__name__", "") in RANDOM
         outcomes = self.step_lifted(lifted).outcomes
         if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()

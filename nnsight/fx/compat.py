@@ -122,7 +122,7 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
 
 def watch_autograd_functions(watch: Callable[..., Any]) -> None:
     """Have ``watch(apply, args, kwargs)`` called for each ``torch.autograd.Function`` that is applied."""
-    base = torch.autograd.function._SingleLevelFunction
+    base: Any = torch.autograd.function._SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return watch(super(base, cls).apply, args, kwargs)

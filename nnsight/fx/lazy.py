@@ -49,7 +49,7 @@ class LazyTensor(torch.Tensor):
         return NotImplemented
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Record an operator that torch has made of a call."""

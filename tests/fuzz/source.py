@@ -43,7 +43,7 @@ def _actor(actor: Actor, model: str, number: int, notes: bool = True) -> list[st
 
 
 #: What of the world a block that can be replayed has in variables.
-OUTSIDE = ("vector", "matrix", "scalar", "noise", "total", "number")
+OUTSIDE = ("vector", "matrix", "scalar", "noise", "total")
 
 
 def _plain(line: str) -> str:
@@ -75,7 +75,8 @@ def text_of(plan: BlockPlan) -> str:
                 body.append(f"        w.kept.append({name}.grad.clone())")
                 if plan.scales:
                     body.append(f"        {name}.grad = {name}.grad * 2.0")
-        body.append("    tracer.stop()" if plan.stops else "    out = tracer.result.save()")
+        result = f"{model}.output" if plan.plain else "tracer.result"  # which is none of a block that can be replayed
+        body.append("    tracer.stop()" if plan.stops else f"    out = {result}.save()")
     else:
         body.append(f"with {model}.trace(**options) as tracer:")
         row = 0

@@ -150,11 +150,14 @@ with torch.no_grad(): w.log.append((T * 2.0).sum().item() > 0)
 w.kept.append(torch.func.grad(lambda x: (x**2).sum() if x.sum() > 0 else x.sum())(T.detach()))
 """.strip().splitlines()
 
-#: Edits in a block that can be replayed: they touch nothing outside.
-PLAIN_EDITS = [edit for edit in EDITS if not edit.startswith("w.") and " w.kept" not in edit and "with " not in edit]
+#: What a block that can be replayed for other rounds does not have: effects outside, and numbers that differ between rounds.
+_NOT_PLAIN = ("w.kept", "w.number", "w.probe", "with ", "list(")
+
+#: Edits in such a block.
+PLAIN_EDITS = [edit for edit in EDITS if not edit.startswith("w.") and not any(word in edit for word in _NOT_PLAIN)]
 
 #: Expressions in such a block.
-PLAIN_EXPRESSIONS = [expression for expression in EXPRESSIONS if "list(" not in expression and "probe" not in expression]
+PLAIN_EXPRESSIONS = [found for found in EXPRESSIONS if not any(word in found for word in _NOT_PLAIN)]
 
 #: Mistakes.
 MISTAKES = """

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from .fuzz import runner
 from .fuzz.__main__ import run_seed
 from .fuzz.blocks import Actor, BlockPlan, Segment
 from .fuzz.cases import BACKENDS
@@ -51,6 +53,15 @@ def _case(*statements: str, grad: bool = False) -> Case:
     )
     plan = BlockPlan((Actor("trace", (Segment(passage, "h", False, statements),)),))
     return Case(("linear",), False, "tensor", grad, "eager", (plan,))
+
+
+def test_a_plain_case_is_replayed() -> None:
+    statements = ("h[:, 1:] += w.vector", "sa1 = (h @ w.matrix).save()", "AT = h * w.scalar")
+    case = _case(*statements)
+    case = replace(case, blocks=tuple(replace(plan, plain=True) for plan in case.blocks))
+    before = runner.replays
+    run_case(case)
+    assert runner.replays > before
 
 
 def _broken(case: Case) -> str:

@@ -548,3 +548,200 @@ def test_a_tensor_of_a_trace_of_another_thread_has_no_value_yet(model: NNsight) 
         same(out, model._module(X))
     (error,) = errors
     assert type(error) is RuntimeError and "still running in another thread" in str(error)
+
+
+# -- pieces are found again --------------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(4), torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(Layer() for _ in range(8)))
+    model = NNsight(net, compile={"backend": "eager", "regions": True})
+
+    def run() -> tuple[list[float], torch.Tensor]:
+        norms: list[float] = []
+        with torch.no_grad(), model.trace(X):
+            for layer in model:
+                norms.append(layer.output.norm().item())
+                layer.output *= 1.5
+            out = model.output.save()
+        return norms, out
+
+    fx.counters.reset()
+    found = run()
+    assert fx.counters.breaks == 8
+    assert fx.counters.compiles <= 4 and fx.counters.reuses >= 6, fx.counters
+    fx.counters.reset()
+    again = run()
+    assert fx.counters.breaks == 8 and fx.counters.compiles == fx.counters.recordings == fx.counters.reuses == 0
+    expected: list[float] = []
+    value = X
+    with torch.no_grad():
+        for layer in net:
+            value = layer(value)
+            expected.append(value.norm().item())
+            value = value * 1.5
+    for norms, out in (found, again):
+        assert norms == expected
+        assert torch.equal(out, value)
+
+
+def test_a_loop_over_prompts_compiles_each_way_of_a_branch_once(model: NNsight) -> None:
+    net = model._module
+    fresh = NNsight(net, compile={"backend": "eager"})
+    compiles: dict[bool, list[int]] = {True: [], False: []}
+    with torch.no_grad():
+        for scale in (100.0, -100.0, 200.0, -200.0, 300.0, -300.0, 100.0):
+            fx.counters.reset()
+            with fresh.trace(X * scale) as tracer:
+                hidden = fresh[1].output
+                if hidden.sum() > 0:
+                    fresh[2].output[:, 0] = 0.0
+                out = fresh.output.save()
+            third = net[2](by_hand := net[1](net[0](X * scale)))
+            way = bool(by_hand.sum() > 0)
+            if way:
+                third[:, 0] = 0.0
+            assert torch.equal(out, net[3](third))
+            assert len(tracer.report.breaks) == 1
+            compiles[way].append(fx.counters.compiles)
+    for counts in compiles.values():
+        assert counts[0] > 0 and counts[1:] == [0] * (len(counts) - 1) and len(counts) > 1
+
+
+# -- what goes wrong between two pieces, and in one --------------------------------------------------------------------
+
+trouble: list[BaseException] = []
+
+
+@torch.library.custom_op("tests_breaks::troubled", mutates_args=())
+def troubled(x: torch.Tensor) -> torch.Tensor:
+    if trouble:
+        raise trouble[0]
+    return x * 2
+
+
+troubled.register_fake(torch.empty_like)
+
+
+class Troubled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            frozen = torch.ops.tests_breaks.troubled(self.first(x))
+        return self.third(torch.ops.tests_breaks.troubled(self.second(frozen)))
+
+
+def _raising(graph_module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        if trouble:
+            raise trouble[0]
+        return graph_module.forward(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one graph", "cut"])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), ValueError("mine")], ids=["KeyboardInterrupt", "ValueError"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", _raising])
+def test_an_exception_while_a_piece_runs_leaves_nothing_behind(backend: Any, raised: BaseException, cut: bool) -> None:
+    torch.manual_seed(0)
+    net = Troubled()
+    model = NNsight(net, compile={"backend": backend})
+    events: list[str] = []
+
+    def run() -> Any:
+        with model.trace(X):
+            events.append("begin")
+            hidden = model.first.output
+            if cut and hidden.sum() > -1e9:
+                events.append("cut")
+            with torch.no_grad():
+                doubled = (torch.ops.tests_breaks.troubled(hidden) + 1.0).save()
+            events.append("end")
+            out = model.output.save()
+        return doubled, out
+
+    trouble.clear()
+    run()
+    modes = torch.is_grad_enabled(), len(torch.overrides._get_current_function_mode_stack())
+    try:
+        trouble.append(raised)
+        events.clear()
+        with pytest.raises(type(raised)) as caught:
+            run()
+    finally:
+        trouble.clear()
+    assert caught.value is raised or "mine" in str(caught.value)
+    assert events.count("begin") == 1 and events.count("cut") <= 1 and events.count("end") <= 1
+    assert modes == (torch.is_grad_enabled(), len(torch.overrides._get_current_function_mode_stack())) == (True, 0)
+    assert_no_instrumentation(net)
+    doubled, out = run()
+    assert torch.equal(out, net(X)) and out.requires_grad and not doubled.requires_grad
+    assert torch.equal(doubled, net.first(X) * 2 + 1.0)
+    assert torch.equal(model(X), net(X))
+
+
+def test_an_error_between_two_pieces_has_the_traceback_of_the_block_alone(model: NNsight) -> None:
+    import traceback
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        with torch.no_grad(), model.trace(X):
+            count = int(model[0].output.sum() > -1e9)
+            model[1].output += 1.0
+            1 / (count - 1)  # the line
+    frames = [frame for frame in traceback.extract_tb(raised.value.__traceback__) if frame.filename == __file__]
+    assert frames[-1].line == "1 / (count - 1)  # the line"
+    assert torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
+    assert_no_instrumentation(model._module)
+    same(run(model, branch, True)[3], run_branch(model))
+
+
+def run_branch(model: NNsight) -> torch.Tensor:
+    return reference(model, branch)[3]
+
+
+# -- a lowering that fails ---------------------------------------------------------------------------------------------
+
+
+def test_a_piece_that_cannot_be_lowered_runs_node_by_node(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    lowered: list[int] = []
+
+    def picky(graph_module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        if any("relu" in str(node.target) for node in graph_module.graph.nodes):
+            raise NotImplementedError("no relu here")
+        lowered.append(len(graph_module.graph.nodes))
+        return graph_module.forward
+
+    for options in ({}, {"regions": True}):
+        model = NNsight(net, compile={"backend": picky, **options})
+        lowered.clear()
+        caplog.clear()
+        for _ in range(2):
+            with caplog.at_level(logging.WARNING, logger="nnsight.fx"), torch.no_grad(), model.trace(X):
+                first = model[0].output
+                if first.sum() > -1e9:
+                    model[0].output = torch.relu(first)
+                model[1].output = torch.relu(model[1].output)
+                if model[1].output.sum() > -1e9:
+                    model[1].output += 1.0
+                out = model.output.save()
+        with torch.no_grad():
+            assert torch.equal(out, net[2](torch.relu(net[1](torch.relu(net[0](X)))) + 1.0))
+        assert lowered, "other pieces are lowered"
+        warned = [message for message in caplog.messages if "lowering" in message]
+        assert warned and all("NotImplementedError: no relu here" in message for message in warned)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..runtime.modes import Modes
+
 logger = logging.getLogger("nnsight.fx")
 
 
@@ -117,26 +119,13 @@ class _ThreadState:
     """What lowerings depend on and torch keeps for each thread, as it is for the thread that makes this."""
 
     def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        kinds = {"cpu"}
-        self._device = None
-        if torch.accelerator.is_available():
-            kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-            self._device = torch.accelerator.current_device_index()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)
-        ]
-        self._cache = torch.is_autocast_cache_enabled()
+        self._modes = Modes.now()
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Have this state on the current thread."""
-        with contextlib.ExitStack() as stack:
-            if self._device is not None:
-                torch.accelerator.set_device_index(self._device)
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)
+        with self._modes.entered():
             yield

@@ -18,7 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import Interleaver
+from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
+from . import control
+from .control import ControlOperator
+from .demands import name_of
 from .functions import (
     ABOUT_GRADIENTS,
     DEMANDS,
@@ -27,17 +31,19 @@ from .functions import (
     PLAIN,
     RANDOM,
     READ_AS,
+    SCRIPTED,
     SPECIAL,
     TAKES_SCALAR_TENSORS,
     UNANSWERABLE,
     edits_in_place,
     has_tensor,
     is_numpy_scalar,
+    is_own,
     path_step,
     quiet_fakes,
 )
 from .graph import CapturedGraph, Tap
-from .lazy import LazyTensor, make_lazy
+from .lazy import LazyTensor, become, make_lazy, real_of
 from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
 from .splice import references
@@ -74,12 +80,15 @@ class CallRecorder(TorchFunctionMode):
 
     Attributes:
         binding: The sizes that the graph's symbols have for these inputs.
+        modes: Grad mode and autocast of the model, in which the graph runs.
         state: The program so far.
         tap: The tap at which the block stands.
         recorded: Whether an event was new.
         closed: Whether the run is over.
         run: The run.
         lifted: Tensors that stand for Python floats.
+        filled: Lazy tensors that have a value but could not become it.
+        both_ways: How many values there were when both functions of a ``torch.cond`` began to be recorded.
     """
 
     run: Interleaver
@@ -92,13 +101,16 @@ class CallRecorder(TorchFunctionMode):
         self.symbol_of_size = {
             size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
         }
-        self.grad_enabled = torch.is_grad_enabled()
-        self.autocast = torch._C._is_any_autocast_enabled()
+        self.modes = Modes.now()
+        self.grad_enabled = self.modes.grad
         self.state = graph.start
         self.tap: Tap | None = None
+        self.modes_at_tap: Modes | None = None  # if the model has switched autocast on the way
         self.recorded = False
         self.random = False
         self.closed = False
+        self.filled: list[LazyTensor] = []
+        self.both_ways: int | None = None
         self.start_tables(list(inputs))
 
     def start_tables(self, inputs: list[Any]) -> None:
@@ -127,15 +139,54 @@ class CallRecorder(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._are_functorch_transforms_active():  # what becomes of the call comes back as operators
+            return self.transformed(function, args, kwargs)
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
+        if self.both_ways is not None:
+            control.check_outside(function)
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
         result = function(*args, **kwargs)
         if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
             self.journal.outside(function, args, kwargs, result)
         return result
+
+    def settle(self) -> None:
+        """Turn lazy tensors with a value into it, if what held on to them has gone."""
+        filled, self.filled = self.filled, []
+        while filled:
+            lazy = filled.pop()
+            assert lazy._real is not None
+            if not become(lazy, lazy._real):
+                self.filled.append(lazy)
+
+    def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call inside of ``torch.func`` or ``torch.vmap``, which take it apart."""
+        if self.journal is not None:
+            self.journal.spoil("a transform of torch.func")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    def call_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator that torch has made of a call in C++, where it runs without autograd and without modes."""
+        if self.journal is not None:
+            self.journal.spoil("a transform of torch.func")
+        with self.modes.keys():
+            return self.call(function, args, kwargs)
+
+    def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply a ``torch.autograd.Function``: torch runs its ``forward`` out of sight of autograd, to which it is one call."""
+        wanting = any(
+            self.requires_grad[item._index] if isinstance(item, LazyTensor) and item._real is None else item.requires_grad
+            for item in args
+            if isinstance(item, torch.Tensor)
+        )
+        if not (wanting and torch.is_grad_enabled()):  # only the calls in its forward count
+            return function(*args, **kwargs)
+        name = function.__self__.__name__
+        return self.demand(function, args, kwargs, f"`{name}` is an autograd.Function, whose gradient is its own")
 
     def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
         """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
@@ -154,6 +205,12 @@ class CallRecorder(TorchFunctionMode):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, answer it from metadata, or cut the graph for it."""
+        if self.filled:
+            self.settle()
+            args, kwargs = pytree.tree_map(real_of, (args, kwargs))
+            if not any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return function(*args, **kwargs)
         if self.closed:
             raise RuntimeError(NEVER_COMPUTED)
         if function in SPECIAL:
@@ -161,15 +218,15 @@ class CallRecorder(TorchFunctionMode):
             if handled:
                 return result
             function = READ_AS.get(function, function)
-        if getattr(function, "__name__", "") in DEMANDS:
-            return self.demand(function, args, kwargs)
-        if torch._C._is_any_autocast_enabled() != self.autocast:
-            return self.demand(function, args, kwargs, "`torch.autocast` differs between block and model")
-        event = reason = None
-        try:
-            event = self._event(function, args, kwargs)
-        except _NotLowerable as error:
-            reason = str(error)
+        if isinstance(function, ControlOperator):
+            return control.run(self, function, args, kwargs)
+        reason = self._needs_values(function)
+        event = None
+        if reason is None:
+            try:
+                event = self._event(function, args, kwargs)
+            except _NotLowerable as error:
+                reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
         lifted = lift(self.state, event, len(self.numbers))
@@ -177,13 +234,7 @@ class CallRecorder(TorchFunctionMode):
         sizes = self.sizes + _integers(lifted.values)
         outcome = None if known is None else known.outcomes.get(sizes)
         if outcome is None:
-            answered, result = True, None
-            try:
-                result = self._on_fakes(event)
-            except UNANSWERABLE:
-                answered = False
-            except Exception as error:  # the user's mistake: its traceback ends at the user's line
-                raise error.with_traceback(None) from None
+            answered, result = self._try_on_fakes(event)
             if not answered:
                 return self.demand(function, args, kwargs)
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
@@ -192,12 +243,18 @@ class CallRecorder(TorchFunctionMode):
             if lifted.values and not self._is_like(outcome, known, lifted):
                 keep_constant(self.state, event)
                 lifted, sizes = Lifted(event, (), event), self.sizes
+        if self.both_ways is not None:
+            control.check(self.both_ways, event, outcome)
+        self.random = self.random or getattr(function, "__name__", "") in RANDOM
+        return self._take(outcome, lifted, sizes)
+
+    def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
+        """Go on to the state after a call, and return what the block gets for it."""
         self.fakes += outcome.fakes
         self.lazies += [None] * len(outcome.fakes)
         self.requires_grad += outcome.requires_grad
         if outcome.gains_grad is not None:
             self.requires_grad[outcome.gains_grad] = True
-        self.random = self.random or getattr(function, "__name__", "") in RANDOM
         outcomes = self.step_lifted(lifted).outcomes
         if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()
@@ -206,6 +263,44 @@ class CallRecorder(TorchFunctionMode):
             self.step(outcome.results)
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
+
+    def _needs_values(self, function: Any) -> str | None:
+        """Return why a call of ``function`` needs values, empty if that is what it is for; ``None`` if it need not."""
+        if getattr(function, "__name__", "") in DEMANDS:
+            return ""
+        if isinstance(function, SCRIPTED):
+            return f"`{name_of(function)}` is TorchScript"
+        modes = self.modes if self.modes_at_tap is None else self.modes_at_tap
+        return None if modes.autocast_holds else "`torch.autocast` differs between block and model"
+
+    def _try_on_fakes(self, event: Call) -> tuple[bool, Any]:
+        """Return whether fakes tell what a call returns, and what that is.
+
+        Raises:
+            Exception: What the call raises whatever the values are: the user's mistake.
+        """
+        try:
+            return True, self._on_fakes(event)
+        except UNANSWERABLE:
+            return False, None
+        except Exception as error:
+            # Where the call may well succeed with values, it is made with them, and may fail again in the same way:
+            # operators of others, and functions that take a number take a tensor of one element, whose value they read.
+            scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(event))
+            if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
+                return False, None
+            raise error.with_traceback(None) from None  # ends at the user's line
+
+    def tables(self) -> tuple[Any, ...]:
+        """Return what there is by now, for :meth:`go_back`."""
+        return (self.state, len(self.fakes), len(self.externals), len(self.lifted), self.numbers, self.sizes, self.random)
+
+    def go_back(self, tables: tuple[Any, ...]) -> None:
+        """Forget what has been recorded since ``tables``."""
+        self.state, values, externals, lifted, self.numbers, self.sizes, self.random = tables
+        del self.fakes[values:], self.requires_grad[values:], self.lazies[values:]
+        del self.externals[externals:], self.lifted[lifted:]
+        self.external_index = {key: index for key, index in self.external_index.items() if index < externals}
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Answer a call that needs no event; return whether it was answered, and the answer."""
@@ -221,6 +316,8 @@ class CallRecorder(TorchFunctionMode):
                 return True, None
             return True, requires_grad if name == "requires_grad" else not requires_grad
         if function in DRAWN_LIKE and not self.random:
+            if self.both_ways is not None:
+                control.check_outside(function)
             return True, self._draw_like(function, args, kwargs)
         if function == torch.Tensor.__iter__:
             return True, iter(self.call(torch.Tensor.unbind, args, kwargs))
@@ -324,6 +421,7 @@ class CallRecorder(TorchFunctionMode):
 
     def refer(self, tensor: torch.Tensor) -> Value | Input | External:
         """Return the reference to a tensor, declaring it as an external when it is new."""
+        tensor = real_of(tensor)
         if isinstance(tensor, LazyTensor):
             if tensor._recording is self:
                 return Value(tensor._index)

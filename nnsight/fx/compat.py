@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 
 __all__ = [
@@ -17,7 +17,10 @@ __all__ = [
     "is_whole_call",
     "options_of_compiled",
     "resolve_backend",
+    "run_compiled_functions_as_written",
     "skip_code",
+    "watch_autograd_functions",
+    "why_it_ends",
 ]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
@@ -51,6 +54,15 @@ def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> boo
     context = torch._guards.TracingContext.try_get()
     traced: list[Any] = getattr(context, "traced_code", None) or []
     return reason is not None and not reason.graph_break and [code.co_name for code in traced[:1]] == [function_name]
+
+
+def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | None:
+    """Return why dynamo ended a graph before the function did, and the stack of the place, outermost first."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = str(reason.reason).strip().split("\n", 1)[0]
+    return "data-dependent branching" if text.startswith("generic_jump") else text, list(reason.user_stack)
 
 
 def forget_fixed_floats() -> None:
@@ -97,3 +109,31 @@ def _innermost_backend(callback: Any) -> Any:
             return callback
         callback = inner
     return callback
+
+
+def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
+    """Have functions that were compiled with ``torch.compile`` run as plain Python where ``when()`` holds.
+
+    ``torch.compiler.set_stance("force_eager")`` does the same for all threads.
+    """
+    otherwise = eval_frame._callback_from_stance
+
+    def callback_from_stance(callback: Any) -> Any:
+        if callback in (None, False) or not when():
+            return otherwise(callback)
+        counted = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+        if counted is not None:
+            counted(-1)  # with fullgraph=True it is an error that no frame is compiled, unless they are not counted
+        return None
+
+    eval_frame._callback_from_stance = callback_from_stance
+
+
+def watch_autograd_functions(watch: Callable[..., Any]) -> None:
+    """Have ``watch(apply, args, kwargs)`` called for each ``torch.autograd.Function`` that is applied."""
+    base: Any = torch.autograd.function._SingleLevelFunction
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return watch(super(base, cls).apply, args, kwargs)
+
+    base.apply = classmethod(apply)

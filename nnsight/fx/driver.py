@@ -15,22 +15,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
+import os
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..runtime.instrumentation import INTERCEPTED_CODE, INTERCEPTED_METHOD
 from ..runtime.interleaver import Interleaver, active_interleaver
-from ..runtime.report import Report
+from ..runtime.report import Break, Report
 from ..runtime.tracer import Driver
 from ..tree import ModuleTree
 from .blocks import mark_stretches
-from .compat import BackendCallable, is_whole_call, resolve_backend, skip_code
+from .compat import BackendCallable, is_whole_call, resolve_backend, skip_code, why_it_ends
 from .counters import counters
 from .graph import CapturedGraph
 from .journal import journal_of_run
@@ -52,6 +55,11 @@ _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=Non
 _routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", default=None)
 
 _numbers = itertools.count()
+
+logger = logging.getLogger("nnsight.fx")
+
+#: What dynamo goes through on its way into the modules of a model.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 #: What ``Module.__call__`` calls instead of the method, if it is set.
 _COMPILED_CALL = "_compiled_call_impl"
@@ -222,6 +230,9 @@ class _CaptureBackend:
         graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole)
         if regions is not None:
             mark_stretches(graph)
+        broken = _break_of(graph_module, graph)
+        if broken is not None:
+            logger.info("the model breaks the graph: %s", broken)
 
         def dispatch(*actual: Any) -> list[Any]:
             playback = playback_of_run.get()
@@ -231,9 +242,24 @@ class _CaptureBackend:
             if run is None or run.current is not None or not run.waited:
                 return run_plain(graph, actual)
             report = _report.get() or Report()
-            return Recording(graph, actual, run, report, fullgraph, journal_of_run.get()).walk()
+            outputs = Recording(graph, actual, run, report, fullgraph, journal_of_run.get()).walk()
+            if broken is not None and broken not in report.breaks[-1:]:  # dynamo may come to one place more than once
+                report.breaks.append(broken)
+            return outputs
 
         return dispatch
+
+
+def _break_of(graph_module: torch.fx.GraphModule, graph: CapturedGraph) -> Break | None:
+    """Return where and why dynamo broke the model behind a graph, if it did."""
+    found = why_it_ends(graph_module)
+    if found is None:
+        return None
+    reason, stack = found
+    inside = [frame for frame in stack if not frame.filename.startswith(_LIBRARIES)]
+    filename, line = (inside[-1].filename, inside[-1].lineno) if inside else ("", 0)
+    location = graph.taps[-1].location if graph.taps else "model"
+    return Break(location, f"the model breaks the graph ({reason})", filename, line)
 
 
 def _is_slow(

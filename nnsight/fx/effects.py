@@ -72,7 +72,7 @@ _EDITING = frozenset(
 _SHARING = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk lift _reshape_alias".split())
 
 #: Operators that may fail because of values, or whose fakes check their arguments less than they do themselves.
-_FAILING = frozenset(
+FAILING = frozenset(
     "bincount cholesky cholesky_inverse cholesky_solve cross_entropy embedding embedding_bag gather histc index index_add "
     "index_copy index_fill index_put index_reduce index_select inverse log_softmax logdet lu_solve masked_scatter "
     "masked_select multi_margin_loss multilabel_margin_loss nll_loss one_hot pinverse put repeat_interleave scatter "
@@ -134,7 +134,7 @@ def may_fail(node: torch.fx.Node) -> bool:
         return not is_basic_index(node.args[1])
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "").partition(".")[0]
-    return name in _FAILING or "linalg" in name
+    return name in FAILING or "linalg" in name
 
 
 def _without_randomness(node: torch.fx.Node, name: str) -> Kind:

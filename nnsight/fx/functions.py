@@ -61,6 +61,9 @@ TAKES_SCALAR_TENSORS = frozenset(
     "__gt__ __lt__ __ge__ __le__ __eq__ __ne__".split()
 )
 
+#: Types of functions that are compiled TorchScript: what they do on fakes would be remembered, and is not for real tensors.
+SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+
 PLAIN = (str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
 
 UNANSWERABLE = (
@@ -71,11 +74,19 @@ UNANSWERABLE = (
 )
 
 
+def is_own(function: Any) -> bool:
+    """Whether ``function`` is an operator that is not torch's, so that its answer on fakes may be wrong or missing."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function.namespace not in ("aten", "prims")
+    packet = isinstance(function, torch._ops.OpOverloadPacket)
+    return packet and function._qualified_op_name.partition("::")[0] not in ("aten", "prims")
+
+
 def edits_in_place(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_")
+    return name.partition(".")[0].endswith("_")  # of an operator, the name is followed by that of the overload
 
 
 def is_numpy_scalar(value: Any) -> bool:

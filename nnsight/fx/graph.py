@@ -18,8 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ..runtime.report import Break
 from .compat import BackendCallable
 from .program import State
+from .switches import Switched, switched_at
 from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
 
 if TYPE_CHECKING:
@@ -82,7 +84,9 @@ class CapturedGraph:
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
         identities: For each node that returns its argument itself, the argument. Backends lower such a call to a copy, and then
             an edit in place of the one would not be seen in the other, as it is in the eager model.
+        switched: What the graph has done to grad mode and autocast when it comes to a tap, where it has.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
+        cuts: The cuts that have been logged.
         start: The empty program.
         lock: Held while variants are made.
         fake_mode: Mode of all fakes that blocks see. It keeps state on itself, so its fakes are touched under
@@ -118,6 +122,7 @@ class CapturedGraph:
                 self._add_tap(node)
         self.locations = {made.location for made in self.taps}
         self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
+        self.switched: dict[torch.fx.Node, Switched] = switched_at(self.nodes, set(self.tap_number))
         self.symbols: list[tuple[int, Any]] = []
         for index, node in enumerate(self.placeholders):
             example = node.meta.get("example_value")
@@ -127,6 +132,7 @@ class CapturedGraph:
                 and all(example.node.expr != symbol for _, symbol in self.symbols)  # equal ones need not be one object
             ):
                 self.symbols.append((index, example.node.expr))
+        self.cuts: set[Break] = set()
         self.start = State()
         self.whole: Any = None  # the uncut graph as a piece, made by its first recording
         self.fake_mode = FakeTensorMode()

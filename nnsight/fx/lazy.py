@@ -3,15 +3,18 @@
 A :class:`LazyTensor` knows its fake (sizes, dtype and device are real Python values) and which value of the program it is. When the
 compiled graph has run, the object itself *becomes* the real tensor, by ``torch.utils.swap_tensors``: wherever the
 user has put it, in a list, a dict or an object, there is then an ordinary ``torch.Tensor``.
+
+Torch calls of a block reach the recording as the user writes them, through ``__torch_function__``. What torch does out of
+sight of that comes out one level below, as ATen operators in ``__torch_dispatch__``, and is recorded as
+such: the transforms of ``torch.func`` and ``torch.vmap``, which take a call apart in C++.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
-
-_SEED = torch.empty(0, device="meta")
 
 
 class LazyTensor(torch.Tensor):
@@ -21,11 +24,13 @@ class LazyTensor(torch.Tensor):
         _index: Number of the program's value it stands for.
         _fake: Fake tensor with its metadata.
         _recording: The recording it belongs to.
+        _real: What it stands for, where a transform of torch still holds on to the lazy tensor itself.
     """
 
     _index: int
     _fake: torch.Tensor
     _recording: Any
+    _real: torch.Tensor | None
 
     def __hash__(self) -> int:
         return id(self)  # stays the same when the object becomes a real tensor
@@ -37,7 +42,20 @@ class LazyTensor(torch.Tensor):
         """Let the recording of the first lazy argument handle the call; its mode is not active here."""
         for argument in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(argument, LazyTensor):
-                return argument._recording.call(function, args, kwargs or {})
+                recording = argument._recording
+                if torch._C._are_functorch_transforms_active():
+                    return recording.transformed(function, args, kwargs or {})
+                return recording.call(function, args, kwargs or {})
+        return NotImplemented
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record an operator that torch has made of a call."""
+        for argument in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(argument, LazyTensor):
+                return argument._recording.call_operator(function, args, kwargs or {})
         return NotImplemented
 
 
@@ -48,16 +66,29 @@ LazyTensor.__name__ = LazyTensor.__qualname__ = "Tensor"
 def make_lazy(index: int, fake: torch.Tensor, recording: Any) -> LazyTensor:
     """Return a lazy tensor for value ``index`` of ``recording``."""
     with torch._C.DisableTorchFunctionSubclass():
-        lazy = torch.Tensor._make_subclass(LazyTensor, _SEED)
-    lazy._index, lazy._fake, lazy._recording = index, fake, recording
+        lazy = torch.Tensor._make_wrapper_subclass(
+            LazyTensor, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device
+        )
+    lazy._index, lazy._fake, lazy._recording, lazy._real = index, fake, recording, None
     return lazy
 
 
-def become(lazy: LazyTensor, real: torch.Tensor) -> None:
-    """Turn ``lazy`` into ``real``. ``real`` must not be used by the caller afterwards."""
+def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
+    """Turn ``lazy`` into ``real``, which must not be used by the caller afterwards.
+
+    Returns:
+        Whether that was possible. Else something that torch keeps refers to the lazy tensor, which then has ``real`` inside.
+    """
     with torch._C.DisableTorchFunction():
-        lazy.__dict__.clear()
-        try:
-            torch.utils.swap_tensors(lazy, real)
-        except RuntimeError:  # something else refers to the tensor: share its memory and its gradient instead
-            torch.utils.swap_tensors(lazy, real.view_as(real))
+        attributes, lazy.__dict__ = lazy.__dict__, {}
+        for share in (False, True):  # if something else refers to the real tensor: share its memory and its gradient
+            with contextlib.suppress(RuntimeError):
+                torch.utils.swap_tensors(lazy, real.view_as(real) if share else real)
+                return True
+        lazy.__dict__ = {**attributes, "_real": real}
+        return False
+
+
+def real_of(tensor: Any) -> Any:
+    """Return what a lazy tensor stands for, if it is known, and anything else as it is."""
+    return tensor._real if isinstance(tensor, LazyTensor) and tensor._real is not None else tensor

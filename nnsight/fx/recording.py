@@ -32,13 +32,17 @@ from torch.utils import _pytree as pytree
 from ..runtime.errors import MissedProviderError, ReplacementShapeError, replacement_message, uncaptured_message
 from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException
+from ..runtime.modes import Modes
 from ..runtime.report import Break, Report
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
+from .compat import run_compiled_functions_as_written, watch_autograd_functions
+from .control import BothWaysImpossible
 from .counters import counters
+from .demands import instead_of, name_of
 from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
-from .lazy import LazyTensor, become
+from .lazy import LazyTensor, become, real_of
 from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .splice import Piece, as_argument
 from .stages import run_lowered, stage
@@ -117,6 +121,7 @@ class Recording(CallRecorder):
             self.tap = None
             run.check_replacement = run.check_location = None
             run.release()
+            self.settle()
             outputs = self.finish()
         except EarlyStopException:
             if self.tap is not None:  # compute what the blocks have seen, and nothing behind it
@@ -137,7 +142,14 @@ class Recording(CallRecorder):
         leaves = self._visit(tap)
         value = leaves[0] if tap.is_single else pytree.tree_unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
-        changed = self.run.handle(tap.location, value)
+        switched = self.graph.switched.get(tap.node)
+        if switched is None or not switched.entered:
+            changed = self.run.handle(tap.location, value)
+        else:
+            with switched.autocast():  # the block is called from inside, as it is in the eager model
+                self.modes_at_tap = Modes.now()
+                changed = self.run.handle(tap.location, value)
+            self.modes_at_tap = None
         if changed is not value or not tap.is_single:  # a container may have been filled anew
             self._write(tap, leaves, changed)
 
@@ -279,29 +291,40 @@ class Recording(CallRecorder):
     def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
         """Make values concrete and then call ``function`` on them."""
         assert self.tap is not None
+        if self.both_ways is not None:
+            raise BothWaysImpossible(reason or f"`{name_of(function)}` in one of its functions needs a value")
         if self.journal is not None:
             self.journal.spoil("a value is needed")
         pending = any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs)))
         at_start = self.graph.order[self.tap.node] == self.piece.start
         if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
-            name = getattr(function, "__name__", str(function))
-            self.cut(reason or f"`{name}` needs a concrete value")
+            name = name_of(function)
+            self.cut(reason or f"`{name}` needs a concrete value", instead_of(name))
+        if self.filled:
+            args, kwargs = pytree.tree_map(real_of, (args, kwargs))
         return function(*args, **kwargs)
 
-    def cut(self, reason: str) -> None:
-        """Run the graph up to the current tap; every lazy tensor becomes real."""
+    def cut(self, reason: str, instead: str) -> None:
+        """Run the graph up to the current tap; every lazy tensor becomes real.
+
+        Args:
+            reason: What needs a value.
+            instead: What a user can write that needs none.
+        """
         assert self.tap is not None
         filename, line = user_position()
         location = self.tap.location
         if self.fullgraph:
             raise GraphBreakError(
-                f"{filename}:{line}: {reason} at `{location}`, and this trace was compiled with fullgraph=True. Use tensor "
-                "operations such as `torch.where`, or compile without fullgraph to let the graph be cut here."
+                f"{filename}:{line}: {reason} at `{location}`, and this trace was compiled with fullgraph=True. Instead, use "
+                f"{instead}; or compile without fullgraph to let the graph be cut here."
             )
         cut = Break(location, reason, filename, line)
         self.report.breaks.append(cut)
         counters.add("breaks")
-        logger.info("graph cut: %s", cut)
+        if cut not in self.graph.cuts:
+            self.graph.cuts.add(cut)
+            logger.info("graph cut: %s", cut)
         stop = self.graph.order[self.tap.node]
         behind = Piece.of(self.graph, stop)
         behind = behind.without_duplicates([self._resolve(node) for node in behind.inputs])
@@ -326,7 +349,8 @@ class Recording(CallRecorder):
                 "Use it after that trace."
             )
         with suspended():  # the recording of the nested run
-            self.cut("a trace inside the block uses a tensor of this one")
+            reason = "a trace inside the block uses a tensor of this one"
+            self.cut(reason, "one trace behind the other, with `.save()` between them")
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -344,6 +368,14 @@ class Recording(CallRecorder):
         return outputs
 
     def _run_piece(self, stop: int, wanted: list[Any], cut: Break | None = None) -> tuple[tuple[int, ...], list[Any]]:
+        """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
+        if cut is None and self.modes.hold:
+            return self._run_in_modes(stop, wanted, cut)
+        # The block has switched some of them, or asks from a thread of its own, or in the middle of an operator.
+        with self.modes.entered():
+            return self._run_in_modes(stop, wanted, cut)
+
+    def _run_in_modes(self, stop: int, wanted: list[Any], cut: Break | None) -> tuple[tuple[int, ...], list[Any]]:
         """Run the graph from the piece's start to node number ``stop``.
 
         Args:
@@ -401,8 +433,10 @@ class Recording(CallRecorder):
             else:
                 for position in places[id(real)]:
                     computed[position] = lazy
-            become(lazy, real)
-            held.add(id(lazy))
+            if become(lazy, real):
+                held.add(id(lazy))
+            else:
+                self.filled.append(lazy)
 
     def _abandon(self) -> None:
         """Forget what was not computed: no name may come home bound to a tensor without a value."""
@@ -423,7 +457,7 @@ def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
     if not isinstance(mode, Recording):
         return contextlib.nullcontext()
     if any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves(values)):
-        mode.cut("a compiled model was called")
+        mode.cut("a compiled model was called", "one trace behind the other, with `.save()` between them")
     return mode.set_aside()
 
 
@@ -434,3 +468,16 @@ def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     if variant is None or lowered is None:
         return Recording(graph, inputs, Interleaver([]), Report(), False).finish()
     return variant.deliver(lowered.function(*inputs), inputs, ())
+
+
+def _is_recording() -> bool:
+    return any(isinstance(mode, Recording) for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def _watch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lazy = next((argument for argument in args if isinstance(argument, LazyTensor)), None)
+    return function(*args, **kwargs) if lazy is None else lazy._recording.apply(function, args, kwargs)
+
+
+run_compiled_functions_as_written(_is_recording)
+watch_autograd_functions(_watch)

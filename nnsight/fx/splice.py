@@ -40,6 +40,7 @@ from .program import (
     Visit,
     Write,
 )
+from .switches import Switched
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +162,7 @@ class _Splicer:
         self.graph = graph
         self.piece = piece
         self.stop = stop
+        self.grad = torch.is_grad_enabled()  # that of the graph
         self.new = torch.fx.Graph()
         self.env: dict[torch.fx.Node, Any] = {}
         self.values: list[Any] = []
@@ -178,6 +180,8 @@ class _Splicer:
 
     def run(self, results: Sequence[Result]) -> SplicedGraph:
         self._add_inputs(results)
+        start, last = self.graph.nodes[self.piece.start], self.graph.nodes[self.stop]
+        self._switched(start).enter(self.new, self.env, self.grad)
         for node in self.graph.nodes[self.piece.start : self.stop]:
             if self.skip_to is not None and node is not self.skip_to:
                 continue
@@ -186,9 +190,10 @@ class _Splicer:
                 self._at_tap(self.graph.tap_number[node])
             elif node.op not in ("placeholder", "output") and node not in self.passive:
                 self.env[node] = self.new.node_copy(node, self._captured)
-        stopped_at = self.graph.tap_number.get(self.graph.nodes[self.stop])
+        stopped_at = self.graph.tap_number.get(last)
         if stopped_at is not None:  # the graph was cut here, after these calls
             self._at_tap(stopped_at)
+            self._switched(last).leave(self.new, self.env, self.grad)
         returned = [
             self.values[result.index] if isinstance(result, Value) else self._captured(result) for result in results
         ]
@@ -232,6 +237,10 @@ class _Splicer:
             for step in steps:
                 needed.update(reference.index for reference in references(step.event) if isinstance(reference, Input))
         return needed
+
+    def _switched(self, node: torch.fx.Node) -> Switched:
+        """Return the modes that the captured graph has switched when it comes to ``node``, a tap."""
+        return self.graph.switched.get(node, Switched())
 
     def _captured(self, node: torch.fx.Node) -> Any:
         """Return the new node for a captured one; what a tap passes on is what it was given."""
@@ -280,8 +289,11 @@ class _Splicer:
     def _add_call(self, call: Call, step: Step) -> None:
         args = tuple(self._argument(argument) for argument in call.args)
         kwargs = {name: self._argument(argument) for name, argument in call.kwargs}
-        if call.grad is not None:
-            self._mark(self.new.call_function(torch._C._set_grad_enabled, (call.grad,)), step)
+        grad = self.grad if call.grad is None else call.grad
+        around = self._switched(self.graph.taps[step.position].node).grad
+        around = self.grad if around is None else around
+        if grad != around:
+            self._mark(self.new.call_function(torch._C._set_grad_enabled, (grad,)), step)
         if getattr(call.function, "__name__", "") in ("__getitem__", "__setitem__"):
             selected, rest = select_numbers(call.args[1], self._fake)
             for dimension, number in selected:
@@ -290,8 +302,8 @@ class _Splicer:
                 args = (view, Ellipsis if rest is None else self._argument(rest), *args[2:])
         node = _emit(self.new, call.function, args, kwargs)
         self._mark(node, step)
-        if call.grad is not None:
-            self._mark(self.new.call_function(torch._C._set_grad_enabled, (not call.grad,)), step)
+        if grad != around:
+            self._mark(self.new.call_function(torch._C._set_grad_enabled, (around,)), step)
         assert step.outcome is not None
         node.meta[REQUIRES_GRAD] = any(step.outcome.requires_grad) or step.outcome.gains_grad is not None
         self.fakes += step.outcome.fakes

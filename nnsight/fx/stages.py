@@ -48,14 +48,17 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
     """
     report.pieces.append(ran)
     function, filename = debug.dumped(report, ran)
+    grad = torch.is_grad_enabled()
     try:
         with torch._C.DisableTorchFunction():
             if not torch.autograd.profiler._is_profiler_enabled:
                 return list(function(*arguments))
             with stage("run"):
                 return list(function(*arguments))
-    except Exception as error:
-        note_position(error, ran.variant.spliced, filename)
+    except BaseException as error:
+        torch.set_grad_enabled(grad)  # the graph may have switched it
+        if isinstance(error, Exception):
+            note_position(error, ran.variant.spliced, filename)
         raise
 
 

@@ -28,6 +28,7 @@ from .errors import passed_message, replacement_message
 from .exchange import Exchange
 from .footing import on_footing
 from .mediator_surface import MediatorSurface
+from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
 from .surface import EarlyStopException, SkipException, split_requester
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Mediator(Exchange, MediatorSurface):
 
     __slots__ = (
         "_all_stop",
+        "_autocast",
         "_deferred",
         "_error",
         "_grad_enabled",
@@ -106,6 +108,7 @@ class Mediator(Exchange, MediatorSurface):
         self.loops = 0
         self.requests = 0
         self._visited: tuple[str, int] | None = None
+        self._autocast: Autocast | None = None  # in the block, where it is not that of the model
         self._grad_enabled: bool | None = None  # in the block; at first it is that of the model
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
@@ -196,7 +199,7 @@ class Mediator(Exchange, MediatorSurface):
         return self._greenlet is not None
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
-        """Let the block run until it waits or ends; ``switch`` goes to it. Each side has its own grad mode."""
+        """Let the block run until it waits or ends; ``switch`` goes to it. Each side has its own grad mode and autocast."""
         interleaver, worker = self.interleaver, self._greenlet
         assert interleaver is not None and worker is not None
         previous, interleaver.current = interleaver.current, self
@@ -206,10 +209,21 @@ class Mediator(Exchange, MediatorSurface):
         grad_enabled = torch.is_grad_enabled()
         if self._grad_enabled is not None and self._grad_enabled != grad_enabled:
             torch.set_grad_enabled(self._grad_enabled)
+        outer = None
+        if self._autocast is not None or torch._C._is_any_autocast_enabled():
+            outer = autocast_of_thread()
+            if self._autocast is not None:
+                set_autocast_of_thread(self._autocast)
         try:
             switch(*arguments)
         finally:
             interleaver.current = previous
+            if outer is not None or torch._C._is_any_autocast_enabled():
+                inner = autocast_of_thread()
+                outer = outer or tuple((kind, False, dtype) for kind, _, dtype in inner)
+                self._autocast = None if inner == outer else inner
+                if inner != outer:
+                    set_autocast_of_thread(outer)
             self._grad_enabled = torch.is_grad_enabled()
             if self._grad_enabled != grad_enabled:
                 torch.set_grad_enabled(grad_enabled)

@@ -14,13 +14,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Break:
-    """A point where a concrete value was needed, so the graph was cut there.
+    """A point where a concrete value was needed, so the graph was cut there, or where the model itself broke it.
 
     Attributes:
-        location: The location at which the block stood.
+        location: The location at which the block stood, or behind which the model broke the graph.
         reason: What needed the value.
-        filename: The user's file.
-        line: The user's line.
+        filename: The user's file, or the model's.
+        line: The line in it.
     """
 
     location: str
@@ -40,7 +40,7 @@ class Report:
         mode: ``"eager"`` or ``"compiled"``; empty until the model ran.
         graphs: Captured graphs that took part in the run.
         spliced: Locations the block read or wrote in those graphs, in order.
-        breaks: Where graphs were cut because a value was needed.
+        breaks: Where graphs were cut because a value was needed, and where the model broke them.
         recordings: Programs recorded anew; 0 when the run followed programs that were known.
         compiles: Graphs lowered anew during the run.
         replayed: Whether the block itself did not run, because its effects were known.

@@ -18,7 +18,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .passages import Passage, Place, put
-from .statements import CUTS, EDITS, EXPRESSIONS, MISTAKES, PARTS, READS
+from .statements import CUTS, EDITS, EXPRESSIONS, MISTAKES, PARTS, PLAIN_EDITS, PLAIN_EXPRESSIONS, READS
 
 Draw = Callable[[Any], Any]
 
@@ -66,6 +66,7 @@ class BlockPlan:
         gradients: Names of tensors whose gradient is read in a backward pass at the end, in forward order.
         scales: Whether these gradients are doubled on the way.
         cuts: Whether a statement may need a value.
+        plain: Whether it is straight code on values of the model and variables, so that it can be replayed.
     """
 
     actors: tuple[Actor, ...]
@@ -74,6 +75,7 @@ class BlockPlan:
     gradients: tuple[str, ...] = ()
     scales: bool = False
     cuts: bool = False
+    plain: bool = False
 
     @property
     def saved(self) -> list[str]:
@@ -90,8 +92,8 @@ class BlockPlan:
 class _Author:
     """Draws the statements of one actor."""
 
-    def __init__(self, draw: Draw, prefix: str, cutting: bool, noise: bool, may_save: bool) -> None:
-        self.may_save = may_save
+    def __init__(self, draw: Draw, prefix: str, cutting: bool, noise: bool, may_save: bool, plain: bool) -> None:
+        self.may_save, self.plain = may_save, plain
         self.draw, self.prefix, self.cutting = draw, prefix, cutting
         self.full: list[str] = ["w.noise"] if noise else []
         self.parts: list[str] = []
@@ -116,16 +118,18 @@ class _Author:
         return re.sub(r"\bN\b", new, found)
 
     def expression(self, here: str) -> str:
-        return self.fill(self.draw(st.sampled_from(EXPRESSIONS)), here)
+        return self.fill(self.draw(st.sampled_from(PLAIN_EXPRESSIONS if self.plain else EXPRESSIONS)), here)
 
     def statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
         kinds = ["read", "edit", "write", "new", "part", "fill", *(["cut"] if self.cutting else [])]
         kind = self.draw(st.sampled_from(kinds))
+        if kind == "read" and self.plain:
+            return [self.fill(self.draw(st.sampled_from(["N = T.save()", "N = (T * 2.0).save()"])), here, self.fresh("s"))]
         if kind == "read":
             line = self.fill(self.draw(st.sampled_from(READS)), here, self.fresh("s"))
             return [line if self.may_save else line.removesuffix(".save()")]
         if kind == "edit":
-            template = self.draw(st.sampled_from(EDITS))
+            template = self.draw(st.sampled_from(PLAIN_EDITS if self.plain else EDITS))
             if template.startswith("P ") and not self.parts:  # `h[:, 1:] += 1` would assign to an item of `h`
                 template = "T += 1.0"
             return [self.fill(template, here)]
@@ -135,7 +139,7 @@ class _Author:
             if kind == "fill" and "{**H" in place.rebuild and place.access.count("[") == 1 and ".input" not in value:
                 return [f"{place.access.replace('H', value)} = {self.expression(here)}"]
             made = self.fresh("n")
-            again = [f"w.kept.append({place.access.replace('H', 'AT')})"] if kind == "fill" else []
+            again = [f"w.kept.append({place.access.replace('H', 'AT')})"] if kind == "fill" and not self.plain else []
             filled = put(place.rebuild, made).replace("H", value)
             lines = [f"{made} = {self.expression(here)}", f"AT = {filled}", *again]
             self.full.append(made)
@@ -171,7 +175,8 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
         tensor = f"t{author.prefix}{number}"
         statements.append(f"{tensor} = {place.access.replace('H', value)}")
     if not passage.floating:
-        statements.append(draw(st.sampled_from([f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"])))
+        noted = [f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"]
+        statements.append(f"{author.fresh('s')} = {tensor}.clone().save()" if author.plain else draw(st.sampled_from(noted)))
         if draw(st.booleans()):
             filled = put(place.rebuild, f"{tensor}.flip(1)").replace("H", value)
             statements.append(f"AT = {filled}")
@@ -186,25 +191,27 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
 
 
 @st.composite
-def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool) -> BlockPlan:
-    """Draw a block for a model with these passages."""
-    form = draw(st.sampled_from(["trace", "trace", "trace", "invokes", "edit"]))
-    cutting = draw(st.sampled_from([False, False, True]))
+def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = True) -> BlockPlan:
+    """Draw a block for a model with these passages; ``skips`` is whether modules may be skipped."""
+    form = draw(st.sampled_from(["trace", "trace", "trace", "invokes", "edit", "plain"]))
+    plain = form == "plain"
+    cutting = draw(st.sampled_from([False, False, True])) and not plain
     if form == "invokes":
         kinds = draw(
             st.sampled_from([["invoke"], ["invoke", "invoke"], ["invoke", "all"], ["invoke", "all", "invoke"]])
         )
     else:
         kinds = ["edit", "trace"] if form == "edit" else ["trace"]
-    end = draw(st.sampled_from(["", "", "", "", "stop", "skip", "mistake", "gradient" if grad else ""]))
+    ends = ["", "", "", "", "stop", "skip" if skips else "", "mistake", "gradient" if grad else ""]
+    end = "" if plain else draw(st.sampled_from(ends))
     actors, cuts, gradients = [], False, []
     for position, kind in enumerate(kinds):
-        author = _Author(draw, "abc"[position], cutting and kind != "edit", kind == "trace", kind != "edit")
+        author = _Author(draw, "abc"[position], cutting and kind != "edit", kind == "trace", kind != "edit", plain)
         able = [
             number
             for number, passage in enumerate(passages)
             if (passage.first if passage.key == "input" else passage.places)
-            and (kind != "edit" or passage.occurrence == 0)
+            and (not (plain or kind == "edit") or passage.occurrence == 0)
         ]
         chosen = sorted(draw(st.lists(st.sampled_from(able), min_size=kind == "trace", max_size=4, unique=True)))
         segments: list[Segment] = []
@@ -230,10 +237,11 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool) -> BlockPlan:
     return BlockPlan(
         tuple(actors),
         stops=end == "stop" and kinds == ["trace"],
-        caches=kinds == ["trace"] and end == "" and draw(st.sampled_from([False, False, False, True])),
+        caches=kinds == ["trace"] and end == "" and not plain and draw(st.sampled_from([False, False, False, True])),
         gradients=tuple(gradients),
         scales=bool(gradients) and draw(st.booleans()),
         cuts=cuts or bool(gradients),
+        plain=plain,
     )
 
 

@@ -229,6 +229,52 @@ class Looks(torch.nn.Module):
         return x[:, :]
 
 
+class Disabled(torch.nn.Module):
+    """Is none of dynamo's business: it breaks the graph around itself, and runs as Python."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1.0
+
+
+@torch.compiler.disable
+def say(text: str) -> None:
+    print(text)
+
+
+class Says(torch.nn.Module):
+    """Breaks the graph in the middle, by a call that dynamo must not trace, and has a side effect there."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.last = torch.nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        say(f"model: {tuple(y.shape)}")
+        return self.last(y)
+
+
+class Chooses(torch.nn.Module):
+    """Goes one way or another by the values it has."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.other = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if y.detach().sum() > 0:
+            return self.other(y) * 0.5
+        return self.other(y) + 0.5
+
+
 class Net(torch.nn.Module):
     """Embedding (unless the input is hidden states), body and head; returns a tensor, a tuple or a dict."""
 
@@ -270,6 +316,13 @@ WRAPPERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "ops": Ops,
 }
 
+#: Parts that break the graph.
+BREAKING: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "disabled": Disabled,
+    "says": Says,
+    "chooses": Chooses,
+}
+
 specs = st.recursive(
     st.sampled_from([(name,) for name in LEAVES]),
     lambda children: st.one_of(
@@ -279,6 +332,27 @@ specs = st.recursive(
     ),
     max_leaves=5,
 )
+
+
+@st.composite
+def broken_specs(draw: Any) -> Spec:
+    """Draw a model with one part that breaks its graph, between others."""
+    small = st.recursive(
+        st.sampled_from([(name,) for name in LEAVES]),
+        lambda children: st.tuples(st.sampled_from(list(WRAPPERS)), children),
+        max_leaves=2,
+    )
+    breaking = (draw(st.sampled_from(list(BREAKING))), draw(small))
+    around = draw(st.sampled_from(["", "residual", "twice"]))
+    middle = (around, breaking) if around else breaking
+    parts = [*draw(st.lists(small, max_size=1)), middle, *draw(st.lists(small, max_size=1))]
+    return ("sequence", *parts)
+
+
+def is_broken(spec: Spec) -> bool:
+    """Whether the model breaks its graph."""
+    kind, *children = spec
+    return kind in BREAKING or any(is_broken(child) for child in children)
 
 
 def _part(spec: Spec, by_hand: bool) -> torch.nn.Module:
@@ -292,7 +366,7 @@ def _part(spec: Spec, by_hand: bool) -> torch.nn.Module:
         return Branch(*parts)
     if kind == "ops" and by_hand:
         return OpsByHand(*parts)
-    return WRAPPERS[kind](*parts)
+    return {**WRAPPERS, **BREAKING}[kind](*parts)
 
 
 def build(spec: Spec, ids: bool = False, returns: str = "tensor", by_hand: bool = False) -> Net:

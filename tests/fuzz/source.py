@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +35,19 @@ def _segment(segment: Segment, model: str) -> list[str]:
     return lines
 
 
-def _actor(actor: Actor, model: str, number: int) -> list[str]:
-    lines = [f"w.log.append('actor {number}')"]
+def _actor(actor: Actor, model: str, number: int, notes: bool = True) -> list[str]:
+    lines = [f"w.log.append('actor {number}')"] if notes else []
     for segment in actor.segments:
         lines += _segment(segment, model)
     return lines
+
+
+#: What of the world a block that can be replayed has in variables.
+OUTSIDE = ("vector", "matrix", "scalar", "noise", "total")
+
+
+def _plain(line: str) -> str:
+    return re.sub(rf"\bw\.({'|'.join(OUTSIDE)})\b", r"\1", line)
 
 
 def text_of(plan: BlockPlan) -> str:
@@ -52,17 +61,22 @@ def text_of(plan: BlockPlan) -> str:
         model = "edited"
     if actors[0][1].kind == "trace":
         number, actor = actors[0]
+        if plan.plain:
+            body.append(f"{', '.join(OUTSIDE)} = {', '.join(f'w.{name}' for name in OUTSIDE)}")
+            body.append(f"w.log.append('actor {number}')")
         body.append(f"with {model}.trace(inputs[0], **options) as tracer:")
         if plan.caches:
             body.append("    cache = tracer.cache(include_inputs=True)")
-        body += [f"    {line}" for line in _actor(actor, model, number)]
+        lines = _actor(actor, model, number, notes=not plan.plain)
+        body += [f"    {_plain(line) if plan.plain else line}" for line in lines]
         if plan.gradients:
             body += [f"    loss = total_of({model}.output)", "    with loss.backward():"]
             for name in reversed(plan.gradients):
                 body.append(f"        w.kept.append({name}.grad.clone())")
                 if plan.scales:
                     body.append(f"        {name}.grad = {name}.grad * 2.0")
-        body.append("    tracer.stop()" if plan.stops else "    out = tracer.result.save()")
+        result = f"{model}.output" if plan.plain else "tracer.result"  # which is none of a block that can be replayed
+        body.append("    tracer.stop()" if plan.stops else f"    out = {result}.save()")
     else:
         body.append(f"with {model}.trace(**options) as tracer:")
         row = 0

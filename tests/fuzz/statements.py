@@ -138,7 +138,26 @@ w.log.append(torch.equal(T, V))
 w.log.append((T.detach() > 0).tolist())
 w.log.append(bool(w.total.sum() > 0) if T is V else T.detach().numpy().shape)
 for _ in range(int((T > 0).sum()) % 3): T.add_(1.0)
+while T.detach().abs().sum() > 40.0: T.mul_(0.5); w.log.append("halved")
+if T.detach().norm() > 2.0: w.log.append("long"); T.div_(2.0)
+print("mean", round(T.detach().mean().item(), 2)); w.log.append("printed")
+print("shape", tuple(T.shape)); w.log.append(f"{T.detach()[0, 0, 0]:.2f}")
+w.log.append(round(torch.rand(()).item(), 4)); T += torch.rand_like(T); w.log.append(bool(T.detach().sum() > 0))
+assert T.detach().abs().sum() >= 0.0, "never"
+w.log.append(len(T.detach()[0, :, 0].nonzero())); T += 1.0
+N = T * 2.0 if torch.equal(T[:, 0], T[:, -1]) else T / 2.0
+with torch.no_grad(): w.log.append((T * 2.0).sum().item() > 0)
+w.kept.append(torch.func.grad(lambda x: (x**2).sum() if x.sum() > 0 else x.sum())(T.detach()))
 """.strip().splitlines()
+
+#: What a block that can be replayed for other rounds does not have: effects outside, and numbers that differ between rounds.
+_NOT_PLAIN = ("w.kept", "w.number", "w.probe", "with ", "list(")
+
+#: Edits in such a block.
+PLAIN_EDITS = [edit for edit in EDITS if not edit.startswith("w.") and not any(word in edit for word in _NOT_PLAIN)]
+
+#: Expressions in such a block.
+PLAIN_EXPRESSIONS = [found for found in EXPRESSIONS if not any(word in found for word in _NOT_PLAIN)]
 
 #: Mistakes.
 MISTAKES = """

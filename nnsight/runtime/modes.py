@@ -1,0 +1,101 @@
+"""The modes that torch keeps for each thread, and that decide what an operation does: grad mode, inference mode, autocast.
+
+A model and its blocks take turns on one thread, and each side has modes of its own: what a block switches on with
+``with torch.autocast(...)`` is for what the block computes, and not for the layers that the model runs before the block's next
+location.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: Device, whether autocast is on for it, and the dtype that it then has.
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def _kinds() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def autocast_of_thread() -> Autocast:
+    """Return the autocast of the current thread."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds())
+
+
+def set_autocast_of_thread(autocast: Autocast) -> None:
+    """Set the autocast of the current thread."""
+    for kind, enabled, dtype in autocast:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _autocast_now() -> tuple[Any, ...]:
+    """Return kind of device and dtype of each autocast that is on, and whether its cache is."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    enabled = [(kind, dtype) for kind, is_on, dtype in autocast_of_thread() if is_on]
+    return (torch.is_autocast_cache_enabled(), *enabled)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of a thread at one time.
+
+    Attributes:
+        grad: Whether gradients are enabled.
+        inference: Whether inference mode is on.
+        autocast: Whether autocast has its cache, then device and dtype of each that is on; empty if none is.
+        dispatch: The dispatch keys that are added to and left out of each call.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[Any, ...]
+    dispatch: tuple[Any, Any]
+
+    @staticmethod
+    def now() -> Modes:
+        """Return the modes of the current thread."""
+        dispatch = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast_now(), dispatch)
+
+    def keys(self) -> contextlib.AbstractContextManager[None]:
+        """Dispatch calls as in these modes, also inside of an operator, where torch leaves out what has been done before."""
+        return torch._C._ForceDispatchKeyGuard(*self.dispatch)
+
+    @property
+    def hold(self) -> bool:
+        """Whether the current thread has these modes."""
+        return (
+            torch.is_grad_enabled() == self.grad
+            and torch.is_inference_mode_enabled() == self.inference
+            and self.autocast_holds
+        )
+
+    @property
+    def autocast_holds(self) -> bool:
+        """Whether autocast of the current thread is as in these modes."""
+        if not self.autocast:
+            return not torch._C._is_any_autocast_enabled()
+        return _autocast_now() == self.autocast
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have these modes on the current thread."""
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled() != self.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if not self.autocast_holds:
+                for kind, _ in _autocast_now()[1:]:
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                for kind, dtype in self.autocast[1:]:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast[0]))
+            stack.enter_context(self.keys())
+            yield

@@ -1,0 +1,241 @@
+"""``torch.func``, ``torch.vmap`` and ``torch.where`` in a block stay in the graph, and may still ask for values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, fx
+
+from .conftest import Hooks
+
+X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+Log = list[Any]
+probe = torch.nn.Linear(4, 4)
+
+
+@pytest.fixture(scope="module")
+def model() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), compile={"backend": "eager"})
+
+
+def chosen(h: Any, log: Log) -> Any:
+    return torch.where(h.sum() > 0, h * 2, h * 3)
+
+
+def mapped(h: Any, log: Log) -> Any:
+    return torch.vmap(lambda row: row * row.sum())(h)
+
+
+def mapped_around_the_hidden_state(h: Any, log: Log) -> Any:
+    return torch.vmap(lambda row: row * h.mean() + row.argmax())(X) + h
+
+
+def mapped_in_place(h: Any, log: Log) -> Any:
+    def edited(row: Any) -> Any:
+        row[0] = 1.0
+        return row * 2
+
+    return torch.vmap(edited)(h.clone())
+
+
+def mapped_with_randomness(h: Any, log: Log) -> Any:
+    return torch.vmap(lambda row: row + torch.rand(4), randomness="different")(h) + torch.rand(4)
+
+
+def gradient(h: Any, log: Log) -> Any:
+    return torch.func.grad(lambda x: (x**3).sum())(h)
+
+
+def gradient_of_each_row(h: Any, log: Log) -> Any:
+    return torch.vmap(torch.func.grad(lambda row: (row**2).sum() * row[0]))(h)
+
+
+def gradient_of_parameters(h: Any, log: Log) -> Any:
+    parameters = {name: value.detach() for name, value in probe.named_parameters()}
+
+    def loss(parameters: Any) -> Any:
+        return (torch.func.functional_call(probe, parameters, (h,)) ** 2).sum()
+
+    return h @ torch.func.grad(loss)(parameters)["weight"]
+
+
+def gradient_by_autograd_within(h: Any, log: Log) -> Any:
+    value, pullback = torch.func.vjp(lambda x: x.exp(), h)
+    return value + pullback(torch.ones_like(h))[0]
+
+
+def tangent(h: Any, log: Log) -> Any:
+    return torch.func.jvp(lambda x: x**2, (h,), (torch.ones_like(h),))[1]
+
+
+def jacobians(h: Any, log: Log) -> Any:
+    def columns(x: Any) -> Any:
+        return (x**2).sum(0)
+
+    return h + torch.func.jacrev(columns)(h).sum() + torch.func.hessian(lambda x: (x**3).sum())(h[0]).sum()
+
+
+def logged_within(h: Any, log: Log) -> Any:
+    def loss(x: Any) -> Any:
+        log.append("loss")
+        return (x**2).sum()
+
+    return torch.func.grad(loss)(h)
+
+
+def branch_within(h: Any, log: Log) -> Any:
+    def loss(x: Any) -> Any:
+        log.append("loss")
+        return (x**2).sum() if x.sum() > -100 else x.sum()
+
+    return torch.func.grad(loss)(h) + h
+
+
+def value_of_another_tensor_within(h: Any, log: Log) -> Any:
+    doubled = h * 2
+    changed = torch.vmap(lambda row: row * doubled.sum().item() + doubled[0])(h)
+    changed = changed + doubled + h
+    log.append((type(doubled) is torch.Tensor, type(h) is torch.Tensor))
+    return changed
+
+
+#: What is transformed, and how often the graph is cut for it.
+TRANSFORMS: list[tuple[Callable[[Any, Log], Any], int]] = [
+    (chosen, 0), (mapped, 0), (mapped_around_the_hidden_state, 0), (mapped_in_place, 0), (mapped_with_randomness, 0),
+    (gradient, 0), (gradient_of_each_row, 0), (gradient_of_parameters, 0), (gradient_by_autograd_within, 0),
+    (tangent, 0), (jacobians, 0), (logged_within, 0), (branch_within, 1), (value_of_another_tensor_within, 1),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(("change", "cuts"), TRANSFORMS, ids=lambda item: getattr(item, "__name__", ""))
+def test_a_transform(model: NNsight, change: Callable[[Any, Log], Any], cuts: int, grad: bool) -> None:
+    module = model._module
+
+    def run(function: Callable[[Log], Any]) -> tuple[Any, Log]:
+        log: Log = []
+        module.zero_grad()
+        with torch.set_grad_enabled(grad), torch.random.fork_rng():
+            torch.manual_seed(0)
+            out = function(log)
+        if grad:
+            out.pow(2).sum().backward()
+        return (out.detach(), [parameter.grad for parameter in module.parameters()]), log
+
+    def traced(compile: bool, log: Log) -> Any:
+        nonlocal tracer
+        with model.trace(X, compile=compile) as tracer:
+            model[1].output = change(model[1].output, log)
+            out = model.output.save()
+        return out
+
+    tracer: Any = None
+    (out, gradients), log = run(lambda log: Hooks(module).output("1", lambda out: change(out, log))(X))
+    for compile in (False, True, True):
+        fx.counters.reset()
+        (found, its_gradients), its_log = run(lambda log: traced(compile, log))  # noqa: B023
+        torch.testing.assert_close(found, out, rtol=0.0, atol=0.0)
+        for one, other in zip(its_gradients, gradients, strict=True):
+            torch.testing.assert_close(one, other)
+        assert its_log == log
+    assert len(tracer.report.breaks) == cuts
+    assert fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"
+    assert not torch.equal(out, module(X))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_transforms_of_lowered_graphs(model: NNsight, backend: str) -> None:
+    lowered = NNsight(model._module, compile={"backend": backend, "fullgraph": True})
+    module = model._module
+    for change in (mapped, gradient_of_each_row, jacobians):
+        with torch.no_grad():
+            expected = module[2](change(module[1](module[0](X)), []))
+            for _ in range(2):
+                with lowered.trace(X):
+                    lowered[1].output = change(lowered[1].output, [])
+                    out = lowered.output.save()
+                torch.testing.assert_close(out, expected)
+
+
+# -- torch.cond and torch.while_loop -----------------------------------------------------------------------------------
+
+
+def both_ways(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > 0, lambda x: x * 2, lambda x: x * 3 + probe.bias.detach(), (h,))
+
+
+def with_closures(h: Any, log: Log) -> Any:
+    mean = h.mean()
+    return torch.cond(mean > 100, lambda: (h * 2, mean), lambda: (h * 3, mean + 1))[0]
+
+
+def nested(h: Any, log: Log) -> Any:
+    def inner(x: Any) -> Any:
+        return torch.cond(x[0, 0] > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    return torch.cond(h.sum() > 0, inner, lambda x: x * 3, (h,))
+
+
+def drawing(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > -100, lambda: h + torch.rand_like(h), lambda: h + 0.0) + torch.rand(4)
+
+
+def failing_if_not_chosen(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > -100, lambda: h * 2, lambda: h.gather(1, torch.full((3, 4), 99)))
+
+
+def demanding(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > -100, lambda: h * h.sum().item(), lambda: h * 2)
+
+
+def looping(h: Any, log: Log) -> Any:
+    from torch._higher_order_ops.while_loop import while_loop
+
+    return while_loop(lambda x: x.norm() > 0.5, lambda x: (x * 0.5,), (h,))[0]
+
+
+#: Blocks, what they do by hand, and why the graph is cut, if it is.
+CONTROL: list[tuple[Callable[[Any, Log], Any], Callable[[Any], Any], str]] = [
+    (both_ways, lambda h: h * 2 if h.sum() > 0 else h * 3 + probe.bias.detach(), ""),
+    (with_closures, lambda h: h * 3, ""),
+    (nested, lambda h: (h + 1 if h[0, 0] > 0 else h - 1) if h.sum() > 0 else h * 3, ""),
+    (drawing, lambda h: h + torch.rand_like(h) + torch.rand(4), "draws random numbers"),
+    (failing_if_not_chosen, lambda h: h * 2, "`gather` may fail"),
+    (demanding, lambda h: h * h.sum().item(), "`item` in one of its functions needs a value"),
+    (looping, lambda h: h * 0.5 ** next(n for n in range(99) if (h * 0.5**n).norm() <= 0.5), "`torch.while_loop`"),
+]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(("change", "by_hand", "reason"), CONTROL, ids=lambda item: getattr(item, "__name__", ""))
+def test_control_flow_of_torch(
+    model: NNsight, change: Callable[[Any, Log], Any], by_hand: Callable[[Any], Any], reason: str, grad: bool
+) -> None:
+    """In one graph where both ways can be computed; else cut, with the reason, and right."""
+    module = model._module
+    for x in (X, X * -3.0, X):
+        with torch.set_grad_enabled(grad), torch.random.fork_rng():
+            torch.manual_seed(0)
+            expected = Hooks(module).output("1", by_hand)(x)
+            for compile in (True, True):
+                fx.counters.reset()
+                torch.manual_seed(0)
+                with model.trace(x, compile=compile) as tracer:
+                    model[1].output = change(model[1].output, [])
+                    out = model.output.save()
+                torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
+                assert out.requires_grad == expected.requires_grad
+        reasons = [cut.reason for cut in tracer.report.breaks]
+        if grad:  # which of the reasons comes first is up to the operations
+            assert len(reasons) == 1 and ("gradients go through it" in reasons[0] or reason in reasons[0])
+        else:
+            assert len(reasons) == bool(reason) and all(reason in found for found in reasons)
+        assert fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"

@@ -57,8 +57,6 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
         if run is None or run.current is not None:  # another thread's run, or a call the block itself makes
             return call(*args, **kwargs)
         counts, waited = run.counts, run.waited
-        if not waited:  # the blocks have ended: nobody will ask for anything
-            return call(*args, **kwargs)
         if input_location in waited:
             args, kwargs = run.offer(run, input_location, (args, kwargs))
             skipped = run.take_skip(input_location) if run.skips else ()

@@ -21,6 +21,7 @@ import ast
 import copy
 import ctypes
 import dis
+import functools
 import inspect
 import linecache
 import sys
@@ -218,10 +219,16 @@ class Block:
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
         """Return the body as a function without arguments that works on ``scope``."""
-        own = zip(_OWN_NAMES, (scope, tracer, save_method, called, gradient_of[0]), strict=True)
-        fixed = {name: types.CellType(value) for name, value in own}
-        closure = tuple(fixed[name] if name in fixed else scope.cells[name] for name in self.code.co_freevars)
+        cell, cells = types.CellType, scope.cells
+        own = (scope, tracer, save_method, called, gradient_of[0])
+        closure = tuple([cell(own[item]) if isinstance(item, int) else cells[item] for item in self._closure])
         return types.FunctionType(self.code, module_globals, BLOCK_NAME, None, closure)
+
+    @functools.cached_property
+    def _closure(self) -> tuple[str | int, ...]:
+        """The free variables of the code: names, or positions in :data:`_OWN_NAMES`."""
+        own = {name: position for position, name in enumerate(_OWN_NAMES)}
+        return tuple(own.get(name, name) for name in self.code.co_freevars)
 
 
 def called(value: Any) -> Any:
@@ -255,9 +262,11 @@ def _forget_snapshot(frame: types.FrameType, variables: Any) -> None:
 
     A tensor the user deletes must not live on in it. The next look at ``f_locals`` fills it anew.
     """
-    if sys.version_info < (3, 13) and _is_function(frame):
+    if _HAS_SNAPSHOTS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         variables.clear()
 
+
+_HAS_SNAPSHOTS = sys.version_info < (3, 13)
 
 _blocks: dict[tuple[int, int], tuple[weakref.ref[types.CodeType], Block]] = {}
 

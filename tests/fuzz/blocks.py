@@ -22,6 +22,9 @@ from .statements import CUTS, EDITS, EXPRESSIONS, MISTAKES, PARTS, PLAIN_EDITS, 
 
 Draw = Callable[[Any], Any]
 
+#: An augmented assignment to a variable as a whole.
+_AUGMENTED = re.compile(r"\w+ [-+*/@]+= ")
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -185,7 +188,9 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
         statements.append(f"{tensor}.requires_grad_()")
         author.cuts = True
     for _ in range(draw(st.integers(1, 3))):
-        statements += author.statement(tensor, place, value, True)
+        drawn = author.statement(tensor, place, value, True)
+        # `h -= x` behind `h.requires_grad_()` makes `h` a tensor of the compiled graph again, which a gradient is refused for.
+        statements += [line for line in drawn if not (mark and _AUGMENTED.match(line))]
     author.full.append(tensor)
     return Segment(passage, value, inputs, tuple(statements)), tensor
 
@@ -218,7 +223,7 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
         last = position == len(kinds) - 1
         for order, number in enumerate(chosen):
             passage = passages[number]
-            mark = end == "gradient" and kinds == ["trace"] and passage.floating
+            mark = end == "gradient" and kinds == ["trace"] and passage.floating and passage.key == "output"
             segment, tensor = _segment(author, passage, order, mark)
             segments.append(segment)
             if mark and tensor:

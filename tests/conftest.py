@@ -14,17 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from torch.utils import _pytree as pytree
 
 import nnsight
 from nnsight import LanguageModel, NNsight, fx
-
-# Tests count what is compiled: code that an earlier process, or an earlier test, has left on disk must not be found.
-torch._inductor.config.fx_graph_cache = False
-torch._functorch.config.enable_autograd_cache = False
-
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell that runs the tests in the background

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 
 from nnsight import NNsight, fx
 
@@ -24,6 +26,13 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.relu(self.first(x)))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what is compiled: code that an earlier process has left on disk is not to be found."""
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
 
 
 @pytest.fixture(params=["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

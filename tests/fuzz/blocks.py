@@ -209,7 +209,7 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
         kinds = ["edit", "trace"] if form == "edit" else ["trace"]
     ends = ["", "", "", "", "stop", "skip" if skips else "", "mistake", "gradient" if grad else ""]
     end = "" if plain else draw(st.sampled_from(ends))
-    actors, cuts, gradients = [], False, []
+    actors, cuts, gradients, marked, at_inputs = [], False, [], False, False
     for position, kind in enumerate(kinds):
         author = _Author(draw, "abc"[position], cutting and kind != "edit", kind == "trace", kind != "edit", plain)
         able = [
@@ -223,10 +223,12 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
         last = position == len(kinds) - 1
         for order, number in enumerate(chosen):
             passage = passages[number]
-            mark = end == "gradient" and kinds == ["trace"] and passage.floating and passage.key == "output"
+            mark = end == "gradient" and kinds == ["trace"] and passage.floating
             segment, tensor = _segment(author, passage, order, mark)
             segments.append(segment)
             if mark and tensor:
+                marked = True
+                at_inputs = at_inputs or passage.key == "input"
                 gradients.append(tensor)
             if end == "skip" and kinds == ["trace"] and _can_skip(passages, number, segment):
                 segments[-1], after = _skipping(author, passages, number, segment, tensor)
@@ -239,13 +241,15 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
             segments[-1] = _mistaken(author, passages, chosen, segments[-1])
         actors.append(Actor(kind, tuple(segments)))
         cuts = cuts or author.cuts
+    if at_inputs:  # what flows into an input need not flow through this module
+        gradients = []
     return BlockPlan(
         tuple(actors),
         stops=end == "stop" and kinds == ["trace"],
         caches=kinds == ["trace"] and end == "" and not plain and draw(st.sampled_from([False, False, False, True])),
         gradients=tuple(gradients),
-        scales=bool(gradients) and draw(st.booleans()),
-        cuts=cuts or bool(gradients),
+        scales=marked and draw(st.booleans()) and bool(gradients),
+        cuts=cuts or marked,
         plain=plain,
     )
 

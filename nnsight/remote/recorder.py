@@ -17,7 +17,6 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -37,31 +35,34 @@ from ..fx.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits
 from ..modeling.generation import Generation
 from ..modeling.tracing import _names
 from ..runtime.carriers import is_carrier
-from ..runtime.fakes import Guesses
 from ..runtime.interleaver import Interleaver
-from ..runtime.mediator import EarlyStopException, Mediator
-from ..runtime.scanning import _OutsideFakeMode, fake_mode
+from ..runtime.scanning import fake_mode
 from ..runtime.tracer import InterleavingTracer
-from ..tracing.errors import user_position_now, user_position_of
+from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
 from .binding import Binding
 from .errors import NotExpressibleError
 from .fake_runs import FakeModel, generation_size, places_of, tensors_at
+from .listening import (
+    OBSERVERS,
+    TORCH,
+    Functions,
+    Operators,
+    Prepared,
+    RecordingInterleaver,
+    RecordingMediator,
+    position_of_block,
+)
 from .nodes import Node, why_not, write_argument
 from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
-from .replay import references_of
-from .trees import references, write_tree
+from .pruning import pruned
+from .trees import write_tree
 from .validation import device_of
-
-_TORCH = torch.__file__.rsplit("/", 1)[0]
 
 _GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
-
-#: Where the block stands for which something is written down while the model runs.
-_position: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
 
 #: Index types of scalar tensors that index as the integer in them does.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -221,11 +222,11 @@ class Recorder:
         with torch.no_grad(), quiet_fakes, self.mode:
             self.model = FakeModel(modules, self.mode, torch.device("cpu") if device.type == "meta" else device)
             self._weights.update(self.model.by_name)
-            tracer._call = (drive, _Prepared(model), args, kwargs)
-            tracer.make_mediator = lambda *given, **named: _RecordingMediator(self, *given, **named)
-            tracer.make_interleaver = lambda *given, **named: _RecordingInterleaver(self, *given, **named)
+            tracer._call = (drive, Prepared(model), args, kwargs)
+            tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
+            tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             try:
-                with _Operators(self), _Functions(self):
+                with Operators(self), Functions(self):
                     InterleavingTracer.execute(tracer, function)
             finally:
                 del tracer.make_mediator, tracer.make_interleaver
@@ -234,7 +235,7 @@ class Recorder:
         last = len(numbers)
         run = len(self.runs) - 1
         for node in self.nodes:
-            if node["run"] == run and node["block"] == _OBSERVERS:
+            if node["run"] == run and node["block"] == OBSERVERS:
                 node["block"] = last
         self.runs[-1]["blocks"] = last + 1
 
@@ -265,7 +266,7 @@ class Recorder:
     def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
         """Return the job that gives ``values`` back."""
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
-        job, numbers = _pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
+        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
         references = {
             id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
         }
@@ -338,7 +339,7 @@ class Recorder:
 
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
         """Append a node to the block whose turn it is; return its number."""
-        line = (_position.get() or user_position_now(skip=_TORCH))[1]
+        line = (position_of_block.get() or user_position_now(skip=TORCH))[1]
         number = len(self.nodes)
         self.nodes.append(
             {"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})}
@@ -676,10 +677,6 @@ class Recorder:
         )
 
 
-#: Number of the block of caches while a run is recorded: it is the last one.
-_OBSERVERS = 10**9
-
-
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of the memory that a tensor reaches, and the one behind the last."""
     with torch._C.DisableTorchFunction():
@@ -689,7 +686,7 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _here(message: str) -> str:
-    filename, line = _position.get() or user_position_now(skip=_TORCH)
+    filename, line = position_of_block.get() or user_position_now(skip=TORCH)
     return f"{filename}:{line}: {message}"
 
 
@@ -737,162 +734,3 @@ def _index(index: Any) -> Any:
         with _disable_current_modes():
             return int(index)
     return index
-
-
-def _pruned(
-    runs: list[dict[str, Any]],
-    nodes: list[Node],
-    roots: list[int],
-    trees: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-) -> tuple[Job, dict[int, int]]:
-    """Return a job without the nodes that nobody needs, and the new number of each node that is left.
-
-    A node is needed if it has an effect on the run, if a needed one uses it, or if it edits memory that a needed one uses.
-    """
-    edits: dict[int, list[int]] = {}
-    for number, node in enumerate(nodes):
-        if node["do"] == "op" and is_in_place(node["name"]):
-            edits.setdefault(roots[number], []).append(number)
-    needed: set[int] = set()
-    pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop")]
-    pending += [number for tree in trees.values() for number, _ in references(tree)]
-    while pending:
-        number = pending.pop()
-        if number in needed:
-            continue
-        needed.add(number)
-        pending += references_of(nodes[number])
-        pending += edits.get(roots[number], [])
-    numbers = {old: new for new, old in enumerate(sorted(needed))}
-    kept = [
-        _renumbered({key: value for key, value in nodes[old].items() if key != "shares"}, numbers)
-        for old in sorted(needed)
-    ]
-    used = {node["tensor"] for node in kept if node["do"] == "const"}
-    job = Job(runs, kept, {name: _renumbered(tree, numbers) for name, tree in trees.items()}, {})
-    job.tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("i") or name in used}
-    return job, numbers
-
-
-def _renumbered(value: Any, numbers: dict[int, int]) -> Any:
-    if type(value) is list:
-        return [_renumbered(item, numbers) for item in value]
-    if type(value) is not dict:
-        return value
-    if type(ref := value.get("ref")) is list and len(value) == 1:
-        return {"ref": [numbers[ref[0]], ref[1]]}
-    return {key: _renumbered(item, numbers) for key, item in value.items()}
-
-
-# -- the machinery of runs, listening --------------------------------------------------------------------------------
-
-
-class _Prepared(_OutsideFakeMode):
-    """Prepares inputs without modes, and knows how a generation is called."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        if hasattr(model, "_call_on"):
-            self._call_on = model._call_on
-
-
-class _RecordingInterleaver(Interleaver):
-    """A run whose blocks are written down."""
-
-    __slots__ = ()
-
-    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.recorder = recorder
-
-    def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
-        recorder, group = self.recorder, (mediator or self.current).batch_group  # type: ignore[union-attr]
-
-        def seen(value: Any) -> None:
-            assert self.at is not None
-            site, at = self.at
-            before, recorder.block = recorder.block, _OBSERVERS
-            try:
-                visit = recorder.begin_visit(None, site, at, value)
-                observer(value if group is None else group.narrow(value, site, at))
-                recorder.end_visit(visit, value)
-            finally:
-                recorder.block = before
-
-        whole: Any = types.SimpleNamespace(batch_group=None)
-        super().observe(location, seen, whole)
-
-
-class _RecordingMediator(Mediator):
-    """A block that is written down."""
-
-    __slots__ = ("_position", "_recorder")
-
-    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._recorder = recorder
-        recorder._keep.append(self)
-        recorder.number_of(self)
-
-    def visit(self, location: str, occurrence: int, value: Any) -> Any:
-        assert self._greenlet is not None
-        recorder = self._recorder
-        before, recorder.block = recorder.block, recorder.number_of(self)
-        self._position = user_position_of(self._greenlet.gr_frame, skip=_TORCH)
-        token = _position.set(self._position)
-        try:
-            visit = recorder.begin_visit(self, location, occurrence, value)
-            left = super().visit(location, occurrence, value)
-            _position.set(self._position)
-            recorder.end_visit(visit, left)
-        finally:
-            recorder.block = before
-            _position.reset(token)
-        return left
-
-    def swap(self, location: str, value: Any) -> None:
-        super().swap(location, value)
-        self._position = user_position_now(skip=_TORCH)
-
-    def skip(self, location: str, value: Any) -> None:
-        super().skip(location, value)
-        assert self._location is not None
-        self._recorder.skip(self._location, self._occurrence, value, bool(self.loops))
-
-    def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
-        recorder = self._recorder
-        before, recorder.block = recorder.block, recorder.number_of(self)
-        try:
-            super()._turn(switch, *arguments)
-        except EarlyStopException:
-            recorder.emit("stop")
-            raise
-        finally:
-            recorder.block = before
-
-
-class _Functions(TorchFunctionMode):
-    """Shows the torch functions that blocks call to the recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._recorder.listens:
-            return function(*args, **(kwargs or {}))
-        return self._recorder.function(function, args, kwargs or {})
-
-
-class _Operators(Guesses):
-    """Shows the torch operators that blocks come down to to the recorder, and answers where the model asks for values."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._recorder.listens:
-            return super().__torch_dispatch__(operator, types, args, kwargs)
-        return self._recorder.operator(operator, args, kwargs or {})

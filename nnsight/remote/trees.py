@@ -142,27 +142,28 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 def references(tree: Tree) -> Iterator[tuple[int, int]]:
     """Yield the node and output of each reference in a checked tree."""
-    for kind, content in _leaves(tree):
+    for kind, content in leaves(tree):
         if kind == "ref":
             yield content[0], content[1]
 
 
 def tensor_names(tree: Tree) -> Iterator[str]:
     """Yield the name of each tensor of the container that a checked tree mentions."""
-    for kind, content in _leaves(tree):
+    for kind, content in leaves(tree):
         if kind == "tensor":
             yield content
 
 
-def _leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield kind and content of each leaf of a checked tree that is written as an object."""
     if type(tree) is dict:
         ((kind, content),) = tree.items()
         if kind in ("list", "tuple"):
             for item in content:
-                yield from _leaves(item)
+                yield from leaves(item)
         elif kind == "dict":
             for _, item in content:
-                yield from _leaves(item)
+                yield from leaves(item)
         else:
             yield kind, content
 

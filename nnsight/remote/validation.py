@@ -16,7 +16,6 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from .limits import Limits
 from .nodes import Node
 from .payload import Job, encode
 from .replay import CONSTANT, Replay
-from .trees import ABSENT, read_tree
+from .trees import ABSENT, leaves, read_tree
 
 if TYPE_CHECKING:
     from ..tree import ModuleTree
@@ -192,7 +191,7 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
     if run["call"] == "generate":
         if not hasattr(model, "generate") or not hasattr(model._module, "generate"):
             raise InvalidProgramError(f"A {type(model).__name__} does not generate.")
-        options = {name: value for name, value in kwargs.items() if name in GENERATION or not _has_tensors(value)}
+        options = {name: value for name, value in kwargs.items() if name in GENERATION or not _has(value, "tensor")}
         for name, value in options.items():
             kinds = GENERATION.get(name)
             listed = type(value) is dict and set(value) == {"list"} and list in (kinds or ())
@@ -202,7 +201,7 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
             if name in options and options[name] is not None and not 1 <= options[name] <= limits.new_tokens:
                 raise InvalidProgramError(f"`{name}` of a generation is not between 1 and {limits.new_tokens}.")
         return
-    if any(_has_text(tree) for tree in (run["args"], run["kwargs"])):
+    if any(_has(tree, "str") for tree in (run["args"], run["kwargs"])):
         raise InvalidProgramError(
             "The inputs of a run are tensors and numbers; text is turned into tokens by the client."
         )
@@ -213,24 +212,9 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
         raise InvalidProgramError(f"`{min(unknown)}` is no argument of {type(model._module).__name__}.")
 
 
-def _has_tensors(tree: Any) -> bool:
-    return "tensor" in _kinds(tree)
-
-
-def _has_text(tree: Any) -> bool:
-    return "str" in _kinds(tree)
-
-
-def _kinds(tree: Any) -> Iterator[str]:
-    if type(tree) is dict:
-        ((kind, content),) = tree.items()
-        yield kind
-        if kind in ("list", "tuple"):
-            for item in content:
-                yield from _kinds(item)
-        elif kind == "dict":
-            for _, item in content:
-                yield from _kinds(item)
+def _has(tree: Any, kind: str) -> bool:
+    """Whether a checked tree has a leaf of this kind."""
+    return any(found == kind for found, _ in leaves(tree))
 
 
 def inputs_of(

@@ -1,0 +1,59 @@
+"""What of a recorded block has to be sent: the nodes that have an effect, or that a saved value needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .nodes import Node
+from .operators import is_in_place
+from .payload import Job
+from .replay import references_of
+from .trees import references
+
+
+def pruned(
+    runs: list[dict[str, Any]],
+    nodes: list[Node],
+    roots: list[int],
+    trees: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+) -> tuple[Job, dict[int, int]]:
+    """Return a job without the nodes that nobody needs, and the new number of each node that is left.
+
+    A node is needed if it has an effect on the run, if a needed one uses it, or if it edits memory that a needed one uses.
+    """
+    edits: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        if node["do"] == "op" and is_in_place(node["name"]):
+            edits.setdefault(roots[number], []).append(number)
+    needed: set[int] = set()
+    pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop")]
+    pending += [number for tree in trees.values() for number, _ in references(tree)]
+    while pending:
+        number = pending.pop()
+        if number in needed:
+            continue
+        needed.add(number)
+        pending += references_of(nodes[number])
+        pending += edits.get(roots[number], [])
+    numbers = {old: new for new, old in enumerate(sorted(needed))}
+    kept = [
+        _renumbered({key: value for key, value in nodes[old].items() if key != "shares"}, numbers)
+        for old in sorted(needed)
+    ]
+    used = {node["tensor"] for node in kept if node["do"] == "const"}
+    job = Job(runs, kept, {name: _renumbered(tree, numbers) for name, tree in trees.items()}, {})
+    job.tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("i") or name in used}
+    return job, numbers
+
+
+def _renumbered(value: Any, numbers: dict[int, int]) -> Any:
+    if type(value) is list:
+        return [_renumbered(item, numbers) for item in value]
+    if type(value) is not dict:
+        return value
+    if type(ref := value.get("ref")) is list and len(value) == 1:
+        return {"ref": [numbers[ref[0]], ref[1]]}
+    return {key: _renumbered(item, numbers) for key, item in value.items()}

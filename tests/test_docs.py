@@ -795,6 +795,12 @@ class CompiledMistakes(Mistakes):
         nnsight.fx.wait()
         raise failed[0]
 
+    def gradient_of_one_graph(self) -> None:
+        with self.trace(self.x):
+            hidden, out = self.model[0].output.save(), self.model.output.save()
+        with (hidden.sum() + out.sum()).backward():
+            hidden.grad  # noqa: B018
+
     def wrong_structure(self) -> None:
         with self.trace(self.x):
             self.model[0].output = (self.model[0].output,)
@@ -885,6 +891,7 @@ RAISED_BY: dict[str, str] = {
     "none can change its size": "other_size_in_cache",
     "does not require one was read": "gradient_of_none",
     "does not flow through": "gradient_elsewhere",
+    "of this tensor cannot be told": "gradient_of_one_graph",
     "in a backwards tracer": "output_in_backward",
     "A gradient was replaced by a": "gradient_by_number",
     "A gradient was replaced by one": "gradient_by_another_shape",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import traceback
@@ -88,6 +89,142 @@ def test_gradients_of_several_layers(backend: str | None) -> None:
     torch.testing.assert_close(of_first, expected["first"])
     assert of_first.abs().sum() > 0
     assert_parameters(model, expected)
+
+
+@modes
+def test_gradients_without_a_word_before(backend: str | None) -> None:
+    """A backward pass in the block shows autograd all tensors that the block still holds."""
+    model = make(backend)
+    for _ in range(2):
+        model._module.zero_grad()
+        with model.trace(X) as tracer:
+            first, norm = model.first.output, model.norm.output
+            loss = model.output.pow(2).sum()
+            with loss.backward():
+                of_norm = norm.grad.clone().save()
+                of_first = first.grad.clone().save()
+        expected = by_hand()
+        torch.testing.assert_close(of_norm, expected["norm"])
+        torch.testing.assert_close(of_first, expected["first"])
+        assert_parameters(model, expected)
+    if backend is not None:
+        assert len(tracer.report.breaks) == 1
+        assert tracer.report.compiles == 0, "the second run finds the parts of the first"
+
+
+class Shared(torch.nn.Module):
+    """Several modules take one tensor; what the last of them takes is asked for when the others have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = torch.nn.Linear(6, 6)
+        self.early = torch.nn.Linear(6, 6)
+        self.same = torch.nn.Identity()
+        self.late = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.make(x)
+        early = self.early(made).tanh()
+        return early * self.late(self.same(made)) + made
+
+
+def shared(backend: str | None) -> tuple[NNsight, Any]:
+    """Return the model, and a function from an edit of the shared tensor to what its gradient is by hand."""
+    torch.manual_seed(0)
+    module = Shared()
+
+    def by_autograd(edit: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        made = module.make(X)
+        early = module.early(made).tanh()
+        seen = edit(made)
+        loss = (early * module.late(seen) + seen).pow(2).sum()
+        return torch.autograd.grad(loss, seen)[0]
+
+    return NNsight(module, compile=False if backend is None else {"backend": backend}), by_autograd
+
+
+backends = pytest.mark.parametrize("backend", [None, "eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+
+
+@backends
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_input_that_modules_took_before(backend: str | None, announced: bool) -> None:
+    model, by_autograd = shared(backend)
+    with model.trace(X):
+        seen = model.late.input
+        if announced:
+            seen.requires_grad_()
+        with model.output.pow(2).sum().backward():
+            found = seen.grad.clone().save()
+    torch.testing.assert_close(found, by_autograd(lambda made: made))
+
+
+@backends
+def test_an_output_that_is_the_input(backend: str | None) -> None:
+    model, by_autograd = shared(backend)
+    with model.trace(X):
+        seen = model.same.output.requires_grad_()
+        with model.output.pow(2).sum().backward():
+            found = seen.grad.clone().save()
+    torch.testing.assert_close(found, by_autograd(lambda made: made))
+
+
+@backends
+def test_a_gradient_that_is_replaced_flows_on_to_all(backend: str | None) -> None:
+    model, _ = shared(backend)
+    with model.trace(X):
+        seen = model.late.input.requires_grad_()
+        with model.output.pow(2).sum().backward():
+            seen.grad = torch.ones(2, 6)
+    (expected,) = torch.autograd.grad(model._module.make(X).sum(), model._module.make.weight)
+    torch.testing.assert_close(model._module.make.weight.grad, expected)
+
+
+@backends
+def test_an_augmented_assignment_behind_requires_grad(backend: str | None) -> None:
+    model, _ = shared(backend)
+    with model.trace(X):
+        made = model.make.output
+        made.requires_grad_()
+        made *= 2.0
+        with model.output.pow(2).sum().backward():
+            found = made.grad.clone().save()
+    module = model._module
+    made = module.make(X) * 2.0
+    loss = (module.early(made).tanh() * module.late(made) + made).pow(2).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(loss, made)[0])
+
+
+@backends
+def test_an_edit_in_place_before_the_backward_pass(backend: str | None) -> None:
+    model, _ = shared(backend)
+    with model.trace(X):
+        made = model.make.output
+        made[:, 1:3] = made[:, 1:3] * 3.0
+        part = made[:, :2]
+        with model.output.pow(2).sum().backward():
+            found = made.grad.clone().save()
+    module = model._module
+    made = module.make(X)
+    made = torch.cat([made[:, :1], made[:, 1:3] * 3.0, made[:, 3:]], 1)
+    loss = (module.early(made).tanh() * module.late(made) + made).pow(2).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(loss, made)[0])
+
+
+@backends
+def test_a_cut_that_knew_of_no_gradient(backend: str | None) -> None:
+    """Printing a value cuts the graph; what has gone into one piece by then, autograd cannot tell apart."""
+    model, by_autograd = shared(backend)
+    expected = by_autograd(lambda made: made)
+    error = contextlib.nullcontext() if backend is None else pytest.raises(ValueError, match="cannot be told")
+    with error:
+        with model.trace(X):
+            made = model.make.output
+            late = model.late.output
+            print(float(late.detach().sum()))
+            with model.output.pow(2).sum().backward():
+                found = made.grad.clone().save()
+        torch.testing.assert_close(found, expected)
 
 
 @real_graph
@@ -433,14 +570,15 @@ def test_a_tensor_of_a_trace_without_gradients() -> None:
             hidden.grad.save()
 
 
-def test_two_results_of_one_compiled_graph_need_requires_grad() -> None:
+def test_results_of_one_compiled_graph_outside_of_the_trace() -> None:
+    """A trace that knows nothing of a backward pass is one graph, in which autograd sees no tensor but its results."""
     model = make("aot_eager")
-    with pytest.raises(ValueError, match=r"results of one compiled graph.*requires_grad_\(\)") as raised:
-        with model.trace(X):
-            first = model.first.output.save()
-            loss = model.output.sum()
-            with loss.backward():
-                first.grad.save()
+    with model.trace(X):
+        first = model.first.output.save()
+        out = model.output.save()
+    with pytest.raises(ValueError, match=r"cannot be told.*requires_grad_\(\)") as raised:
+        with (out.sum() + first.sum()).backward():  # the gradient of the second part alone would be wrong
+            first.grad.save()
     assert lines_of(raised.value) == (__file__, "first.grad.save()")
     assert_clean(model, first)
     with model.trace(X):  # and the model still works
@@ -448,6 +586,18 @@ def test_two_results_of_one_compiled_graph_need_requires_grad() -> None:
         with model.output.pow(2).sum().backward():
             found = first.grad.clone().save()
     torch.testing.assert_close(found, by_hand()["first"])
+
+
+def test_a_replayed_trace_refuses_the_same() -> None:
+    model = make("aot_eager")
+    for turn in range(3):
+        with model.trace(X) as tracer:
+            first = model.first.output.save()
+            out = model.output.save()
+        assert tracer.report.replayed == (turn > 0)
+        with pytest.raises(ValueError, match="cannot be told"):
+            with out.sum().backward():
+                first.grad.save()
 
 
 def test_a_tensor_the_loss_does_not_depend_on() -> None:

@@ -12,6 +12,9 @@ _SELECT = "a result of a fixed size: `torch.where(mask, x, 0)`, `masked_fill`, `
 _COMPARED = "`(a == b).all()` or `torch.isclose(a, b).all()`, which stay tensors"
 _AFTERWARDS = "`.save()`, and do this behind the block"
 
+#: What is called on a tensor before its gradient is asked for, or on a loss.
+ABOUT_BACKWARD = frozenset("backward register_hook retain_grad requires_grad_ grad_fn computed".split())
+
 #: What does the same without a value, by the name of what needs one.
 _INSTEAD = {
     **dict.fromkeys(("__bool__", "is_nonzero", "__contains__"), _BRANCH),
@@ -21,11 +24,11 @@ _INSTEAD = {
     **dict.fromkeys("__getitem__ nonzero masked_select unique unique_consecutive repeat_interleave where".split(), _SELECT),
     **dict.fromkeys("equal allclose".split(), _COMPARED),
     **dict.fromkeys("__deepcopy__ __reduce_ex__".split(), "`.clone()`, or " + _AFTERWARDS),
-    **dict.fromkeys("backward register_hook retain_grad requires_grad_ grad_fn".split(), "`with loss.backward():`"),
+    **dict.fromkeys(ABOUT_BACKWARD, "`with loss.backward():`"),
 }
 
-#: Operators behind methods, as they come from inside a transform of ``torch.func``.
-_METHODS = {"_local_scalar_dense": "item"}
+#: Functions behind methods: operators that come from inside a transform of ``torch.func``, and what a backward pass begins with.
+_METHODS = {"_local_scalar_dense": "item", "computed": "backward"}
 
 
 def name_of(function: Any) -> str:

@@ -284,7 +284,7 @@ class Memory:
             if node.op in ("placeholder", "get_attr"):
                 self._join(node, "inputs")
             elif node.op != "output" and kind_of(node) is not Kind.NEW:
-                for argument in _written(node):
+                for argument in written(node):
                     self._join(node, argument)
         self.order = {node: number for number, node in enumerate(graph.nodes)}
 
@@ -318,8 +318,8 @@ def writes_to_inputs(graph: torch.fx.Graph) -> bool:
     """Whether a graph may write to memory that it is given."""
     memory = Memory(graph)
     given = memory.of_inputs()
-    written = (source for node in effects(graph) if node.op != "output" for source in _written(node))
-    return any(memory.group(source) is given for source in written)
+    sources = (source for node in effects(graph) if node.op != "output" for source in written(node))
+    return any(memory.group(source) is given for source in sources)
 
 
 #: Operators that write to their first argument, and what they return shares memory with nothing else.
@@ -329,7 +329,7 @@ _WRITING = frozenset(
 )
 
 
-def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
+def written(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the arguments that a call with effects may write to, and whose memory its result may share."""
     name = node.target if isinstance(node.target, str) else ""
     method = node.op == "call_method" and name.endswith("_") and not name.endswith("__") and name != "set_"

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..runtime import gradients
+
 
 class LazyTensor(torch.Tensor):
     """A tensor whose value is not computed yet.
@@ -84,6 +86,8 @@ def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
         for share in (False, True):  # if something else refers to the real tensor: share its memory and its gradient
             with contextlib.suppress(RuntimeError):
                 torch.utils.swap_tensors(lazy, real.view_as(real) if share else real)
+                if share and real.requires_grad:
+                    gradients.stand_for(lazy, real)
                 return True
         lazy.__dict__ = {**attributes, "_real": real}
         return False

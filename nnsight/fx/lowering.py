@@ -40,6 +40,7 @@ class Lowered:
         symbols: The symbols, in the order of the sizes passed to :meth:`accepts`.
         compiles: How many graphs a backend compiled for it.
         sharing: Which of its inputs share memory that it writes to, see :func:`sharing_of`.
+        partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.borders.partial_results`.
     """
 
     function: Callable[..., Any]
@@ -47,6 +48,7 @@ class Lowered:
     symbols: tuple[Any, ...]
     compiles: int = 1
     sharing: tuple[int, ...] = ()
+    partial: frozenset[int] = frozenset()
 
     def accepts(self, binding: tuple[int | float, ...]) -> bool:
         """Whether the graph is valid for these values of the symbols."""
@@ -65,6 +67,15 @@ def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
     first: dict[int, int] = {}
     found = tuple(first.setdefault(storage, position) for position, storage in enumerate(storages))
     return found if len(first) < len(found) else ()
+
+
+def wanting_grad(fake: torch.Tensor, is_leaf: bool) -> torch.Tensor:
+    """Let autograd follow ``fake``; a leaf may not be edited in place, and what other operations have made may be."""
+    fake.requires_grad_()
+    if is_leaf:
+        return fake
+    with torch.enable_grad():
+        return fake.clone()
 
 
 class Symbols:
@@ -183,9 +194,7 @@ class Symbols:
                 fake = torch.empty(size, dtype=actual.dtype, device=actual.device)
             else:
                 fake = torch.empty_strided(size, stride, dtype=actual.dtype, device=actual.device)
-        if actual.requires_grad:
-            fake.requires_grad_(True)
-        return fake
+        return wanting_grad(fake, actual.is_leaf) if actual.requires_grad else fake
 
     def renewed(self, number: Any) -> Any:
         """Return ``number`` with the symbols it is made of replaced by the fresh ones."""

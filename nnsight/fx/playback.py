@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..runtime import gradients
 from ..runtime.report import Report
 from ..tracing import Scope
 from ..tracing.saving import saves
@@ -172,6 +173,8 @@ class Playback:
                 real = computed[variant.positions[index]]
                 if id(real) in held:
                     real = real.view_as(real)
+                if lowered.partial and variant.positions[index] in lowered.partial and real.requires_grad:
+                    gradients.refuse(real)
                 self._values[index] = real
                 held.add(id(real))
         return variant.deliver(computed, inputs, externals)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..runtime import gradients
 from ..runtime.errors import MissedProviderError, ReplacementShapeError, replacement_message, uncaptured_message
 from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException
@@ -39,7 +40,7 @@ from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
 from .compat import run_compiled_functions_as_written, watch_autograd_functions
 from .control import BothWaysImpossible
 from .counters import counters
-from .demands import instead_of, name_of
+from .demands import ABOUT_BACKWARD, instead_of, name_of
 from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, real_of
@@ -299,17 +300,18 @@ class Recording(CallRecorder):
         at_start = self.graph.order[self.tap.node] == self.piece.start
         if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
             name = name_of(function)
-            self.cut(reason or f"`{name}` needs a concrete value", instead_of(name))
+            self.cut(reason or f"`{name}` needs a concrete value", instead_of(name), self.grad_enabled and name in ABOUT_BACKWARD)
         if self.filled:
             args, kwargs = pytree.tree_map(real_of, (args, kwargs))
         return function(*args, **kwargs)
 
-    def cut(self, reason: str, instead: str) -> None:
+    def cut(self, reason: str, instead: str, observed: bool = False) -> None:
         """Run the graph up to the current tap; every lazy tensor becomes real.
 
         Args:
             reason: What needs a value.
             instead: What a user can write that needs none.
+            observed: Whether autograd has to see all those tensors, because gradients for them will be asked for.
         """
         assert self.tap is not None
         filename, line = user_position()
@@ -329,7 +331,7 @@ class Recording(CallRecorder):
         behind = Piece.of(self.graph, stop)
         behind = behind.without_duplicates([self._resolve(node) for node in behind.inputs])
         wanted: list[Any] = list(behind.inputs[len(self.graph.placeholders) :])
-        alive, carried = self._run_piece(stop, wanted, cut)
+        alive, carried = self._run_piece(stop, wanted, cut, observed)
         self.state = self.step(Cut(self.tap.index, alive))
         self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
         self._begin(behind)
@@ -367,28 +369,33 @@ class Recording(CallRecorder):
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, list(self.graph.outputs))
         return outputs
 
-    def _run_piece(self, stop: int, wanted: list[Any], cut: Break | None = None) -> tuple[tuple[int, ...], list[Any]]:
+    def _run_piece(
+        self, stop: int, wanted: list[Any], cut: Break | None = None, observed: bool = False
+    ) -> tuple[tuple[int, ...], list[Any]]:
         """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
         if cut is None and self.modes.hold:
-            return self._run_in_modes(stop, wanted, cut)
+            return self._run_in_modes(stop, wanted, cut, observed)
         # The block has switched some of them, or asks from a thread of its own, or in the middle of an operator.
         with self.modes.entered():
-            return self._run_in_modes(stop, wanted, cut)
+            return self._run_in_modes(stop, wanted, cut, observed)
 
-    def _run_in_modes(self, stop: int, wanted: list[Any], cut: Break | None) -> tuple[tuple[int, ...], list[Any]]:
+    def _run_in_modes(
+        self, stop: int, wanted: list[Any], cut: Break | None, observed: bool
+    ) -> tuple[tuple[int, ...], list[Any]]:
         """Run the graph from the piece's start to node number ``stop``.
 
         Args:
             stop: The first node that does not run.
             wanted: Captured nodes (or constants) whose values are needed.
             cut: Why the piece ends there, if it is not its end.
+            observed: Whether gradients will be asked for.
 
         Returns:
             The numbers of the values that became real tensors, and the value of each of ``wanted``.
         """
         alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
         # A trace that stops here wants nothing; one that is cut here wants what the rest of the graph needs.
-        key = (stop, alive, len(wanted))
+        key = (stop, alive, len(wanted), observed)
         variant = self.state.variants.get(key)
         if variant is None:
             with stage("splice"), self.graph.lock:
@@ -396,7 +403,7 @@ class Recording(CallRecorder):
                 if variant is None:
                     resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
                     program = self.state.program()
-                    variant = Variant(self.graph, self.piece, program, stop, alive, resolved)
+                    variant = Variant(self.graph, self.piece, program, stop, alive, resolved, observed)
                     self.state.variants[key] = variant
         if self.journal is not None:
             self.journal.ran(self, variant, alive, stop)
@@ -407,12 +414,16 @@ class Recording(CallRecorder):
         self.report.compiles += made
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         computed = run_lowered(self.report, ran, arguments)
-        del arguments
-        self._fill(alive, computed, variant.positions)
+        self._fill(alive, computed, variant.positions, lowered.partial)
+        for place in lowered.partial:
+            if place < 0 and arguments[~place].requires_grad:
+                gradients.refuse(arguments[~place])
         return alive, variant.deliver(computed, self.inputs, self.externals)
 
-    def _fill(self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int]) -> None:
-        """Turn the lazy tensors into what was computed for them."""
+    def _fill(
+        self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int], partial: frozenset[int]
+    ) -> None:
+        """Turn the lazy tensors into what was computed for them; those at the positions ``partial`` lack gradients."""
         if not alive:
             return
         # Objects that somebody else holds too: the graph's inputs, and a tensor it returns in several places.
@@ -426,7 +437,7 @@ class Recording(CallRecorder):
             del reference
             if lazy is None:
                 continue
-            real = computed[positions[index]]
+            real = known = computed[positions[index]]
             if id(real) in held:
                 real = real.view_as(real)
                 computed[positions[index]] = lazy
@@ -435,6 +446,10 @@ class Recording(CallRecorder):
                     computed[position] = lazy
             if become(lazy, real):
                 held.add(id(lazy))
+                if known is not real and known.requires_grad:
+                    gradients.stand_for(lazy, known)
+                if positions[index] in partial and lazy.requires_grad:
+                    gradients.refuse(lazy)
             else:
                 self.filled.append(lazy)
 
@@ -463,7 +478,7 @@ def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
 
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     """Run a captured graph without any program in it; a few dictionary look-ups over calling it."""
-    variant = graph.start.variants.get((len(graph.nodes) - 1, (), len(graph.outputs)))
+    variant = graph.start.variants.get((len(graph.nodes) - 1, (), len(graph.outputs), False))
     lowered = None if variant is None else variant.find(graph.binding(inputs), variant.sharing(inputs))
     if variant is None or lowered is None:
         return Recording(graph, inputs, Interleaver([]), Report(), False).finish()

@@ -35,9 +35,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .blocks import STRETCH
+from .borders import partial_results
 from .compat import BackendCallable
 from .counters import counters
-from .lowering import Lowered, Prepared, Symbols, lower_prepared
+from .lowering import Lowered, Prepared, Symbols, lower_prepared, wanting_grad
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -126,7 +127,8 @@ def lower_in_regions(
             conditions += [condition.xreplace(renamed) for condition in lowered.conditions]
             functions.append(lowered.function)
     function = prepared.with_all_inputs(_assemble(plan, graphs, functions))
-    return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles)
+    partial = partial_results(prepared.graph_module.graph, plan.region.get)
+    return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial)
 
 
 @dataclass(eq=False)
@@ -447,14 +449,18 @@ class _RegionGraph:
         size, stride = [symbols.renewed(n) for n in like.size], [symbols.renewed(n) for n in like.stride]
         offset = symbols.renewed(like.offset)
         with symbols.mode, torch.no_grad():
-            if isinstance(offset, int) and offset == 0:
+            at_start = isinstance(offset, int) and offset == 0
+            if at_start:
                 fake = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
             else:
                 extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
                 memory = torch.empty(offset + extent, dtype=like.dtype, device=like.device)
                 with torch._C._AutoDispatchBelowADInplaceOrView():  # to autograd it is a tensor of its own
                     fake = memory.as_strided(size, stride, offset)
-        return fake.requires_grad_(like.requires_grad)
+            if not like.requires_grad:
+                return fake
+            given = self._actual.get(node)
+            return wanting_grad(fake, not at_start or (isinstance(given, torch.Tensor) and given.is_leaf))
 
 
 def _assemble(

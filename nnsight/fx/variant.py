@@ -12,21 +12,24 @@ once is not worth it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from . import background
+from .borders import mark_borders, partial_results
 from .compat import BackendCallable
 from .counters import counters
 from .effects import writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Prepared, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
-from .regions import lower_in_regions
+from .regions import KnownRegions, lower_in_regions
 from .splice import Piece, Result, splice
 from .stages import stage
 
@@ -54,6 +57,7 @@ class Variant:
         stop: Number of the first node that is left out.
         alive: Numbers of the values that become real tensors.
         wanted: What else is needed: references, captured nodes, or constants.
+        observed: Whether autograd has to see every tensor that becomes real: it is cut behind each of them.
 
     Attributes:
         spliced: The spliced graph.
@@ -68,12 +72,14 @@ class Variant:
         stop: int,
         alive: Sequence[int],
         wanted: Sequence[Any],
+        observed: bool = False,
     ) -> None:
         results: dict[Result, int] = {}
         for item in (*(Value(index) for index in alive), *wanted):
             if isinstance(item, (Value, torch.fx.Node)):
                 results.setdefault(item, len(results))
         self._graph = graph
+        self._observed = observed and torch.is_grad_enabled()
         self.spliced = splice(graph, piece, program, stop, list(results))
         counters.add("splices")
         self.positions = {index: results[Value(index)] for index in alive}
@@ -145,9 +151,13 @@ class Variant:
                     self._asked = True
                     self._lower_later(binding, arguments, sharing)
                 return first, 0
+            made = self._between_borders(binding, arguments, sharing) if self._observed else None
+            if made is not None:
+                self._keep(made, binding)
+                return made, made.compiles
             made = self._in_regions(binding, arguments, sharing)
             if self._graph.background:
-                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, sharing)
+                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, sharing, self._partial)
                 self._first_stages[binding, sharing] = made
             else:
                 made = made or self._as_a_whole(binding, arguments, sharing)
@@ -165,6 +175,29 @@ class Variant:
     ) -> Prepared:
         symbols = [symbol for _, symbol in self._graph.symbols]
         return prepare(self.spliced.copy(), arguments, symbols, binding, self._fixed, sharing)
+
+    @functools.cached_property
+    def _partial(self) -> frozenset[int]:
+        """What lacks a part of its gradient if the graph is lowered as a whole."""
+        return partial_results(self.spliced.graph_module.graph)
+
+    def _between_borders(
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+    ) -> Lowered | None:
+        """Lower with a border behind each tensor that is handed out and used further on, if there is one."""
+        graph_module = self.spliced.copy()
+        if not mark_borders(graph_module):
+            return None
+        self._fixed |= {float}  # a float is taken out of a tensor, which no border may separate
+        symbols = [symbol for _, symbol in self._graph.symbols]
+        known = self._graph.regions or KnownRegions()
+        try:
+            prepared = prepare(graph_module, arguments, symbols, binding, self._fixed, sharing)
+            made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
+            return made and replace(made, sharing=sharing)
+        except Exception as error:
+            logger.warning("lowering a part of a graph failed, so it is not cut for gradients: %s", _summary(error))
+            return None
 
     def _in_regions(
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
@@ -186,12 +219,14 @@ class Variant:
         kinds = frozenset(type(number) for number in binding[len(self._graph.symbols) :])
         while True:
             try:
-                return lower_prepared(self._prepared(binding, arguments, sharing), self._graph.backend)
+                made = lower_prepared(self._prepared(binding, arguments, sharing), self._graph.backend)
+                return replace(made, partial=self._partial)
             except Exception as error:
                 if kinds <= self._fixed:
                     # A backend's own failure must not change what a trace computes.
                     logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))
-                    return lower_prepared(self._prepared(binding, arguments, sharing), run_as_is)
+                    made = lower_prepared(self._prepared(binding, arguments, sharing), run_as_is)
+                    return replace(made, partial=self._partial)
                 self._fixed |= {float} if float in kinds - self._fixed else kinds
                 logger.debug("numbers become constants: %s", _summary(error))
 
@@ -214,7 +249,7 @@ class Variant:
         with self._graph.lock:
             self._asked = False
             if isinstance(result, Lowered):
-                self._keep(result, binding)
+                self._keep(replace(result, partial=self._partial), binding)
                 return
             logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
             self._keep(self._first_stages[binding, sharing], binding)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..tracing import Tracer
 from ..tracing.block import gradient_of as _gradient_of
@@ -58,7 +59,7 @@ class Gradient:
 
     def _offer(self) -> str:
         """Let the backward pass offer the gradient; return its location."""
-        run, tensor = active_interleaver(), self._tensor
+        run, tensor = active_interleaver(), _known_to_autograd(self._tensor)
         assert isinstance(run, _BackwardInterleaver)
         known = run.locations.get(id(tensor))
         # The tensor is kept for as long as its identity stands for it.
@@ -73,6 +74,38 @@ class Gradient:
             run.locations[id(tensor)] = tensor, location
             run.hooks.append(tensor.register_hook(lambda gradient: run.handle(location, _own(gradient))))
         return location
+
+
+#: For tensors of compiled graphs: the tensor whose gradient theirs is, or their version if autograd has no such tensor.
+_seen_as = WeakIdKeyDictionary()
+
+
+def stand_for(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Look for the gradient of ``tensor`` at ``other``, of which it is a view that the user has in its place."""
+    _seen_as[tensor] = other
+
+
+def refuse(tensor: torch.Tensor) -> None:
+    """Raise an error when the gradient of ``tensor``, as it is now, is asked for, because autograd would not see all of it."""
+    _seen_as[tensor] = tensor._version
+
+
+def _known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor to which all gradients of ``tensor`` flow.
+
+    Raises:
+        ValueError: If a compiled graph has hidden some of them.
+    """
+    other = _seen_as.get(tensor, tensor)
+    if isinstance(other, int):
+        if other != tensor._version:  # edited since, so nothing of what the graph made is made of it
+            return tensor
+        raise ValueError(
+            "The gradient of this tensor cannot be told: a compiled graph has returned it together with results that come from "
+            "it, which autograd does not know. Call `.requires_grad_()` on the tensor in the trace, where you read it, or use "
+            "`trace(..., compile=False)`."
+        )
+    return other if other.requires_grad else tensor
 
 
 def gradient_of(value: Any) -> Any:
@@ -96,11 +129,7 @@ class _BackwardInterleaver(Interleaver):
         self._edges: set[tuple[Any, int]] | None = None
 
     def check_flows_through(self, tensor: torch.Tensor) -> None:
-        """Raise if the gradient does not flow through ``tensor``, where a hook would be given zeros or nothing.
-
-        Two results of one compiled graph are such a case: the graph computes both from its inputs, so for autograd neither
-        comes from the other.
-        """
+        """Raise if the gradient does not flow through ``tensor``, where a hook would be given zeros or nothing."""
         if self._edges is None:
             self._edges = {_edge(self._loss)}
             pending = [get_gradient_edge(self._loss).node]
@@ -111,9 +140,8 @@ class _BackwardInterleaver(Interleaver):
                         pending.append(node)
         if _edge(tensor) not in self._edges:
             raise ValueError(
-                "The gradient of the loss does not flow through this tensor. Either the loss does not depend on it, or both "
-                "are results of one compiled graph: then call `.requires_grad_()` on the tensor in the trace, where you "
-                "read it, which cuts the graph there."
+                "The gradient of the loss does not flow through this tensor: the loss does not depend on it, or by way of "
+                "something without gradients, such as `.detach()`."
             )
 
     def check_request(self, location: str) -> None:
@@ -164,7 +192,7 @@ class BackwardsTracer(Tracer):
         assert self._call is not None
         loss, args, kwargs = self._call
         if not isinstance(loss, FakeTensor):
-            loss.data_ptr()  # in a compiled trace this makes the lazy loss, and all else, real
+            computed(loss)
         run = _BackwardInterleaver([Mediator(function, self.info, "backward")], loss)
         try:
             # Hooks have to run on this thread, where the block is.
@@ -179,6 +207,13 @@ class BackwardsTracer(Tracer):
     def _close(self) -> None:
         super()._close()
         self._call = None
+
+
+def computed(loss: torch.Tensor) -> torch.Tensor:
+    """Return ``loss`` with a value; in a compiled trace the graph is run for it, in a way that shows gradients to autograd."""
+    if torch.overrides.has_torch_function_unary(loss):
+        return torch.overrides.handle_torch_function(computed, (loss,), loss)
+    return loss
 
 
 def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -22,8 +22,6 @@ from .statements import CUTS, EDITS, EXPRESSIONS, MISTAKES, PARTS, PLAIN_EDITS, 
 
 Draw = Callable[[Any], Any]
 
-#: An augmented assignment to a variable as a whole.
-_AUGMENTED = re.compile(r"\w+ [-+*/@]+= ")
 
 
 @dataclass(frozen=True)
@@ -188,9 +186,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
         statements.append(f"{tensor}.requires_grad_()")
         author.cuts = True
     for _ in range(draw(st.integers(1, 3))):
-        drawn = author.statement(tensor, place, value, True)
-        # `h -= x` behind `h.requires_grad_()` makes `h` a tensor of the compiled graph again, which a gradient is refused for.
-        statements += [line for line in drawn if not (mark and _AUGMENTED.match(line))]
+        statements += author.statement(tensor, place, value, True)
     author.full.append(tensor)
     return Segment(passage, value, inputs, tuple(statements)), tensor
 
@@ -209,7 +205,7 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
         kinds = ["edit", "trace"] if form == "edit" else ["trace"]
     ends = ["", "", "", "", "stop", "skip" if skips else "", "mistake", "gradient" if grad else ""]
     end = "" if plain else draw(st.sampled_from(ends))
-    actors, cuts, gradients, marked, at_inputs = [], False, [], False, False
+    actors, cuts, gradients, marked = [], False, [], False
     for position, kind in enumerate(kinds):
         author = _Author(draw, "abc"[position], cutting and kind != "edit", kind == "trace", kind != "edit", plain)
         able = [
@@ -228,7 +224,6 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
             segments.append(segment)
             if mark and tensor:
                 marked = True
-                at_inputs = at_inputs or passage.key == "input"
                 gradients.append(tensor)
             if end == "skip" and kinds == ["trace"] and _can_skip(passages, number, segment):
                 segments[-1], after = _skipping(author, passages, number, segment, tensor)
@@ -241,8 +236,6 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
             segments[-1] = _mistaken(author, passages, chosen, segments[-1])
         actors.append(Actor(kind, tuple(segments)))
         cuts = cuts or author.cuts
-    if at_inputs:  # what flows into an input need not flow through this module
-        gradients = []
     return BlockPlan(
         tuple(actors),
         stops=end == "stop" and kinds == ["trace"],

@@ -1,0 +1,137 @@
+"""Where gradients can be seen in a lowered graph.
+
+A backend turns a graph into one function, and to autograd that function is one operation: what it returns is made of what it takes, and one
+result never of another. So the gradient of a result lacks whatever flows through the function's other results, unless the graph is
+lowered in two, with a border right behind the tensor. :func:`mark_borders` asks for such borders, for
+:mod:`~nnsight.fx.regions` to cut at, and :func:`partial_results` finds the tensors that have none.
+
+The same holds for an input that the graph edits in place: what the caller then has is a result of the graph, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .blocks import STRETCH
+from .effects import Kind, Memory, effects, kind_of, written
+
+#: Calls behind which no gradient flows.
+_ENDING = frozenset({"detach", "detach_", "item", "tolist", "size", "stride", "dim", "numel"})
+
+
+class _Observed:
+    """Tensors that a graph hands out, and from where on they are what the caller will have.
+
+    Attributes:
+        since: For each tensor, by its place, the node that made or last edited it. Places of results are their positions; input
+            number ``n`` that is edited has the place ``~n``.
+        leaving: Calls that edit an input.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        memory = Memory(graph)
+        self.order = memory.order
+        edits = [
+            (node, source) for node in effects(graph) if node.op != "output" for source in written(node)
+        ]
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self.since: dict[int, torch.fx.Node] = {}
+        self._nodes: dict[int, list[torch.fx.Node]] = {}
+        for place, result in enumerate(output.args[0]):
+            if isinstance(result, torch.fx.Node) and result.op not in ("placeholder", "get_attr"):
+                self._add(place, result, memory, edits)
+        bases = [(edit, _base(source)) for edit, source in edits]
+        self.leaving = {edit for edit, base in bases if base.op == "placeholder"}
+        edited = {base for _, base in bases}
+        for number, node in enumerate(placeholders):
+            if node in edited:
+                self._add(~number, node, memory, edits)
+
+    def _add(
+        self, place: int, node: torch.fx.Node, memory: Memory, edits: list[tuple[torch.fx.Node, torch.fx.Node]]
+    ) -> None:
+        group, made = memory.group(node), self.order[node]
+        later = [edit for edit, source in edits if self.order[edit] > made and memory.group(source) is group]
+        self.since[place] = max(later, key=self.order.__getitem__) if later else node
+        self._nodes[place] = memory.sharing(node) if later else [node]
+
+    def uses(self, place: int) -> Iterator[torch.fx.Node]:
+        """Yield the calls that take the tensor as the caller will have it."""
+        since = self.order[self.since[place]]
+        for node in self._nodes[place]:
+            yield from (user for user in node.users if user.op != "output" and self.order[user] > since)
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node of which ``node`` is a view, as far as that is known."""
+    while kind_of(node) in (Kind.VIEW, Kind.READ) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the last of the nodes from ``node`` on that take apart one tuple; no border can be between them."""
+    while node.target is operator.getitem and node.next.target is operator.getitem and node.next.args[0] is node.args[0]:
+        node = node.next
+    return node
+
+
+def mark_borders(graph_module: torch.fx.GraphModule) -> bool:
+    """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and goes on to use.
+
+    Returns:
+        Whether there is such a tensor.
+    """
+    observed = _Observed(graph_module.graph)
+    borders = {_last_of_several(since) for place, since in observed.since.items() if any(observed.uses(place))}
+    stretch = passed = 0
+    for node in graph_module.graph.nodes:
+        stretch = max(stretch, node.meta.get(STRETCH, stretch))
+        if node.op not in ("placeholder", "get_attr"):
+            node.meta[STRETCH] = stretch * (len(borders) + 1) + passed
+        passed += node in borders
+    return bool(borders)
+
+
+def partial_results(
+    graph: torch.fx.Graph, part_of: Callable[[torch.fx.Node], Any] = lambda node: None
+) -> frozenset[int]:
+    """Return the places of those tensors whose gradient, as autograd computes it, may lack a part.
+
+    Args:
+        graph: What is lowered.
+        part_of: Tells which of the functions that it is lowered to a node is in.
+    """
+    if not torch.is_grad_enabled():
+        return frozenset()
+    observed = _Observed(graph)
+    found = set()
+    for place, since in observed.since.items():
+        part = part_of(since)
+        pending = [user for user in observed.uses(place) if part_of(user) is part]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            if not _passes_gradients(node):
+                continue
+            if node in observed.leaving or any(user.op == "output" or part_of(user) is not part for user in node.users):
+                found.add(place)
+                break
+            for user in node.users:
+                if user not in seen:
+                    seen.add(user)
+                    pending.append(user)
+    return frozenset(found)
+
+
+def _passes_gradients(node: torch.fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in _ENDING:
+        return False
+    example = node.meta.get("example_value")
+    return not isinstance(example, torch.Tensor) or example.is_floating_point() or example.is_complex()

@@ -154,6 +154,10 @@ class NNsight(Envoy):
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
+        if fn is not None and (scan or validate):
+            raise ValueError(
+                "trace(fn=...) takes no scan= or validate=: these run a copy of the model on fakes, and the function calls the model."
+            )
         traced = self if fn is None else TracedFunction(self, fn)
         backend = self._remote_backend(remote, backend, blocking)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)

@@ -220,9 +220,13 @@ class Envoy(Located):
                 roots: Any = self._tree.roots
                 for root in sorted(roots, key=lambda root: len(root._edits)):  # a copy with edits comes last
                     return root._trace_method(self, name, args, kwargs)
-            return method(*args, **kwargs)
+            return self._call_method(name, method, args, kwargs)
 
         return call
+
+    def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``method`` of the module, outside the header of a ``with`` statement; roots run their edits beside it."""
+        return method(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, torch.nn.Module):

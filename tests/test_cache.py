@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+import nnsight
 from nnsight import LanguageModel, NNsight
+from nnsight.runtime.cache import Cache
 
 from .conftest import Rows, both
 
@@ -479,3 +481,17 @@ def test_an_error_in_the_block_keeps_the_cache(model: NNsight, clean: Any) -> No
             model.layers[1].input / (1 // 0)
     assert torch.equal(cache["model.layers.0"].output, hooked(model, "layers.0")[0])
     clean(model._module)
+
+
+@both
+def test_saving_a_cache_once_more_returns_it(model: NNsight, compile: bool) -> None:
+    for _ in range(3):
+        with model.trace(X, compile=compile) as tracer:
+            cache = tracer.cache().save()
+            again = nnsight.save(cache)
+        assert again is cache
+        assert isinstance(cache, Cache)
+        assert len(cache) == len(list(model.modules()))
+        torch.testing.assert_close(cache["model"].output, model._module(X), rtol=0.0, atol=0.0)
+    with pytest.raises(ValueError, match="outside a trace"):
+        cache.save()

@@ -14,6 +14,7 @@ import transformers
 
 import nnsight
 from nnsight import LanguageModel, NNsight
+from nnsight.runtime import OutOfOrderError
 
 from .conftest import both
 
@@ -367,6 +368,64 @@ def test_cleared_edits_let_their_variables_go(model: NNsight, no_gc: None) -> No
 
 
 # -- the copy ---------------------------------------------------------------------------------------------------------
+
+
+class Encoder(Net):
+    """A module with further methods, some of which call it, or parts of it."""
+
+    def encode(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            return self(x).mean(dim=1) * scale
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+    def width(self) -> int:
+        return self.second.out_features
+
+    def width_of(self, other: Any, x: torch.Tensor) -> torch.Tensor:
+        return other(x)
+
+
+@both
+def test_a_plain_call_of_a_method_runs_edits(compile: bool) -> None:
+    torch.manual_seed(0)
+    model = NNsight(Encoder(), compile={"backend": "eager"} if compile else False)
+    plain = model.encode(X, scale=2.0)
+    ran: list[int] = []
+    with model.edit() as edited:
+        ran.append(1)
+        model.first.output[:, 1] = 0
+    expected = by_hand(model, zero_column)
+    torch.testing.assert_close(edited.encode(X, scale=2.0), expected.mean(dim=1) * 2.0, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(edited.forward(X), expected, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(edited.begin(X), zero_column(model._module.first(X)), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(model.encode(X, scale=2.0), plain, rtol=0.0, atol=0.0)
+    assert ran == [1, 1, 1]
+    with edited.encode(X) as tracer:
+        result = tracer.result.save()
+    torch.testing.assert_close(result, expected.mean(dim=1), rtol=0.0, atol=0.0)
+
+
+@both
+def test_a_method_that_calls_no_module_needs_no_edit(compile: bool) -> None:
+    model = NNsight(Encoder(), compile={"backend": "eager"} if compile else False)
+    other = torch.nn.Linear(6, 2)
+    with model.edit() as edited:
+        model.second.output[:] = 0
+    assert edited.width() == 6
+    torch.testing.assert_close(edited.width_of(other, X), other(X), rtol=0.0, atol=0.0)
+    assert edited.eval() is edited._module
+    assert len(list(edited.parameters())) == 4
+
+
+@both
+def test_an_edit_that_a_method_does_not_get_to_is_an_error(compile: bool) -> None:
+    model = NNsight(Encoder(), compile={"backend": "eager"} if compile else False)
+    with model.edit() as edited:
+        model.second.output[:] = 0
+    with pytest.raises(OutOfOrderError, match=r"model\.second\.output"):
+        edited.begin(X)
 
 
 def test_the_copy_shares_modules_and_envoys(model: NNsight) -> None:

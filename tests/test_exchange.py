@@ -508,6 +508,18 @@ def test_a_wrapped_module_is_intercepted_until_the_run_ends() -> None:
     assert torch.equal(model._module(X), model._module.last(hidden(hidden(X))))
 
 
+def test_a_compiled_graph_does_not_have_a_wrapped_module_and_says_so() -> None:
+    model = NNsight(Hiding(), compile={"backend": "eager"})
+    with pytest.raises(OutOfOrderError, match=r"captured does not have it\. Trace with `compile=False`"), model.trace(X):
+        run = model.interleaver
+        run.wrap_module(model._module.hidden[0], "hidden")
+        run.current.swap("hidden.output.i1", torch.zeros(2, 3))
+    with pytest.raises(OutOfOrderError, match="only 2 times"), model.trace(X, compile=False):
+        run = model.interleaver
+        run.wrap_module(model._module.hidden[0], "hidden")
+        run.current.request("hidden.output.i2")
+
+
 def test_wrapping_a_module_says_what_is_missing() -> None:
     model = NNsight(Hiding())
     with pytest.raises(ValueError, match="for the time of a run"):

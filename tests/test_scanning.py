@@ -238,6 +238,46 @@ def test_asking_for_a_value_says_that_a_scan_has_none(model: NNsight, x: torch.T
     assert line_of(error) == "model.first.output.sum().item()"
 
 
+class Counting(torch.nn.Module):
+    """Looks at values: it checks them, and cuts by one of them."""
+
+    def __init__(self, cuts: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.cuts = cuts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x > -10, lambda: "too small")
+        if self.cuts:
+            x = torch.cat(x.split([1, int((x[:, 0] > 0).sum()), 1]))
+        return self.layer(x)
+
+
+def test_what_a_model_checks_holds_in_a_scan() -> None:
+    model = NNsight(Counting(cuts=False))
+    with model.scan(torch.ones(5, 3)):
+        shape = model.layer.output.shape.save()
+    assert shape == (5, 2)
+    with pytest.raises(RuntimeError, match="too small"), model.trace(torch.full((5, 3), -20.0)):
+        never = model.layer.output
+
+
+def test_an_error_after_a_guess_says_that_there_was_one() -> None:
+    model = NNsight(Counting(cuts=True))
+    with model.trace(torch.ones(5, 3)[:3].index_fill(0, torch.tensor([0, 1]), -1.0)):
+        shape = model.layer.output.shape.save()
+    assert shape == (3, 2)
+    with pytest.raises(RuntimeError, match="split") as caught, model.scan(torch.ones(5, 3)):
+        never = model.layer.output
+    assert "given guesses" in caught.value.__notes__[0]
+
+
+def test_a_function_that_calls_the_model_is_not_scanned(model: NNsight, x: torch.Tensor) -> None:
+    for option in ({"scan": True}, {"validate": True}):
+        with pytest.raises(ValueError, match="fn="), model.trace(x, fn=lambda x: model(x), **option):
+            never = model.output
+
+
 def test_reading_out_of_order_is_an_error_as_in_a_trace(model: NNsight, x: torch.Tensor) -> None:
     with pytest.raises(OutOfOrderError):
         with model.scan(x):

@@ -161,6 +161,30 @@ def test_text_without_images_is_what_a_language_model_reads(seeing: VisionLangua
         assert torch.equal(logits, expected)
 
 
+def test_images_are_scanned(model: VisionLanguageModel) -> None:
+    """Though the model checks that there are as many image tokens as vectors of images, for which a scan has no values."""
+    with model.scan(QUESTION, images=IMAGES[0]):
+        logits = model.lm_head.output.shape.save()
+    expected = model._module(**alone(model, QUESTION, IMAGES[0])).logits.shape
+    assert logits == expected == model.lm_head._fake_output.shape
+    ran = []
+    with model.trace(QUESTION, images=IMAGES[0], validate=True):
+        ran.append(1)
+        logits = model.lm_head.output.shape.save()
+    assert logits == expected
+    with pytest.raises(IndexError), model.trace(QUESTION, images=IMAGES[0], validate=True):
+        never = model.lm_head.output[:, 100]
+
+
+def test_several_prompts_with_images_are_scanned(seeing: VisionLanguageModel) -> None:
+    prompts, images = ["<image> what ?", "<image> a cat and a dog <image> ?"], [IMAGES[0], *IMAGES[1:]]
+    with seeing.scan(prompts, images=images):
+        logits = seeing.lm_head.output.shape.save()
+    with torch.no_grad(), seeing.trace(prompts, images=images, compile=False):
+        expected = seeing.lm_head.output.shape.save()
+    assert logits == expected
+
+
 def test_what_the_processor_made_is_taken_as_it_is(model: VisionLanguageModel) -> None:
     prepared = alone(model, QUESTION, IMAGES[:1])
     expected = model._module(**prepared).logits

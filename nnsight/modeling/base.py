@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,10 @@ class NNsight(Envoy):
         Returns:
             The tracer; ``tracer.report`` tells how the trace ran.
         """
+        if fn is not None and (scan or validate):
+            raise ValueError(
+                "trace(fn=...) takes no scan= or validate=: these run a copy of the model on fakes, and the function calls the model."
+            )
         traced = self if fn is None else TracedFunction(self, fn)
         backend = self._remote_backend(remote, backend, blocking)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
@@ -407,10 +412,28 @@ class NNsight(Envoy):
         return run is None or (run.current is not None and run.tree is not self._tree)
 
     @uncompiled
-    def _call_edited(self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, or ``function``, which calls it, with the edits of this object."""
+    def _call_edited(
+        self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], must_run: bool = True
+    ) -> Any:
+        """Call the model, or ``function``, which calls it, with the edits of this object.
+
+        Args:
+            function: What to call instead of the model.
+            args: Its arguments.
+            kwargs: Likewise, by name.
+            must_run: Whether the edits have to find what they ask for even if ``function`` calls no module at all.
+        """
         driver = self._driver(None, function)
-        return InterleavingTracer(driver, self, args, kwargs, named=_Names(self)).call_edited()
+        return InterleavingTracer(driver, self, args, kwargs, named=_Names(self)).call_edited(must_run)
+
+    def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the module with the edits of this object; those of every module, such as ``to``, without."""
+        if not self._edits or (hasattr(torch.nn.Module, name) and name != "forward"):
+            return method(*args, **kwargs)
+        leave_to_python(f"`{name}` of a model with edits")
+        if not self._edits_apply():
+            return method(*args, **kwargs)
+        return self._call_edited(lambda *args, **kwargs: getattr(self._module, name)(*args, **kwargs), args, kwargs, False)
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""

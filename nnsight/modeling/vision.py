@@ -38,8 +38,8 @@ class VisionLanguageModel(LanguageModel):
     """A transformers model of images and text with its processor, whose internals can be read and edited while it runs.
 
     Everything :class:`LanguageModel` takes works here too. With images the prompt is text, a list of texts or a chat, and the
-    images come as ``images=`` or inside the chat; ``trace``, ``generate`` and ``tracer.invoke`` take them. ``scan`` takes them where the
-    model does not count image tokens, for which it needs their values.
+    images come as ``images=`` or inside the chat; ``trace``, ``generate`` and ``tracer.invoke`` take them. ``scan`` takes them where
+    sizes in the model do not depend on their values, such as those of a grid of patches or how many of padded images are none.
 
     Args:
         model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that is loaded already.

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..tracing import save
+
 
 class CacheEntry:
     """Values of one module. When the module ran several times, each is a list with one item for each call.
@@ -162,6 +164,14 @@ class Cache(Mapping[str, CacheEntry]):
         # A copy in any case: later edits in place are not this module's.
         return kept.to(device=self._device, dtype=dtype, copy=True)
 
+    def save(self) -> Cache:
+        """Return the cache, which is saved without further ado.
+
+        Raises:
+            ValueError: Outside a trace.
+        """
+        return save(self)
+
     def __getitem__(self, path: str) -> CacheEntry:
         resolved = resolve_alias(path, self._aliases)
         if resolved not in self._entries:
@@ -195,6 +205,10 @@ class _CacheView:
         if name.startswith("_"):
             raise AttributeError(name)
         return _CacheView(self._cache, f"{self._path}.{name}")
+
+    def save(self) -> _CacheView:
+        """Return this position; its cache is saved without further ado."""
+        return save(self)
 
     def __getitem__(self, index: int | str) -> _CacheView:
         return _CacheView(self._cache, f"{self._path}.{index}")

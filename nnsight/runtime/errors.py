@@ -41,14 +41,29 @@ def uncaptured_message(location: str) -> str:
     )
 
 
-def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
-    """Explain a request that was still waiting when the model had finished."""
+def never_reached_message(
+    location: str, occurrence: int, calls: int, visited: str | None, uncaptured: bool = False
+) -> str:
+    """Explain a request that was still waiting when the model had finished.
+
+    Args:
+        location: What was waited for.
+        occurrence: Which passage of it.
+        calls: How many there were.
+        visited: Where the block stopped last.
+        uncaptured: Whether it is of a module that was wrapped for this run, and the run was compiled.
+    """
     if location.startswith("barrier("):
         cause = "not all of its participants called it; every invoke that takes part has to"
     elif location.endswith(".grad"):
         cause = (
             "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "
             "forward pass: read those of later layers first"
+        )
+    elif uncaptured:
+        cause = (
+            "the module was wrapped for this run and is no part of the model, so the graph that this compiled trace has captured "
+            "does not have it. Trace with `compile=False`, or make it a part: `model.extra = module`"
         )
     elif calls:
         cause = f"it occurred only {calls} time{'s' * (calls > 1)} in this run"

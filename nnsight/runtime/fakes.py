@@ -5,7 +5,8 @@ copy. Hooks of libraries that build models with hooks are copied with it, hooks 
 puts back random number generators, and keeps recorders of calls out.
 
 Fakes have no values. Where a model asks for one, :class:`Guesses` makes a number one, a truth value false, and gives one entry to what
-has as many entries as a condition holds for: the sizes of what follows are what counts.
+has as many entries as a condition holds for: the sizes of what follows are what counts. What a model checks (``torch._check_tensor_all``)
+holds.
 """
 
 from __future__ import annotations
@@ -44,17 +45,32 @@ _NO_COPY = {"_call_impl", "_compiled_call_impl", "_backward_hooks", "_backward_p
 
 
 class Guesses(TorchDispatchMode):
-    """Answers where a model asks fakes for values."""
+    """Answers where a model asks fakes for values.
+
+    Attributes:
+        made: How often it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._is_all_true.default:
+                made._is_checked = True
+            return made
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
+            if getattr(args[0], "_is_checked", False):
+                return True
+            self.made += 1
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         except DynamicOutputShapeException:
+            self.made += 1
             if func is torch.ops.aten.nonzero.default:
                 return args[0].new_empty((1, args[0].dim()), dtype=torch.int64)
             if func is torch.ops.aten.masked_select.default:

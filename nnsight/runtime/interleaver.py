@@ -262,10 +262,9 @@ class Interleaver(InterleaverSurface):
                 mediator.leave_loop()
             elif request is not None:
                 location, occurrence = request
-                calls = self.counts.get(location, 0)
-                mediator.throw(
-                    OutOfOrderError(never_reached_message(location, occurrence, calls, mediator.last_visited))
-                )
+                calls, visited = self.counts.get(location, 0), mediator.last_visited
+                uncaptured = self.is_uncaptured(location)
+                mediator.throw(OutOfOrderError(never_reached_message(location, occurrence, calls, visited, uncaptured)))
 
     def cancel(self) -> None:
         """End whatever still runs and stop being the active run."""

@@ -26,10 +26,10 @@ from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
 from .exchange import Exchange
-from .footing import on_footing
 from .mediator_surface import MediatorSurface
 from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
 from .surface import EarlyStopException, SkipException, split_requester
+from .workers import borrow
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -125,9 +125,9 @@ class Mediator(Exchange, MediatorSurface):
     def start(self, interleaver: Interleaver) -> None:
         """Run the block up to its first request."""
         self.interleaver = interleaver
-        worker = self._greenlet = greenlet(self._begin)
+        worker = self._greenlet = borrow()
         worker.gr_context = contextvars.copy_context()
-        self._turn(worker.switch)
+        self._turn(worker.switch, self._main)
 
     def waits_at(self, location: str, occurrence: int) -> bool:
         """Whether the block waits for this passage of ``location``."""
@@ -231,10 +231,8 @@ class Mediator(Exchange, MediatorSurface):
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
 
-    def _begin(self) -> None:
-        on_footing(self._main)
-
     def _main(self) -> None:
+        """Run the block, in its worker, and raise nothing."""
         intervention, self.intervention = self.intervention, None  # its variables end with it
         assert intervention is not None
         try:

@@ -111,9 +111,17 @@ class ScanningDriver:
             with _FakeCopies(mode, device):
                 args, kwargs = (_copied(part) for part in (args, kwargs))
             _observe(interleaver, by_path, seen)
+            guesses = _GuessesOfModel()
             try:
-                with _GuessesOfModel(), modules.intercept(by_path):
+                with guesses, modules.intercept(by_path):
                     return copies[modules.root](*args, **kwargs)
+            except Exception as error:
+                if guesses.made and error is not interleaver.failure:
+                    error.add_note(
+                        "A scan has sizes and no values. The model asked for values before, and was given guesses: if sizes in "
+                        "it depend on values of the input, only a trace will do."
+                    )
+                raise
             finally:
                 modules.fakes = seen
 

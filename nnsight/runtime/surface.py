@@ -113,7 +113,15 @@ class InterleaverSurface:
             raise ValueError(f"The {type(module).__name__} is `{known}` in this model: it cannot be `{path}` too.")
         if path is None:
             raise ValueError(f"The {type(module).__name__} is no module of this model: say by what `path` its calls are known.")
-        (self.current or self.mediators[0]).hooks.append(types.SimpleNamespace(remove=intercept_alone(module, path)))
+        hooks = (self.current or self.mediators[0]).hooks
+        hooks.append(types.SimpleNamespace(remove=intercept_alone(module, path), wrapped=path))
+
+    def is_uncaptured(self: Any, location: str) -> bool:
+        """Whether ``location`` is of a module that :meth:`wrap_module` has wrapped in a compiled run."""
+        if getattr(getattr(self.tracer, "report", None), "mode", None) != "compiled":
+            return False
+        path = location.rpartition(".")[0]
+        return any(getattr(hook, "wrapped", None) == path for mediator in self.mediators for hook in mediator.hooks)
 
     def check_cache_full(self: Any) -> None:
         """Warn of the modules that a cache of this run was to keep, and that have not been called since it was made."""

@@ -228,8 +228,11 @@ class InterleavingTracer(RunControls, Tracer):
             self.report.where = f"{self.info.filename}:{self.info.line}"
             trace_starts(self.report)
 
-    def call_edited(self) -> Any:
+    def call_edited(self, must_run: bool = True) -> Any:
         """Run the model with its edits and no other block, on arguments as they are, and return what it returns.
+
+        Args:
+            must_run: Whether the edits have to find what they ask for even if no module is called at all.
 
         Raises:
             ValueError: If an edit stops the run, so that there is nothing to return.
@@ -243,7 +246,7 @@ class InterleavingTracer(RunControls, Tracer):
         token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
         try:
             with interleaver:
-                return self._run(driver, interleaver, args, kwargs)
+                return self._run(driver, interleaver, args, kwargs, must_run)
         except EarlyStopException:  # before the model ran
             pass
         finally:
@@ -269,7 +272,14 @@ class InterleavingTracer(RunControls, Tracer):
         for edit in self._model.edits:
             open_mentioned(self._model.open_mentioned, edit.block, edit.scope, edit.module_globals)
 
-    def _run(self, driver: Driver, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        driver: Driver,
+        interleaver: Interleaver,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        must_run: bool = True,
+    ) -> Any:
         replacements = interleaver.check_replacement = Replacements()
         try:
             output = driver(interleaver, args, kwargs, self.report)
@@ -282,8 +292,9 @@ class InterleavingTracer(RunControls, Tracer):
             raise
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure
-        interleaver.handle("result", output)
-        interleaver.finish()
+        if must_run or interleaver.counts:
+            interleaver.handle("result", output)
+            interleaver.finish()
         return output
 
     def _prepare(

@@ -1,0 +1,159 @@
+"""The greenlets in which blocks run, each one block after the other.
+
+A new greenlet has the interpreter map memory for its frames and unmap it at its end, which costs more than all else that
+a short block does. So a thread keeps the greenlets that have finished a block, and lends them to later ones. Three things have
+to hold for a block not to notice:
+
+* *Room.* A greenlet's stack begins where it was first switched to, and so does its count of Python's recursion depth. So a worker
+  is lent only to callers about as deep as the one it was made for; a block can then recurse as deep as in a new greenlet,
+  and switching copies no more of the stack.
+* *Context.* Between blocks a worker has no context variables; its borrower gives it a copy of its own.
+* *Footing.* torch collects up to 64 return addresses of the C stack whenever an operation fails, even if nobody asks for them.
+  The stack of a greenlet has no end to stop at: below its first frame lies whatever the model's side has there at that moment,
+  and a walk that takes those bytes for a frame now and then crashes the process, on a plain ``IndexError``. So a worker stands on
+  more C frames than such a walk visits: iterators, each of which asks the one inside it for its next item.
+
+Only the first greenlet of a thread gets used workers, as it alone lives as long as they do: a worker that waits holds the one
+it gave the turn back to. Blocks that are started in a block, or in a greenlet of the user, run in new ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+
+from greenlet import getcurrent, greenlet
+
+#: More than the 64 addresses that ``c10::Error`` collects, and the few that it leaves out at the top.
+FRAMES = 80
+
+#: Idle workers that a thread keeps.
+KEPT = 16
+
+#: Frames by which a caller may be deeper, or less deep, than the one for which a worker was made.
+_SLACK = 16
+
+#: Runs a block to its end. What it raises ends the worker.
+Function = Callable[[], None]
+
+
+class _Idle(threading.local):
+    """The workers of this thread that run no block right now, and at which depth each was made; the last used come last."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[int, greenlet]] = []
+
+
+_idle = _Idle()
+
+
+def borrow() -> greenlet:
+    """Return a worker whose parent is the current greenlet: switching to it with a :data:`Function` has it run that.
+
+    The worker gives the turn to its parent when the function has returned, and may be lent again then.
+    """
+    if getcurrent().parent is not None:
+        return _made()
+    idle = _idle.workers
+    unfit: list[tuple[int, greenlet]] = []
+    while idle:
+        depth, worker = idle.pop()  # before anything else: a finalizer may run here, and borrow too
+        if worker.dead:  # a signal came as it went idle
+            continue
+        if _fits(depth):
+            idle.extend(reversed(unfit))
+            return worker
+        unfit.append((depth, worker))
+    idle.extend(reversed(unfit[: KEPT - 1]))
+    return _made(_depth())
+
+
+def _made(depth: int | None = None) -> greenlet:
+    """Return a new worker, which is kept between blocks if it is told its depth."""
+    worker = greenlet(partial(next, _footing))
+    worker.depth = depth  # type: ignore[attr-defined]
+    worker.switch()  # up to where it waits for a function
+    return worker
+
+
+def _serve() -> None:
+    """Run one function after the other. The tracebacks of their errors lead to this frame, so it holds nothing."""
+    depth: int | None = getcurrent().depth  # type: ignore[attr-defined]
+    while True:
+        function = _next_function()
+        function()
+        del function
+        if depth is None or not _goes_idle(depth):
+            return
+
+
+def _next_function() -> Function:
+    """Give the turn back and wait for a function."""
+    parent = getcurrent().parent
+    assert parent is not None
+    return parent.switch()
+
+
+def _goes_idle(depth: int) -> bool:
+    """Put the worker that is running among the idle ones of its thread, if it may be kept."""
+    me, idle = getcurrent(), _idle.workers
+    if len(idle) >= KEPT or me.parent is None or me.parent.parent is not None:
+        return False
+    me.gr_context = None
+    idle.append((depth, me))
+    return True
+
+
+class _Server:
+    """The innermost of the iterators. One chain of them does for all workers, as long as it does not end."""
+
+    def __iter__(self) -> _Server:
+        return self
+
+    def __next__(self) -> None:
+        try:
+            _serve()
+        except StopIteration as error:
+            raise RuntimeError("A block let a StopIteration out.") from error
+
+
+def _made_footing() -> Iterator[None]:
+    footing: Iterator[None] = _Server()
+    for _ in range(FRAMES):
+        footing = chain(footing)
+    return footing
+
+
+_footing = _made_footing()
+
+
+def _depth() -> int:
+    """Return the number of frames below the caller of the function that calls this one."""
+    frame, depth = sys._getframe(2), 0
+    while frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def _fits(depth: int) -> bool:
+    """Whether the caller of the function that calls this one has about ``depth`` frames below it."""
+    try:
+        frame = sys._getframe(2 + depth)
+    except ValueError:  # fewer
+        return _reaches(max(depth - _SLACK, 0))
+    for _ in range(_SLACK):
+        if frame.f_back is None:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _reaches(depth: int) -> bool:
+    try:
+        sys._getframe(3 + depth)
+    except ValueError:
+        return False
+    return True

@@ -96,6 +96,8 @@ def generated_code_in(function: Callable[..., Any]) -> Any:
         elif isinstance(item, types.FunctionType) and item.__globals__.get("__name__", "").startswith("torch."):
             cells = item.__closure__ or ()
             pending += [cell.cell_contents for cell in cells if is_bound(cell)]
+        elif type(item).__name__ == "SerializableCompiledFunction":  # what autograd's cache of compiled functions can hold
+            pending.append(item.compiled_fn)
     return next(iter(found.values())) if len(found) == 1 else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +11,14 @@ import torch
 from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 
+from ..tracing.block import is_bound
+
 __all__ = [
     "BackendCallable",
     "backend_name",
     "compile_lock",
     "forget_fixed_floats",
+    "generated_code_in",
     "is_whole_call",
     "options_of_compiled",
     "resolve_backend",
@@ -68,6 +73,32 @@ def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | N
 def forget_fixed_floats() -> None:
     """Forget which symbolic floats a lowering had to take as constants; torch keeps them by name, for a second attempt."""
     symbolic_convert.TensorifyState.clear()
+
+
+def generated_code_in(function: Callable[..., Any]) -> Any:
+    """Return the object of inductor's whose ``current_callable`` is the generated code that ``function`` calls.
+
+    ``None`` if there is none, or several, or if ``function`` is not made by torch alone.
+    """
+    inductor: Any = sys.modules.get("torch._inductor.output_code")
+    if inductor is None:
+        return None
+    found: dict[int, Any] = {}
+    pending: list[Any] = [function]
+    seen: set[int] = set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, inductor.CompiledFxGraph):
+            found[id(item)] = item
+        elif isinstance(item, types.FunctionType) and item.__globals__.get("__name__", "").startswith("torch."):
+            cells = item.__closure__ or ()
+            pending += [cell.cell_contents for cell in cells if is_bound(cell)]
+        elif type(item).__name__ == "SerializableCompiledFunction":  # what autograd's cache of compiled functions can hold
+            pending.append(item.compiled_fn)
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def options_of_compiled(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Any]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -27,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .artifacts import found_in_cache
 from .compat import BackendCallable, compile_lock, forget_fixed_floats
 from .counters import counters
+from .direct import Direct
 from .program import Number, Symbol
 
 
@@ -49,6 +51,11 @@ class Lowered:
     compiles: int = 1
     sharing: tuple[int, ...] = ()
     partial: frozenset[int] = frozenset()
+
+    @cached_property
+    def direct(self) -> Direct:
+        """The function for a caller who hands its inputs over."""
+        return Direct(self.function)
 
     def accepts(self, binding: tuple[int | float, ...]) -> bool:
         """Whether the graph is valid for these values of the symbols."""

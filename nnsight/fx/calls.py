@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import Interleaver
+from ..runtime.mode_stacks import ModeStacks
 from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
 from . import control
@@ -80,7 +81,8 @@ class CallRecorder(TorchFunctionMode):
 
     Attributes:
         binding: The sizes that the graph's symbols have for these inputs.
-        modes: Grad mode and autocast of the model, in which the graph runs.
+        modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
+        stacks: Its other modes.
         state: The program so far.
         tap: The tap at which the block stands.
         recorded: Whether an event was new.
@@ -102,6 +104,7 @@ class CallRecorder(TorchFunctionMode):
             size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
         }
         self.modes = Modes.now()
+        self.stacks = ModeStacks.now()
         self.grad_enabled = self.modes.grad
         self.state = graph.start
         self.tap: Tap | None = None
@@ -271,7 +274,11 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(function, SCRIPTED):
             return f"`{name_of(function)}` is TorchScript"
         modes = self.modes if self.modes_at_tap is None else self.modes_at_tap
-        return None if modes.autocast_holds else "`torch.autocast` differs between block and model"
+        if not modes.autocast_holds:
+            return "`torch.autocast` differs between block and model"
+        if torch.is_inference_mode_enabled() != modes.inference:
+            return "`torch.inference_mode` differs between block and model"
+        return self.stacks.why_not_lowerable
 
     def _try_on_fakes(self, event: Call) -> tuple[bool, Any]:
         """Return whether fakes tell what a call returns, and what that is.

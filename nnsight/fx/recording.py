@@ -372,7 +372,7 @@ class Recording(CallRecorder):
         if cut is None and self.modes.hold:
             return self._run_in_modes(stop, wanted, cut)
         # The block has switched some of them, or asks from a thread of its own, or in the middle of an operator.
-        with self.modes.entered():
+        with self.modes.entered(), self.stacks.entered():
             return self._run_in_modes(stop, wanted, cut)
 
     def _run_in_modes(self, stop: int, wanted: list[Any], cut: Break | None) -> tuple[tuple[int, ...], list[Any]]:

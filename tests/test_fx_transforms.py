@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 from nnsight import NNsight, fx
 
@@ -165,7 +167,7 @@ def test_transforms_of_lowered_graphs(model: NNsight, backend: str) -> None:
                 torch.testing.assert_close(out, expected)
 
 
-# -- torch.cond and torch.while_loop -----------------------------------------------------------------------------------
+# -- torch.cond, torch.while_loop and torch.scan -----------------------------------------------------------------------------------
 
 
 def both_ways(h: Any, log: Log) -> Any:
@@ -197,9 +199,105 @@ def demanding(h: Any, log: Log) -> Any:
 
 
 def looping(h: Any, log: Log) -> Any:
-    from torch._higher_order_ops.while_loop import while_loop
-
     return while_loop(lambda x: x.norm() > 0.5, lambda x: (x * 0.5,), (h,))[0]
+
+
+def halved(h: Any) -> Any:
+    while h.norm() > 0.5:
+        h = h * 0.5
+    return h
+
+
+def looping_with_closures(h: Any, log: Log) -> Any:
+    """The loop uses a value of the model, a tensor from outside and a number, edits what it has made, and exchanges two tensors."""
+    limit, factor = h.mean() + 0.5, torch.full((4,), 0.5)
+
+    def step(count: Any, x: Any, y: Any) -> Any:
+        x = x * factor
+        x += 0.25
+        x[0] = 0.0
+        return count + 1, y, x
+
+    found = while_loop(lambda count, x, y: (count < 3) | (y.norm() < limit), step, (torch.tensor(0), h, h * 2))
+    return found[1] * found[0] + found[2]
+
+
+def looped_with_closures(h: Any) -> Any:
+    limit, count, x, y = h.mean() + 0.5, 0, h, h * 2
+    while count < 3 or y.norm() < limit:
+        changed = x * 0.5 + 0.25
+        changed[0] = 0.0
+        count, x, y = count + 1, y, changed
+    return x * count + y
+
+
+def looping_in_a_loop(h: Any, log: Log) -> Any:
+    """Both are around a choice, and reach a value from around both."""
+    scale = h.abs().mean() * 0.0 + 0.5
+
+    def outer(n: Any, x: Any) -> Any:
+        _, x = while_loop(lambda m, x: m < 2, lambda m, x: (m + 1, x * scale + n), (torch.tensor(0), x))
+        return n + 1, torch.cond(x.sum() > 0, lambda x: x + scale, lambda x: x - 1, (x,))
+
+    return while_loop(lambda n, x: n < 3, outer, (torch.tensor(0), h))[1]
+
+
+def looped_in_a_loop(h: Any) -> Any:
+    for n in range(3):
+        for _ in range(2):
+            h = h * 0.5 + n
+        h = h + 0.5 if h.sum() > 0 else h - 1
+    return h
+
+
+def never_looping(h: Any, log: Log) -> Any:
+    return while_loop(lambda x: x.norm() > 1e9, lambda x: (x * 0.5,), (h,))[0]
+
+
+def scanning(h: Any, log: Log) -> Any:
+    """Carries on a sum, and gives what it was before; the other way round, too."""
+    factor = h.detach().abs().max() * 0.0 + 2.0
+    last, sums = scan(lambda carry, row: (carry + row * factor, carry), torch.zeros(4), h)
+    last_back, sums_back = scan(lambda carry, row: (carry * row, row), torch.ones(4), h, reverse=True)
+    return sums + last + sums_back + last_back
+
+
+def scanned(h: Any) -> Any:
+    last, sums, last_back = torch.zeros(4), [], torch.ones(4)
+    for row in h:
+        sums.append(last)
+        last = last + row * 2.0
+    for row in reversed(h):
+        last_back = last_back * row
+    return torch.stack(sums) + last + h + last_back
+
+
+def looping_over_an_edit(h: Any, log: Log) -> Any:
+    def step(n: Any, x: Any) -> Any:
+        x.mul_(0.5)
+        return n + 1, x
+
+    return while_loop(lambda n, x: n < 2, step, (torch.tensor(0), h.clone()))[1]
+
+
+def looping_with_randomness(h: Any, log: Log) -> Any:
+    return while_loop(lambda n, x: n < 2, lambda n, x: (n + 1, x + torch.rand(4)), (torch.tensor(0), h))[1]
+
+
+def looping_with_a_value(h: Any, log: Log) -> Any:
+    return while_loop(lambda n, x: n < 2, lambda n, x: (n + 1, x * float(x[0, 0].detach())), (torch.tensor(0), h))[1]
+
+
+def multiplied_by_a_value(h: Any) -> Any:
+    for _ in range(2):
+        h = h * float(h[0, 0].detach())
+    return h
+
+
+def looping_over_other_strides(h: Any, log: Log) -> Any:
+    square = h[:, :3].clone()
+    found = while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, x.T * 2), (torch.tensor(0), square))[1]
+    return torch.cat([found, h[:, 3:]], 1)
 
 
 #: Blocks, what they do by hand, and why the graph is cut, if it is.
@@ -210,7 +308,15 @@ CONTROL: list[tuple[Callable[[Any, Log], Any], Callable[[Any], Any], str]] = [
     (drawing, lambda h: h + torch.rand_like(h) + torch.rand(4), "draws random numbers"),
     (failing_if_not_chosen, lambda h: h * 2, "`gather` may fail"),
     (demanding, lambda h: h * h.sum().item(), "`item` in one of its functions needs a value"),
-    (looping, lambda h: h * 0.5 ** next(n for n in range(99) if (h * 0.5**n).norm() <= 0.5), "`torch.while_loop`"),
+    (looping, halved, ""),
+    (looping_with_closures, looped_with_closures, ""),
+    (looping_in_a_loop, looped_in_a_loop, ""),
+    (never_looping, lambda h: h.clone(), ""),
+    (scanning, scanned, ""),
+    (looping_over_an_edit, lambda h: h * 0.25, "edits a tensor in place"),
+    (looping_with_randomness, lambda h: h + torch.rand(4) + torch.rand(4), "draws random numbers"),
+    (looping_with_a_value, multiplied_by_a_value, "needs a value"),
+    (looping_over_other_strides, lambda h: torch.cat([h[:, :3].T * 8, h[:, 3:]], 1), "strides"),
 ]
 
 
@@ -239,3 +345,35 @@ def test_control_flow_of_torch(
         else:
             assert len(reasons) == bool(reason) and all(reason in found for found in reasons)
         assert fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_loops_of_lowered_graphs(model: NNsight, backend: str) -> None:
+    """One graph for all values and, once sizes are symbolic, for all sizes."""
+    lowered = NNsight(model._module, compile={"backend": backend, "fullgraph": True})
+    module = model._module
+    with torch.no_grad():
+        for change, by_hand in ((looping_with_closures, looped_with_closures), (scanning, scanned)):
+            for x in (X, X * -3.0, X * 10.0):
+                expected = Hooks(module).output("1", by_hand)(x)
+                fx.counters.reset()
+                with lowered.trace(x):
+                    lowered[1].output = change(lowered[1].output, [])
+                    out = lowered.output.save()
+                torch.testing.assert_close(out, expected)
+            assert fx.counters.recordings == fx.counters.compiles == fx.counters.breaks == 0
+
+
+def test_a_tensor_that_a_loop_hands_out_cuts_the_graph(model: NNsight) -> None:
+    """It has a value for each round, of which the block gets the last, as from a loop in Python."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(n: Any, x: Any) -> Any:
+        kept["x"] = x * 1.0
+        return n + 1, x * 2
+
+    with torch.no_grad(), model.trace(X) as tracer:
+        while_loop(lambda n, x: n < 3, step, (torch.tensor(0), model[1].output))
+        hidden = model[1].output.save()
+    torch.testing.assert_close(kept["x"], hidden * 4)
+    assert ["kept outside of it" in cut.reason for cut in tracer.report.breaks] == [True]

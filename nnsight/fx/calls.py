@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import Interleaver
+from ..runtime.mode_stacks import ModeStacks
 from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
 from . import control
-from .control import ControlOperator
+from .control import ControlOperator, Inside
 from .demands import name_of
 from .functions import (
     ABOUT_GRADIENTS,
@@ -45,7 +47,20 @@ from .functions import (
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, make_lazy, real_of
 from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
-from .program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, State, Symbol, Value
+from .program import (
+    Call,
+    Constant,
+    Declare,
+    Event,
+    External,
+    Input,
+    Nest,
+    Outcome,
+    Reference,
+    State,
+    Symbol,
+    Value,
+)
 from .splice import references
 
 if TYPE_CHECKING:
@@ -80,7 +95,8 @@ class CallRecorder(TorchFunctionMode):
 
     Attributes:
         binding: The sizes that the graph's symbols have for these inputs.
-        modes: Grad mode and autocast of the model, in which the graph runs.
+        modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
+        stacks: Its other modes.
         state: The program so far.
         tap: The tap at which the block stands.
         recorded: Whether an event was new.
@@ -88,7 +104,7 @@ class CallRecorder(TorchFunctionMode):
         run: The run.
         lifted: Tensors that stand for Python floats.
         filled: Lazy tensors that have a value but could not become it.
-        both_ways: How many values there were when both functions of a ``torch.cond`` began to be recorded.
+        inside: The function of an operator, such as ``torch.cond``, that is being recorded, if one is.
     """
 
     run: Interleaver
@@ -102,6 +118,7 @@ class CallRecorder(TorchFunctionMode):
             size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
         }
         self.modes = Modes.now()
+        self.stacks = ModeStacks.now()
         self.grad_enabled = self.modes.grad
         self.state = graph.start
         self.tap: Tap | None = None
@@ -110,7 +127,7 @@ class CallRecorder(TorchFunctionMode):
         self.random = False
         self.closed = False
         self.filled: list[LazyTensor] = []
-        self.both_ways: int | None = None
+        self.inside: Inside | None = None
         self.start_tables(list(inputs))
 
     def start_tables(self, inputs: list[Any]) -> None:
@@ -144,7 +161,7 @@ class CallRecorder(TorchFunctionMode):
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
-        if self.both_ways is not None:
+        if self.inside is not None:
             control.check_outside(function)
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
@@ -229,7 +246,10 @@ class CallRecorder(TorchFunctionMode):
                 reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
-        lifted = lift(self.state, event, len(self.numbers))
+        if self.inside is None or not self.inside.is_graph:
+            lifted = lift(self.state, event, len(self.numbers))
+        else:
+            lifted = Lifted(event, (), event)  # a graph takes no numbers from the one around it
         known = self.state.edges.get(lifted.event)
         sizes = self.sizes + _integers(lifted.values)
         outcome = None if known is None else known.outcomes.get(sizes)
@@ -243,8 +263,8 @@ class CallRecorder(TorchFunctionMode):
             if lifted.values and not self._is_like(outcome, known, lifted):
                 keep_constant(self.state, event)
                 lifted, sizes = Lifted(event, (), event), self.sizes
-        if self.both_ways is not None:
-            control.check(self.both_ways, event, outcome)
+        if self.inside is not None:
+            control.check(self.inside, event, outcome)
         self.random = self.random or getattr(function, "__name__", "") in RANDOM
         return self._take(outcome, lifted, sizes)
 
@@ -264,6 +284,34 @@ class CallRecorder(TorchFunctionMode):
         leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
+    def take(self, event: Event, fakes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Go on to the state after an event whose results are like ``fakes``; return them."""
+        known = self.state.edges.get(event)
+        outcome = None if known is None else known.outcomes.get(self.sizes)
+        if outcome is None:
+            structure = pytree.tree_structure(tuple(fakes))
+            leaves = tuple(range(len(self.fakes), len(self.fakes) + len(fakes)))
+            paths = tuple((number,) for number in range(len(fakes)))
+            outcome = Outcome(structure, leaves, paths, tuple(fakes), (False,) * len(fakes))
+        taken: tuple[torch.Tensor, ...] = self._take(outcome, Lifted(event, (), event), self.sizes)
+        return taken
+
+    def fake_of(self, reference: Reference) -> torch.Tensor:
+        """Return the fake of a tensor."""
+        with self.graph.fake_lock, torch._C.DisableTorchFunction(), self.graph.fake_mode:
+            fake: torch.Tensor = self._fake_argument(reference)
+        return fake
+
+    def memory_of(self, value: Value) -> int:
+        """Return what is equal for values that share memory."""
+        return storage_of(self.fakes[value.index])
+
+    def wants_grad(self, reference: Reference) -> bool:
+        """Whether a tensor requires a gradient."""
+        sources: dict[type, Any] = {Value: self.requires_grad, Input: self.inputs, External: self.externals}
+        found = sources[type(reference)][reference.index]
+        return found if isinstance(found, bool) else bool(found.requires_grad)
+
     def _needs_values(self, function: Any) -> str | None:
         """Return why a call of ``function`` needs values, empty if that is what it is for; ``None`` if it need not."""
         if getattr(function, "__name__", "") in DEMANDS:
@@ -271,7 +319,11 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(function, SCRIPTED):
             return f"`{name_of(function)}` is TorchScript"
         modes = self.modes if self.modes_at_tap is None else self.modes_at_tap
-        return None if modes.autocast_holds else "`torch.autocast` differs between block and model"
+        if not modes.autocast_holds:
+            return "`torch.autocast` differs between block and model"
+        if torch.is_inference_mode_enabled() != modes.inference:
+            return "`torch.inference_mode` differs between block and model"
+        return self.stacks.why_not_lowerable
 
     def _try_on_fakes(self, event: Call) -> tuple[bool, Any]:
         """Return whether fakes tell what a call returns, and what that is.
@@ -316,7 +368,7 @@ class CallRecorder(TorchFunctionMode):
                 return True, None
             return True, requires_grad if name == "requires_grad" else not requires_grad
         if function in DRAWN_LIKE and not self.random:
-            if self.both_ways is not None:
+            if self.inside is not None:
                 control.check_outside(function)
             return True, self._draw_like(function, args, kwargs)
         if function == torch.Tensor.__iter__:
@@ -498,9 +550,7 @@ class CallRecorder(TorchFunctionMode):
         """Whether autograd would follow this call."""
         if not (self.grad_enabled if call.grad is None else call.grad) or call.function is torch.Tensor.detach:
             return False
-        sources = {Value: self.requires_grad, Input: self.inputs, External: self.externals}
-        found = (sources[type(reference)][reference.index] for reference in references(call))
-        return any(item if isinstance(item, bool) else item.requires_grad for item in found)
+        return any(self.wants_grad(reference) for reference in references(call))
 
     def _is_like(self, outcome: Outcome, known: State | None, lifted: Lifted) -> bool:
         """Whether a call returned what it returned with other numbers, as far as the program can see."""

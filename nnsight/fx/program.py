@@ -138,6 +138,37 @@ class Skip(NamedTuple):
     tag: str = "skip"
 
 
+class Enter(NamedTuple):
+    """A function begins that an operator will call; its arguments, which are like ``operands``, are the next values."""
+
+    operands: tuple[Value | Input | External, ...]
+    tag: str = "enter"
+
+
+class Leave(NamedTuple):
+    """The function that began last ends, and returns ``results``, or the only one of them itself."""
+
+    results: tuple[Value | Input | External, ...]
+    is_single: bool
+    tag: str = "leave"
+
+
+class Apply(NamedTuple):
+    """An operator is called with the latest ``count`` functions and then ``groups`` of tensors, to the last of which comes what
+    the functions use from around them; its results are the next values.
+    """
+
+    operator: Callable[..., Any]
+    count: int
+    groups: tuple[tuple[Value | Input | External, ...], ...]
+    tag: str = "apply"
+
+    @property
+    def operands(self) -> tuple[Value | Input | External, ...]:
+        """All tensors it is given itself."""
+        return tuple(operand for group in self.groups for operand in group)
+
+
 class Cut(NamedTuple):
     """The graph is cut at tap number ``tap``; the values ``returned`` are needed behind the cut."""
 
@@ -146,7 +177,7 @@ class Cut(NamedTuple):
     tag: str = "cut"
 
 
-Event = Visit | Declare | Call | Results | Write | Skip | Cut
+Event = Visit | Declare | Call | Results | Write | Skip | Enter | Leave | Apply | Cut
 Reference = Value | Input | External
 
 
@@ -278,6 +309,9 @@ def _shown(event: Event) -> str:
         return f"write leaf {event.leaf} = {_shown_argument(event.source)}"
     if isinstance(event, Skip):
         return f"skip to @{event.until}"
+    if isinstance(event, (Enter, Leave, Apply)):
+        tensors = ", ".join(map(_shown_argument, event.results if isinstance(event, Leave) else event.operands))
+        return f"{event.operator if isinstance(event, Apply) else event.tag} {tensors}"
     if isinstance(event, Results):
         return f"results {len(event.leaves)}"
     if isinstance(event, Declare):

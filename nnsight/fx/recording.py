@@ -38,7 +38,7 @@ from ..runtime.report import Break, Report
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
 from .compat import run_compiled_functions_as_written, watch_autograd_functions
-from .control import BothWaysImpossible
+from .control import StaysOutside
 from .counters import counters
 from .demands import ABOUT_BACKWARD, instead_of, name_of
 from .explaining import RanPiece
@@ -292,8 +292,8 @@ class Recording(CallRecorder):
     def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
         """Make values concrete and then call ``function`` on them."""
         assert self.tap is not None
-        if self.both_ways is not None:
-            raise BothWaysImpossible(reason or f"`{name_of(function)}` in one of its functions needs a value")
+        if self.inside is not None:
+            raise StaysOutside(reason or f"`{name_of(function)}` in one of its functions needs a value")
         if self.journal is not None:
             self.journal.spoil("a value is needed")
         pending = any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs)))
@@ -376,7 +376,7 @@ class Recording(CallRecorder):
         if cut is None and self.modes.hold:
             return self._run_in_modes(stop, wanted, cut, observed)
         # The block has switched some of them, or asks from a thread of its own, or in the middle of an operator.
-        with self.modes.entered():
+        with self.modes.entered(), self.stacks.entered():
             return self._run_in_modes(stop, wanted, cut, observed)
 
     def _run_in_modes(

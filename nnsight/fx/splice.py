@@ -25,11 +25,14 @@ from .graph import CapturedGraph
 from .indexing import select_numbers
 from .passes import PassRun, run_passes
 from .program import (
+    Apply,
     Call,
     Constant,
     Declare,
+    Enter,
     External,
     Input,
+    Leave,
     Nest,
     Number,
     Program,
@@ -40,6 +43,7 @@ from .program import (
     Visit,
     Write,
 )
+from .subgraphs import Function
 from .switches import Switched
 
 
@@ -169,6 +173,9 @@ class _Splicer:
         self.fakes: list[torch.Tensor] = []
         self.numbers: dict[Number, torch.fx.Node] = {}
         self.marks: dict[str, str] = {}
+        self.functions: list[Function] = []  # those that are being written, the innermost last
+        self.finished: list[Function] = []  # and those that no operator has been called with yet
+        self.modules: dict[str, torch.nn.Module] = {}
         self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
         self.used_inputs: list[int] = []
@@ -199,9 +206,17 @@ class _Splicer:
         ]
         self.new.output(tuple(returned))
         self.new.lint()
-        module = torch.fx.GraphModule(self.graph.graph_module, self.new, class_name="Spliced")
+        module = torch.fx.GraphModule(self._root(), self.new, class_name="Spliced")
         module, passes = run_passes(module)
         return SplicedGraph(module, tuple(self.used_inputs), len(self.external_nodes), self.marks, passes)
+
+    def _root(self) -> Any:
+        """Return what the spliced graph finds its modules and attributes in."""
+        captured = self.graph.graph_module
+        if not self.modules:
+            return captured
+        targets = {str(node.target) for node in self.new.nodes if node.op in ("get_attr", "call_module")}
+        return {name: self.modules.get(name) or operator.attrgetter(name)(captured) for name in targets}
 
     def _add_inputs(self, results: Sequence[Result]) -> None:
         needed = self._needed_inputs(results)
@@ -271,6 +286,12 @@ class _Splicer:
                 self.fakes += [tap.leaves[leaf].meta["example_value"] for leaf in event.fresh]
             elif isinstance(event, Call):
                 self._add_call(event, step)
+            elif isinstance(event, Enter):
+                self._enter(event)
+            elif isinstance(event, Leave):
+                self._leave(event)
+            elif isinstance(event, Apply):
+                self._apply(event, step)
             elif isinstance(event, Skip):
                 until = self.graph.taps[event.until]
                 self.skip_to = until.node
@@ -279,31 +300,83 @@ class _Splicer:
                 for node in tap.outputs.get(event.leaf, ()):
                     self.env[node] = self._referred(event.source)
 
+    @property
+    def writing(self) -> torch.fx.Graph:
+        """The graph that calls are written to: that of the innermost function, if there is one."""
+        return self.functions[-1].graph if self.functions else self.new
+
     def _referred(self, reference: Reference) -> Any:
         if isinstance(reference, Value):
-            return self.values[reference.index]
-        if isinstance(reference, External):
-            return self.external_nodes[reference.index]
-        return self.env[self.piece.inputs[reference.index]]
+            node = self.values[reference.index]
+        elif isinstance(reference, External):
+            node = self.external_nodes[reference.index]
+        else:
+            node = self.env[self.piece.inputs[reference.index]]
+        inside = next((depth for depth, function in enumerate(self.functions, 1) if node.graph is function.graph), 0)
+        for function in self.functions[inside:]:
+            node = function.reach(node)
+        return node
+
+    def _enter(self, event: Enter) -> None:
+        function = Function()
+        for reference in event.operands:
+            self.values.append(function.argument(f"argument_{len(self.values)}"))
+            self.fakes.append(self._fake(reference))
+        self.functions.append(function)
+
+    def _leave(self, event: Leave) -> None:
+        results = tuple(self._referred(result) for result in event.results)
+        self.functions[-1].results = results[0] if event.is_single else results
+        self.finished.append(self.functions.pop())
+
+    def _apply(self, event: Apply, step: Step) -> None:
+        """Call an operator that takes functions. No gradient goes through it, and it need not prepare for one."""
+        functions = self.finished[-event.count :]
+        del self.finished[-event.count :]
+        used = list(dict.fromkeys(node for function in functions for node in function.around))
+        names = []
+        for function in functions:
+            names.append(f"function_{len(self.modules)}")
+            inner = {str(node.target) for node in function.graph.nodes if node.op == "get_attr"}
+            self.modules[names[-1]] = function.finished(used, {name: self.modules[name] for name in inner})
+        taken = [self.writing.get_attr(name) for name in names]
+        groups = [tuple(self._referred(reference) for reference in group) for group in event.groups]
+        groups[-1] += tuple(used)
+        grad = self._grad_around(step) and not self.functions
+        if grad:
+            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (False,)), step)
+        node = self.writing.call_function(event.operator, (*taken, *groups))
+        self._mark(node, step)
+        if grad:
+            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (True,)), step)
+        assert step.outcome is not None
+        self.fakes += step.outcome.fakes
+        for number in range(len(step.outcome.fakes)):
+            self.values.append(self.writing.call_function(operator.getitem, (node, number)))
+            self._mark(self.values[-1], step)
+
+    def _grad_around(self, step: Step) -> bool:
+        """Return the grad mode of the model where ``step`` happens."""
+        switched = self._switched(self.graph.taps[step.position].node).grad
+        return self.grad if switched is None else switched
 
     def _add_call(self, call: Call, step: Step) -> None:
         args = tuple(self._argument(argument) for argument in call.args)
         kwargs = {name: self._argument(argument) for name, argument in call.kwargs}
-        grad = self.grad if call.grad is None else call.grad
-        around = self._switched(self.graph.taps[step.position].node).grad
-        around = self.grad if around is None else around
+        around = self._grad_around(step)
+        grad = around if self.functions else self.grad if call.grad is None else call.grad
         if grad != around:
-            self._mark(self.new.call_function(torch._C._set_grad_enabled, (grad,)), step)
+            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (grad,)), step)
         if getattr(call.function, "__name__", "") in ("__getitem__", "__setitem__"):
             selected, rest = select_numbers(call.args[1], self._fake)
             for dimension, number in selected:
-                view = self.new.call_method("select", (args[0], dimension, self.numbers[number]))
+                view = self.writing.call_method("select", (args[0], dimension, self.numbers[number]))
                 self._mark(view, step)
                 args = (view, Ellipsis if rest is None else self._argument(rest), *args[2:])
-        node = _emit(self.new, call.function, args, kwargs)
+        node = _emit(self.writing, call.function, args, kwargs)
         self._mark(node, step)
         if grad != around:
-            self._mark(self.new.call_function(torch._C._set_grad_enabled, (around,)), step)
+            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (around,)), step)
         assert step.outcome is not None
         node.meta[REQUIRES_GRAD] = any(step.outcome.requires_grad) or step.outcome.gains_grad is not None
         self.fakes += step.outcome.fakes
@@ -312,7 +385,7 @@ class _Splicer:
             if isinstance(leaf, int) and leaf == len(self.values):
                 value: Any = node
                 for key in path:
-                    value = self.new.call_function(getattr if isinstance(key, str) else operator.getitem, (value, key))
+                    value = self.writing.call_function(getattr if isinstance(key, str) else operator.getitem, (value, key))
                     self._mark(value, step)
                 self.values.append(value)
 
@@ -361,6 +434,10 @@ def references(event: Any) -> list[Reference]:
         return [event.source]
     if isinstance(event, Skip):
         return [source for _, source in event.sources]
+    if isinstance(event, (Enter, Apply)):
+        return list(event.operands)
+    if isinstance(event, Leave):
+        return list(event.results)
     if not isinstance(event, Call):
         return []
     found: list[Reference] = []

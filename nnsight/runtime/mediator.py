@@ -2,8 +2,9 @@
 
 A mediator runs the function of a block in a greenlet. Asking for a location switches to the model's greenlet,
 which goes on until it offers that location and switches back; so exactly one of model and block runs at a time, on
-one thread, and the state torch keeps per thread is theirs together. The exception is grad mode: a block under
-``torch.no_grad()`` must not switch gradients off in the model that runs while it waits, so each side keeps its own.
+one thread, and the state torch keeps per thread is theirs together. The exceptions are modes: a block under
+``torch.no_grad()`` must not switch gradients off in the model that runs while it waits, so each side keeps its own
+(:mod:`~nnsight.runtime.sides`).
 
 While the model is stopped at a location, that stop is a *visit*: reading the location again, or replacing it, needs no
 switch.
@@ -27,7 +28,7 @@ from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
 from .exchange import Exchange
 from .mediator_surface import MediatorSurface
-from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
+from .sides import Sides
 from .surface import EarlyStopException, SkipException, split_requester
 from .workers import borrow
 
@@ -65,16 +66,15 @@ class Mediator(Exchange, MediatorSurface):
 
     __slots__ = (
         "_all_stop",
-        "_autocast",
         "_deferred",
         "_error",
-        "_grad_enabled",
         "_greenlet",
         "_hooks",
         "_location",
         "_occurrence",
         "_on_leave",
         "_publish",
+        "_sides",
         "_value",
         "_visited",
         "batch_group",
@@ -108,8 +108,7 @@ class Mediator(Exchange, MediatorSurface):
         self.loops = 0
         self.requests = 0
         self._visited: tuple[str, int] | None = None
-        self._autocast: Autocast | None = None  # in the block, where it is not that of the model
-        self._grad_enabled: bool | None = None  # in the block; at first it is that of the model
+        self._sides = Sides()
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
         self._location: str | None = None  # of the current visit
@@ -173,7 +172,7 @@ class Mediator(Exchange, MediatorSurface):
         location, occurrence = self.waiting
         filename, line = user_position_of(self._greenlet.gr_frame)
         self._stop_waiting()
-        self._greenlet.throw(GreenletExit)
+        self._go(self._greenlet.throw, GreenletExit)
         warnings.warn_explicit(
             f"The loop ended at `{location}.i{occurrence}`, which did not occur: the model had finished. What the loop "
             "did so far is kept; the rest of this step and the code after the loop were not run. Bound the loop, as in "
@@ -188,7 +187,7 @@ class Mediator(Exchange, MediatorSurface):
         self._stop_waiting()
         if self._greenlet is not None:
             self._error = None
-            self._greenlet.throw(GreenletExit)
+            self._go(self._greenlet.throw, GreenletExit)
         if self._hooks:
             self.remove_hooks()
         self._greenlet = self.interleaver = self.intervention = self._value = self._location = self._error = None
@@ -199,37 +198,28 @@ class Mediator(Exchange, MediatorSurface):
         return self._greenlet is not None
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
-        """Let the block run until it waits or ends; ``switch`` goes to it. Each side has its own grad mode and autocast."""
+        """Let the block run until it waits or ends; ``switch`` goes to it."""
         interleaver, worker = self.interleaver, self._greenlet
         assert interleaver is not None and worker is not None
         previous, interleaver.current = interleaver.current, self
         here = getcurrent()
         if worker.parent is not here:  # this time another block plays the model's part
             worker.parent = here
-        grad_enabled = torch.is_grad_enabled()
-        if self._grad_enabled is not None and self._grad_enabled != grad_enabled:
-            torch.set_grad_enabled(self._grad_enabled)
-        outer = None
-        if self._autocast is not None or torch._C._is_any_autocast_enabled():
-            outer = autocast_of_thread()
-            if self._autocast is not None:
-                set_autocast_of_thread(self._autocast)
         try:
-            switch(*arguments)
+            self._go(switch, *arguments)
         finally:
             interleaver.current = previous
-            if outer is not None or torch._C._is_any_autocast_enabled():
-                inner = autocast_of_thread()
-                outer = outer or tuple((kind, False, dtype) for kind, _, dtype in inner)
-                self._autocast = None if inner == outer else inner
-                if inner != outer:
-                    set_autocast_of_thread(outer)
-            self._grad_enabled = torch.is_grad_enabled()
-            if self._grad_enabled != grad_enabled:
-                torch.set_grad_enabled(grad_enabled)
         if self._error is not None and not (interleaver.defer_exceptions and self._defer()):
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
+
+    def _go(self, switch: Callable[..., Any], *arguments: Any) -> None:
+        """Switch to the block and back, each side with its own modes."""
+        model = self._sides.begin()
+        try:
+            switch(*arguments)
+        finally:
+            self._sides.end(model, self._greenlet is None)
 
     def _main(self) -> None:
         """Run the block, in its worker, and raise nothing."""

@@ -1,0 +1,141 @@
+"""What torch keeps for each thread as stacks: function modes (``torch.device`` is one), dispatch modes, hooks of saved tensors.
+
+Entering such a mode pushes it, leaving it pops whatever is on top. A model and its blocks share a thread, so a block that is
+inside ``with torch.device("cuda"):`` while the model has its turn must find its mode again, and the model must not find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import (
+    _get_dispatch_stack_at,
+    _get_function_stack_at,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _pop_torch_dispatch_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_dispatch_stack,
+    _push_on_torch_function_stack,
+)
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+
+
+class ModeStacks(NamedTuple):
+    """The stacks of a thread at one time, the innermost mode last.
+
+    Attributes:
+        functions: Modes that see torch functions.
+        dispatch: Modes that see operators.
+        hooks: Pairs of functions that pack and unpack what autograd saves.
+    """
+
+    functions: tuple[Any, ...] = ()
+    dispatch: tuple[Any, ...] = ()
+    hooks: tuple[Any, ...] = ()
+
+    @staticmethod
+    def now() -> ModeStacks:
+        """Return the stacks of the current thread."""
+        functions, dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
+        if not functions and not dispatch and _top_saved_tensors_default_hooks(True) is None:
+            return _EMPTY
+        return ModeStacks(
+            tuple(map(_get_function_stack_at, range(functions))),
+            tuple(map(_get_dispatch_stack_at, range(dispatch))),
+            _saved_tensor_hooks(),
+        )
+
+    @property
+    def have_their_lengths(self) -> bool:
+        """Whether the current thread has as many modes; a block that takes turns only adds some to these, and removes them."""
+        return (
+            _len_torch_function_stack() == len(self.functions)
+            and _len_torch_dispatch_stack() == len(self.dispatch)
+            and _top_saved_tensors_default_hooks(True) == (self.hooks[-1] if self.hooks else None)
+        )
+
+    @property
+    def why_not_lowerable(self) -> str | None:
+        """Why calls of the current thread cannot wait for a graph that runs with these stacks; ``None`` if they can."""
+        if _len_torch_dispatch_stack() != len(self.dispatch):
+            return "a TorchDispatchMode is on in the block"
+        if _top_saved_tensors_default_hooks(True) != (self.hooks[-1] if self.hooks else None):
+            return "hooks for saved tensors are set in the block"
+        return None
+
+    def apart_from(self, others: ModeStacks) -> tuple[ModeStacks, ModeStacks]:
+        """Return the modes that somebody has entered inside of ``others``, and the stacks without them.
+
+        What ``torch.set_default_device`` puts on the stack is not entered but set, for all of the program.
+        """
+        known = (*others.functions, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
+        functions = _split(self.functions, known)
+        dispatch = _split(self.dispatch, others.dispatch)
+        count = len(others.hooks)
+        own = ModeStacks(functions[0], dispatch[0], self.hooks[count:])
+        return own, ModeStacks(functions[1], dispatch[1], self.hooks[:count])
+
+    def inside(self, others: ModeStacks) -> ModeStacks:
+        """Return the stacks with these modes entered inside of ``others``."""
+        return ModeStacks(*(outer + own for own, outer in zip(self, others, strict=True)))
+
+    def set(self) -> None:
+        """Give these stacks to the current thread."""
+        for _ in range(_len_torch_function_stack()):
+            _pop_torch_function_stack()
+        for mode in self.functions:
+            _push_on_torch_function_stack(mode)
+        for _ in range(_len_torch_dispatch_stack()):
+            _pop_torch_dispatch_stack(None)
+        for mode in self.dispatch:
+            _push_on_torch_dispatch_stack(mode)
+        _pop_hooks()
+        for pack, unpack in self.hooks:
+            _push_saved_tensors_default_hooks(pack, unpack)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have these stacks on the current thread."""
+        if self.have_their_lengths:
+            yield
+            return
+        before = ModeStacks.now()
+        self.set()
+        try:
+            yield
+        finally:
+            before.set()
+
+
+_EMPTY = ModeStacks()
+
+
+def _split(modes: Sequence[Any], known: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return those of ``modes`` that are not ``known``, and those that are."""
+    found = [any(mode is other for other in known) for mode in modes]
+    new = tuple(mode for mode, is_known in zip(modes, found, strict=True) if not is_known)
+    return new, tuple(mode for mode, is_known in zip(modes, found, strict=True) if is_known)
+
+
+def _pop_hooks() -> list[Any]:
+    """Remove all hooks of saved tensors; return them, the innermost first."""
+    found = []
+    while (top := _top_saved_tensors_default_hooks(True)) is not None:
+        found.append(top)
+        _pop_saved_tensors_default_hooks()
+    return found
+
+
+def _saved_tensor_hooks() -> tuple[Any, ...]:
+    found = tuple(reversed(_pop_hooks()))  # torch shows the innermost only
+    for pack, unpack in found:
+        _push_saved_tensors_default_hooks(pack, unpack)
+    return found

@@ -1,0 +1,102 @@
+"""Two sides, a model and a block, that take turns on one thread and have modes of their own.
+
+What a block switches on with ``with torch.inference_mode():`` is for what the block computes, and not for the layers that the
+model runs before the block's next location. So when the block's turn ends, its modes are put aside and the model's are back; and
+when its next turn begins, it finds them as it left them. A block that switches nothing follows the model, save for the grad mode, which is
+the one that it began with.
+
+Settings of the program, such as ``torch.set_default_dtype`` and those of ``torch.backends``, are no modes: they hold for both sides.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .mode_stacks import ModeStacks
+from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
+
+#: Remembers, when it is entered, all that inference mode touches, and has it back when it is left, however they nest.
+_Inference = torch._C._InferenceMode
+
+
+class _Model(NamedTuple):
+    """The modes of the model while the block has its turn; ``autocast`` is ``None`` if none is on."""
+
+    grad: bool
+    inference: bool
+    autocast: Autocast | None
+    stacks: ModeStacks
+    remembered: Any
+
+
+class Sides:
+    """Keeps the modes of one block apart from those of the model.
+
+    :meth:`begin` and :meth:`end` stand around each turn of the block, on the model's side.
+    """
+
+    __slots__ = ("_autocast", "_grad", "_inference", "_stacks")
+
+    def __init__(self) -> None:
+        self._grad: bool | None = None  # of the block; at first it is that of the model
+        self._autocast: Autocast | None = None  # each of these only where it is not that of the model
+        self._inference: Any = None
+        self._stacks: ModeStacks | None = None
+
+    def begin(self) -> _Model:
+        """Give the thread the modes of the block; return those of the model."""
+        grad, remembered = torch.is_grad_enabled(), None
+        inference = torch.is_inference_mode_enabled()
+        autocast = None
+        if self._autocast is not None or torch._C._is_any_autocast_enabled():
+            autocast = autocast_of_thread()
+        stacks = ModeStacks.now()
+        if self._inference is not None:
+            remembered = _entered(inference)
+            self._inference.__exit__(None, None, None)
+            self._inference = None
+            if autocast is not None:
+                set_autocast_of_thread(autocast)
+        if self._grad is not None and self._grad != torch.is_grad_enabled():
+            torch.set_grad_enabled(self._grad)
+        if self._autocast is not None:
+            set_autocast_of_thread(self._autocast)
+        if self._stacks is not None:
+            self._stacks.inside(stacks).set()
+            self._stacks = None  # what it has entered since will be seen at the end of the turn
+        return _Model(grad, inference, autocast, stacks, remembered)
+
+    def end(self, model: _Model, over: bool) -> None:
+        """Give the thread the modes of the model again.
+
+        Args:
+            model: What :meth:`begin` has returned.
+            over: Whether this was the block's last turn. What it has set then, and not only entered, stays set.
+        """
+        if not over and not model.stacks.have_their_lengths:
+            self._stacks, rest = ModeStacks.now().apart_from(model.stacks)
+            rest.set()
+        if model.autocast is not None or torch._C._is_any_autocast_enabled():
+            inner = autocast_of_thread()
+            outer = model.autocast or tuple((kind, False, dtype) for kind, _, dtype in inner)
+            self._autocast = None if inner == outer else inner
+        else:
+            inner = outer = self._autocast = None
+        self._grad = torch.is_grad_enabled()
+        if torch.is_inference_mode_enabled() != model.inference:
+            self._inference = _entered(model.inference)
+        if model.remembered is not None:
+            model.remembered.__exit__(None, None, None)
+        if outer is not None and inner != outer:
+            set_autocast_of_thread(outer)
+        if torch.is_grad_enabled() != model.grad:
+            torch.set_grad_enabled(model.grad)
+
+
+def _entered(inference: bool) -> Any:
+    """Remember the modes of the thread, and set inference mode."""
+    guard = _Inference(inference)
+    guard.__enter__()
+    return guard

@@ -1,6 +1,6 @@
 """Runs payloads on a model of this process.
 
-The program of a payload becomes the blocks of an ordinary run (:mod:`.replay`), so it runs as any trace does: eagerly, or compiled if
+The program of a payload becomes the blocks of an ordinary run (:mod:`.interpreter`), so it runs as any trace does: eagerly, or compiled if
 the model was wrapped that way. Edits of the model's owner do not run along. Nothing is differentiated.
 """
 
@@ -17,14 +17,14 @@ from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
 from .limits import Limits
 from .payload import Job, decode
-from .replay import Replay
+from .interpreter import Interpreter
 from .results import pack_results
 from .validation import device_of, inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
 
-R = TypeVar("R", bound=Replay)
+R = TypeVar("R", bound=Interpreter)
 
 
 def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None) -> bytes:
@@ -47,30 +47,30 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
-    replay = replay_of(model, job, limits, Replay)
+    interpreter = interpreter_of(model, job, limits, Interpreter)
     with torch.no_grad():
-        replay.place_constants()
+        interpreter.place_constants()
         for number, run in enumerate(job.runs):
             try:
-                _run(model, replay, number, *inputs_of(run, job.tensors, device))
+                _run(model, interpreter, number, *inputs_of(run, job.tensors, device))
             except (ExecutionFailedError, InvalidProgramError) as error:
                 raise ExecutionFailedError(str(error)) from error
             except Exception as error:
                 raise ExecutionFailedError(f"The model failed: {type(error).__name__}: {error}") from error
-    return results_of(replay, limits)
+    return results_of(interpreter, limits)
 
 
-def replay_of(model: NNsight, job: Job, limits: Limits, kind: type[R]) -> R:
-    """Return what replays a validated job on a model that is loaded."""
+def interpreter_of(model: NNsight, job: Job, limits: Limits, kind: type[R]) -> R:
+    """Return what runs the program of a validated job on a model that is loaded."""
     weights = dict([*model._module.named_parameters(), *model._module.named_buffers()])
     modules = {path: module for module, path in model._tree.paths.items()}
 
     def apply(path: str, args: Any, kwargs: Any) -> Any:
         return modules[path].forward(*args, **kwargs)
 
-    replay = kind(job, device_of(model._module), apply, lambda name: weights[name].detach(), limits.seconds)
-    replay.on_write = guard(model._module)
-    return replay
+    interpreter = kind(job, device_of(model._module), apply, lambda name: weights[name].detach(), limits.seconds)
+    interpreter.on_write = guard(model._module)
+    return interpreter
 
 
 def guard(module: torch.nn.Module) -> Callable[[torch.Tensor], None]:
@@ -89,21 +89,21 @@ def guard(module: torch.nn.Module) -> Callable[[torch.Tensor], None]:
     return check
 
 
-def _run(model: NNsight, replay: Replay, number: int, args: Any, kwargs: dict[str, Any]) -> None:
-    generation: Any = Generation(model) if replay.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
+def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
+    generation: Any = Generation(model) if interpreter.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
     driver = model._driver(None, generation)
-    interleaver = Interleaver(replay.mediators(number))
+    interleaver = Interleaver(interpreter.mediators(number))
     interleaver.tree = model._tree
     with interleaver:
         output = driver(interleaver, args, kwargs, Report())
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure
         interleaver.handle("result", output)
-        replay.finish(interleaver)
+        interpreter.finish(interleaver)
 
 
-def results_of(replay: Replay, limits: Limits) -> bytes:
-    """Return the results of a replay that has ended, as a container.
+def results_of(interpreter: Interpreter, limits: Limits) -> bytes:
+    """Return the results of a program that has ended, as a container.
 
     Raises:
         ExecutionFailedError: If they are longer than they may be.
@@ -117,7 +117,7 @@ def results_of(replay: Replay, limits: Limits) -> bytes:
             tensors[names[id(tensor)]] = tensor
         return {"tensor": names[id(tensor)]}
 
-    saves = replay.saved(leaf)
+    saves = interpreter.saved(leaf)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if size > limits.result_bytes:
         raise ExecutionFailedError(f"The job returns {size} bytes; the limit is {limits.result_bytes}.")

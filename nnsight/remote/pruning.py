@@ -9,7 +9,7 @@ import torch
 from .nodes import Node
 from .operators import is_in_place
 from .payload import Job
-from .replay import references_of
+from .interpreter import references_of
 from .trees import references
 
 

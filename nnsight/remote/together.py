@@ -27,10 +27,10 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
-from .execution import execute, replay_of, results_of
+from .execution import execute, interpreter_of, results_of
 from .limits import Limits
 from .payload import Job, decode
-from .replay import Replay
+from .interpreter import Interpreter
 from .validation import device_of, inputs_of, validate
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Tenant(BatchGroup):
         return rows
 
 
-class _TenantReplay(Replay):
+class _TenantInterpreter(Interpreter):
     """The blocks of one job among others."""
 
     def _leaf(self, mediator: Any, node: Any) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
-    replays = [replay_of(model, job, limits, _TenantReplay) for job in jobs]
+    interpreters = [interpreter_of(model, job, limits, _TenantInterpreter) for job in jobs]
     parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []
@@ -153,9 +153,9 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
         dims = find_batch_dims(model._tree, getattr(model, "_call_on", None), batched, parts, sizes)
         mediators = []
         start = 0
-        for replay, size in zip(replays, sizes, strict=True):
-            replay.place_constants()
-            for mediator in replay.mediators(0):
+        for interpreter, size in zip(interpreters, sizes, strict=True):
+            interpreter.place_constants()
+            for mediator in interpreter.mediators(0):
                 mediator.batch_group = Tenant(start, size, total, dims)
                 mediators.append(mediator)
             start += size
@@ -166,14 +166,14 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
             if interleaver.failure is not None:
                 raise interleaver.failure
             interleaver.handle("result", output)
-            for replay in replays:
-                replay.finish(interleaver)
-    return [_outcome(replay, limits) for replay in replays]
+            for interpreter in interpreters:
+                interpreter.finish(interleaver)
+    return [_outcome(interpreter, limits) for interpreter in interpreters]
 
 
-def _outcome(replay: Replay, limits: Limits) -> bytes | Exception:
+def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:
     try:
-        return results_of(replay, limits)
+        return results_of(interpreter, limits)
     except ExecutionFailedError as error:
         return error
 

@@ -36,7 +36,7 @@ from .fake_runs import FakeModel, generation_size
 from .limits import Limits
 from .nodes import Node
 from .payload import Job, encode
-from .replay import CONSTANT, Replay
+from .interpreter import CONSTANT, Interpreter
 from .trees import ABSENT, leaves, read_tree
 
 if TYPE_CHECKING:
@@ -282,12 +282,12 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
                 setattr(fake, CONSTANT, tensor)
         fakes = FakeModel(model._tree, mode, device)
         memory = _Memory(fakes, constants, limits)
-        replay = Replay(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
-        replay.on_done, replay.on_write = memory.done, memory.check_write
+        interpreter = Interpreter(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
+        interpreter.on_done, interpreter.on_write = memory.done, memory.check_write
         try:
             for number, run in enumerate(job.runs):
                 args, kwargs = inputs_of_fakes(run, constants)
-                _rehearse_run(replay, fakes, costs, number, run, args, kwargs, limits)
+                _rehearse_run(interpreter, fakes, costs, number, run, args, kwargs, limits)
         except InvalidProgramError:
             raise
         except ExecutionFailedError as error:
@@ -297,14 +297,14 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
         except BaseException as error:
             raise InvalidProgramError(f"The job does not run on this model: {type(error).__name__}: {error}") from error
         sizes: list[int] = []
-        replay.saved(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
+        interpreter.saved(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
     if sum(sizes) > limits.result_bytes:
         raise InvalidProgramError(f"The job returns {sum(sizes)} bytes; the limit is {limits.result_bytes}.")
     return costs.flops, memory.made, sum(sizes)
 
 
 def _rehearse_run(
-    replay: Replay,
+    interpreter: Interpreter,
     fakes: FakeModel,
     costs: Costs,
     number: int,
@@ -326,15 +326,15 @@ def _rehearse_run(
     begun: list[int] = []
 
     def begin_step() -> None:
-        replay.check_time()
+        interpreter.check_time()
         begun.append(costs.flops)
 
     fakes.least_steps, fakes.on_step = 2, begin_step
-    interleaver = Interleaver(replay.mediators(number))
+    interleaver = Interleaver(interpreter.mediators(number))
     with interleaver:
         output = fakes.run(interleaver, run["call"], args, kwargs, steps, prompt)
         interleaver.handle("result", output)
-        replay.finish(interleaver)
+        interpreter.finish(interleaver)
     if begun:  # tokens that nobody looks at cost what the last one did
         costs.add((costs.flops - begun[-1]) * (steps - len(begun)))
 

@@ -15,9 +15,9 @@ from ..modeling.generation import Generation
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
+from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
-from .interpreter import Interpreter
 from .results import pack_results
 from .validation import device_of, inputs_of, validate
 

@@ -21,8 +21,8 @@ import torch
 
 from ..modeling.generation import Generation
 from .execution import execute_payload, guard
-from .payload import Job, decode, encode
 from .interpreter import Interpreter, references_of
+from .payload import Job, decode, encode
 from .results import decode_results
 from .trees import references, write_tree
 from .validation import check_parts, device_of
@@ -136,7 +136,9 @@ class Program:
 
         def run_block() -> None:
             weights = {**dict(model._module.named_parameters()), **dict(model._module.named_buffers())}
-            interpreter = Interpreter(job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf"))
+            interpreter = Interpreter(
+                job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf")
+            )
             interpreter.on_write = guard(model._module)
             interpreter.place_constants()
             interpreter.run_nodes(list(enumerate(job.nodes)))

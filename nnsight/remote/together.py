@@ -28,9 +28,9 @@ from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
 from .execution import execute, interpreter_of, results_of
+from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
-from .interpreter import Interpreter
 from .validation import device_of, inputs_of, validate
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     return None if any("scalar" in text for text in described) else "\n".join(described)
 
 
-def execute_payloads(model: NNsight, payloads: Sequence[bytes], limits: Limits | None = None) -> list[bytes | Exception]:
+def execute_payloads(
+    model: NNsight, payloads: Sequence[bytes], limits: Limits | None = None
+) -> list[bytes | Exception]:
     """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or what is wrong with it alone.
 
     The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.

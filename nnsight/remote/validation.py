@@ -33,10 +33,10 @@ from ..runtime.mediator import EarlyStopException
 from ..runtime.operations import forward_of, layers_of
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import FakeModel, generation_size
+from .interpreter import CONSTANT, Interpreter
 from .limits import Limits
 from .nodes import Node
 from .payload import Job, encode
-from .interpreter import CONSTANT, Interpreter
 from .trees import ABSENT, leaves, read_tree
 
 if TYPE_CHECKING:

@@ -26,7 +26,21 @@ from nnsight.remote.protocol import JobStatus, Message, ModelKey
 from nnsight.remote.server.gateway import Settings
 from nnsight.remote.server.models import engine_of
 
-from .remoting import MODEL, Accounts, Orders, Running, Wire, account, nonce, order, orders, running, server, until, wire_to
+from .remoting import (
+    MODEL,
+    Accounts,
+    Orders,
+    Running,
+    Wire,
+    account,
+    nonce,
+    order,
+    orders,
+    running,
+    server,
+    until,
+    wire_to,
+)
 
 STORY = ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
 

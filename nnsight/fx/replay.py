@@ -321,13 +321,13 @@ def _add_item(value: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
             (type(value), value.shape, value.stride(), value.dtype, value.device, value.layout, value.requires_grad, value.is_leaf)
         )
     else:
-        key.append(constant_key(value))
+        key.append(_constant_key(value))
 
 
-def constant_key(value: Any) -> Any:
+def _constant_key(value: Any) -> Any:
     """Return what is equal for equal constants of equal types: ``1 == 1.0 == True``, ``0.0 == -0.0``."""
     if type(value) is tuple:
-        return tuple(map(constant_key, value))
+        return tuple(map(_constant_key, value))
     if type(value) in (float, complex, slice, range):
         return type(value), repr(value)
     return type(value), value

@@ -15,11 +15,12 @@ from ..modeling.generation import Generation
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
+from .fake_runs import device_of
 from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
 from .results import pack_results
-from .validation import device_of, inputs_of, validate
+from .validation import inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight

@@ -77,3 +77,22 @@ def _inside(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
         return tuple(_describe(part, depth, known) for part in (value.func, value.args, value.keywords))
     content = getattr(value, "__dict__", None)
     return _describe(content, depth, known) if type(content) is dict else None
+
+
+def key_of(arguments: Any) -> Hashable:
+    """Return what of the arguments of a model decides how it runs on fakes: sizes, and plain values.
+
+    Raises:
+        TypeError: If that is not known.
+    """
+    if isinstance(arguments, torch.Tensor):
+        return arguments.shape, arguments.stride(), arguments.dtype, arguments.device
+    if isinstance(arguments, dict):
+        return type(arguments), tuple((key, key_of(item)) for key, item in arguments.items())
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments), tuple(map(key_of, arguments))
+    if type(arguments) in _PLAIN:
+        return type(arguments), arguments
+    if type(arguments) is float:
+        return float, repr(arguments)
+    raise TypeError(f"{type(arguments).__name__} is no plain value")

@@ -21,11 +21,12 @@ import torch
 
 from ..modeling.generation import Generation
 from .execution import execute_payload, guard
+from .fake_runs import device_of
 from .interpreter import Interpreter, references_of
 from .payload import Job, decode, encode
 from .results import decode_results
 from .trees import references, write_tree
-from .validation import check_parts, device_of
+from .validation import check_parts
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight

@@ -44,7 +44,7 @@ from ..tracing.saving import saves
 from .binding import Binding
 from .counts import counts
 from .errors import NotExpressibleError
-from .fake_runs import FakeModel, generation_size, places_of, tensors_at
+from .fake_runs import FakeModel, fake_model_of, generation_size, places_of, tensors_at
 from .listening import (
     OBSERVERS,
     TORCH,
@@ -60,7 +60,6 @@ from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
 from .pruning import pruned
 from .trees import write_tree
-from .validation import device_of
 
 _GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
@@ -197,7 +196,6 @@ class Recorder:
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
         counts["recordings"] += 1
         root._sync()
-        device = device_of(root._module)
         self._blocks = {}
         self._visits = []
 
@@ -212,13 +210,14 @@ class Recorder:
             self.runs[-1].update(run)
             steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
-            return self.model.run(interleaver, call, args, kwargs, steps, prompt)
+            return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
 
         self.runs.append({})
         self._outer.update(self._outer_containers(tracer))
         numbers = self._blocks
+        with quiet_fakes:
+            self.model = fake_model_of(modules)
         with torch.no_grad(), quiet_fakes, self.mode:
-            self.model = FakeModel(modules, self.mode, torch.device("cpu") if device.type == "meta" else device)
             self._weights.update(self.model.by_name)
             tracer._call = (drive, Prepared(model, prepared), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
@@ -739,7 +738,7 @@ def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _draw(function: Any, shape: tuple[int, ...], dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _draw(function: Any, shape: tuple[int, ...], dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Draw random numbers for a tensor of this shape and type."""
     drawn: torch.Tensor = function(torch.empty(shape, dtype=dtype), *args, **kwargs)
     return drawn

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..fx.determinate import Undetermined, kind_of
+from ..fx.determinate import Undetermined
 from ..fx.journal import Journal
 from ..fx.playback import Python, put_together, python_of, sharing_of
-from ..fx.replay import Attempt, Replays, constant_key
+from ..fx.replay import Attempt, Replays
 from ..tracing.saving import saves
 from .binding import Binding
 from .counts import counts
-from .likeness import describe
+from .likeness import describe, key_of
 from .payload import Job
 from .recorder import Recorded, Recorder, called_by, input_tree
 from .trees import write_tree
@@ -219,27 +219,10 @@ def _remembered(tracer: ModelTracer) -> _Remembered | None:
         return None
     prepared = model._prepare_input(*args, **kwargs)[:2]
     try:
-        key = call, _key_of(prepared), describe(tree.paths)
+        key = call, key_of(prepared), describe(tree.paths)
     except TypeError:
         return None
     return _Remembered(attempt, call, prepared, key)
-
-
-def _key_of(value: Any) -> Hashable:
-    """Return what of the arguments of a model decides how it runs on fakes.
-
-    Raises:
-        TypeError: If that is not known.
-    """
-    if isinstance(value, torch.Tensor):
-        return type(value), value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, dict):
-        return type(value), tuple((key, _key_of(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_key_of, value))
-    if kind_of(value) != "constant":
-        raise TypeError
-    return constant_key(value)
 
 
 def _tensors_of(module: torch.nn.Module) -> list[Any]:

@@ -28,10 +28,11 @@ from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
 from .execution import execute, interpreter_of, results_of
+from .fake_runs import device_of
 from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
-from .validation import device_of, inputs_of, validate
+from .validation import inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
@@ -31,8 +30,9 @@ from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.listing import SourceError, listing_of
 from ..runtime.mediator import EarlyStopException
 from ..runtime.operations import forward_of, layers_of
+from .counts import counts
 from .errors import ExecutionFailedError, InvalidProgramError
-from .fake_runs import FakeModel, generation_size
+from .fake_runs import FakeModel, fake_model_of, generation_size
 from .interpreter import CONSTANT, Interpreter
 from .limits import Limits
 from .nodes import Node
@@ -240,20 +240,27 @@ class Costs(Guesses):
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.flops, self._limit = 0, limit
+        self.flops, self.of_model, self._limit = 0, 0, limit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = active_interleaver()
-        if run is not None and run.current is not None:
-            result = func(*args, **(kwargs or {}))
-        else:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+        of_block = run is not None and run.current is not None
+        result = func(*args, **(kwargs or {})) if of_block else super().__torch_dispatch__(func, types, args, kwargs)
+        flops = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
-                self.flops += int(count(*args, **(kwargs or {}), out_val=result))
-        self.add(sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)))
+                flops += int(count(*args, **(kwargs or {}), out_val=result))
+        if of_block:
+            self.add(flops)
+        else:
+            self.add_of_model(flops)
         return result
+
+    def add_of_model(self, flops: int) -> None:
+        """Count operations of the model; raises as :meth:`add`."""
+        self.of_model += flops
+        self.add(flops)
 
     def add(self, flops: int) -> None:
         """Count operations.
@@ -268,11 +275,11 @@ class Costs(Guesses):
 
 def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     """Run a job on fakes; return its floating point operations, the bytes it makes and the bytes it returns."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = device_of(model._module)
-    device = torch.device("cpu") if device.type == "meta" else device
-    costs = Costs(limits.flops)
-    with torch.no_grad(), quiet_fakes, mode, costs:
+    counts["rehearsals"] += 1
+    with quiet_fakes:
+        fakes = fake_model_of(model._tree)
+    device, costs = fakes.device, Costs(limits.flops)
+    with torch.no_grad(), quiet_fakes, fakes.mode, costs:
         constants = {}
         for name, tensor in job.tensors.items():
             fake = constants[name] = torch.empty_strided(
@@ -280,14 +287,13 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
             )
             if name in _index_constants(job):
                 setattr(fake, CONSTANT, tensor)
-        fakes = FakeModel(model._tree, mode, device)
         memory = _Memory(fakes, constants, limits)
         interpreter = Interpreter(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
         interpreter.on_done, interpreter.on_write = memory.done, memory.check_write
         try:
             for number, run in enumerate(job.runs):
                 args, kwargs = inputs_of_fakes(run, constants)
-                _rehearse_run(interpreter, fakes, costs, number, run, args, kwargs, limits)
+                _rehearse_run(interpreter, model._tree, fakes, costs, number, run, args, kwargs, limits)
         except InvalidProgramError:
             raise
         except ExecutionFailedError as error:
@@ -305,6 +311,7 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
 
 def _rehearse_run(
     interpreter: Interpreter,
+    tree: ModuleTree,
     fakes: FakeModel,
     costs: Costs,
     number: int,
@@ -332,7 +339,7 @@ def _rehearse_run(
     fakes.least_steps, fakes.on_step = 2, begin_step
     interleaver = Interleaver(interpreter.mediators(number))
     with interleaver:
-        output = fakes.run(interleaver, run["call"], args, kwargs, steps, prompt)
+        output = fakes.run(tree, interleaver, run["call"], args, kwargs, steps, prompt, costs)
         interleaver.handle("result", output)
         interpreter.finish(interleaver)
     if begun:  # tokens that nobody looks at cost what the last one did
@@ -389,9 +396,3 @@ class _Memory:
         if self._fakes.versions() + sum(tensor._version for tensor in given) != before:
             raise InvalidProgramError(f"`{path}` writes to what it is applied to, or to its weights.")
         return result
-
-
-def device_of(module: torch.nn.Module) -> torch.device:
-    """Return where a model takes its input."""
-    tensor = next(iter(module.parameters()), None)
-    return torch.device("cpu") if tensor is None else tensor.device

@@ -6,7 +6,7 @@ the model was wrapped that way. Edits of the model's owner do not run along. Not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -61,29 +61,38 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
     return results_of(interpreter, limits)
 
 
-def interpreter_of(model: NNsight, job: Job, limits: Limits, kind: type[R]) -> R:
-    """Return what runs the program of a validated job on a model that is loaded."""
-    weights = dict([*model._module.named_parameters(), *model._module.named_buffers()])
-    modules = {path: module for module, path in model._tree.paths.items()}
+def interpreter_of(
+    model: NNsight, job: Job, limits: Limits, kind: type[R], on_write: Callable[[torch.Tensor], None] | None = None
+) -> R:
+    """Return what runs the program of a validated job on a model that is loaded; ``on_write`` as :func:`guard` makes it."""
 
     def apply(path: str, args: Any, kwargs: Any) -> Any:
-        return modules[path].forward(*args, **kwargs)
+        module = model._tree.module_at(path)
+        assert module is not None
+        return module.forward(*args, **kwargs)
 
-    interpreter = kind(job, device_of(model._module), apply, lambda name: weights[name].detach(), limits.seconds)
-    interpreter.on_write = guard(model._module)
+    def weight(name: str) -> torch.Tensor:
+        path, _, attribute = name.rpartition(".")
+        found: torch.Tensor = getattr(model._module.get_submodule(path), attribute)
+        return found.detach()
+
+    interpreter = kind(job, device_of(model._module), apply, weight, limits.seconds)
+    interpreter.on_write = guard(model._tree.paths) if on_write is None else on_write
     return interpreter
 
 
-def guard(module: torch.nn.Module) -> Callable[[torch.Tensor], None]:
-    """Return a function that raises for a tensor in the memory of a weight of ``module``."""
+def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
+    """Return a function that raises for a tensor in the memory of a weight of ``modules``."""
     kept: set[int] = set()
 
     def check(tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:  # of a graph that is being compiled; the check on fakes has seen it
             return
         if not kept:
-            weights = [*module.parameters(), *module.buffers()]
-            kept.update(weight.untyped_storage()._cdata for weight in weights)
+            for module in modules:
+                for weight in (*module._parameters.values(), *module._buffers.values()):
+                    if weight is not None:
+                        kept.add(weight.untyped_storage()._cdata)
         if tensor.untyped_storage()._cdata in kept:
             raise InvalidProgramError("The program would write to memory of the model that outlives the run.")
 

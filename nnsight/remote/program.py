@@ -140,7 +140,7 @@ class Program:
             interpreter = Interpreter(
                 job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf")
             )
-            interpreter.on_write = guard(model._module)
+            interpreter.on_write = guard(model._tree.paths)
             interpreter.place_constants()
             interpreter.run_nodes(list(enumerate(job.nodes)))
 

@@ -27,7 +27,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
-from .execution import execute, interpreter_of, results_of
+from .execution import execute, guard, interpreter_of, results_of
 from .fake_runs import device_of
 from .interpreter import Interpreter
 from .limits import Limits
@@ -142,7 +142,8 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
-    interpreters = [interpreter_of(model, job, limits, _TenantInterpreter) for job in jobs]
+    on_write = guard(model._tree.paths)
+    interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
     parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []

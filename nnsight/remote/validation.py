@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,8 @@ from .fake_runs import FakeModel, fake_model_of, generation_size
 from .interpreter import CONSTANT, Interpreter
 from .limits import Limits
 from .nodes import Node
-from .payload import Job, encode
+from .operators import OPERATORS
+from .payload import Job
 from .trees import ABSENT, leaves, read_tree
 
 if TYPE_CHECKING:
@@ -61,6 +64,9 @@ _OPTIONS = frozenset("output_hidden_states output_attentions use_cache return_di
 
 _KEPT = 256
 
+#: Operators of which numbers that are no integers by their schemas decide sizes.
+_SIZED_BY_NUMBERS = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -79,7 +85,7 @@ class Checked:
     result_bytes: int
 
 
-_known: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[bytes, tuple[int, int, int]]] = (
+_known: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[Hashable, tuple[int, int, int]]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()
@@ -108,12 +114,31 @@ def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
     return Checked(job, *found)
 
 
-def _key(job: Job, tree: ModuleTree, limits: Limits) -> bytes:
-    digest = hashlib.sha256(job.header or encode(job))
-    digest.update(repr((tree.version, limits)).encode())
+def _key(job: Job, tree: ModuleTree, limits: Limits) -> Hashable:
+    """Return what the check of a job depends on: everything but values of numbers and tensors that decide no size.
+
+    So a client that sends the same program with another strength, and another direction, is not checked again.
+    """
+    nodes = [_without_values(node) for node in job.nodes]
+    program = json.dumps([job.runs, nodes, job.saves])
+    sizes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(job.tensors.items()))
+    digest = hashlib.sha256(program.encode())
     for name in sorted(_index_constants(job)):
         digest.update(job.tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.digest()
+    return digest.digest(), sizes, tree.version, tree.root.training, limits
+
+
+def _without_values(node: Node) -> Node:
+    """Return a node with the type in place of each number that an operator computes with."""
+    if node["do"] != "op" or node["name"] in _SIZED_BY_NUMBERS:
+        return node
+    arguments = OPERATORS[node["name"]]._schema.arguments
+    kinds = [str(argument.real_type).removeprefix("Optional[").removesuffix("]") for argument in arguments]
+    args = [
+        {"any": type(value).__name__} if kind in ("number", "float") and type(value) in (int, float) else value
+        for kind, value in zip(kinds, node["args"], strict=False)
+    ]
+    return {**node, "args": args}
 
 
 def _index_constants(job: Job) -> set[str]:

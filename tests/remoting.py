@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 from websockets.sync.client import ClientConnection, connect
 
@@ -288,3 +289,18 @@ def wire_to(server: Running) -> Iterator[Wire]:
         yield wire
     finally:
         wire.close()
+
+
+# -- fixtures, for the files that import them ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def orders() -> Orders:
+    return Orders()
+
+
+@pytest.fixture
+def server(orders: Orders, tmp_path: Path) -> Iterator[Running]:
+    with running(orders.engine(), tmp_path / "jobs") as server:
+        yield server
+        orders.gate.set()

@@ -793,3 +793,22 @@ def test_envoys_in_a_list_that_changes(model: Any) -> None:
         expected.output(f"layers.{1 if number < 3 else 2}", keep)(x())
         same(kept[1], expected.seen["last"])
     assert fx.counters.replays == 4
+
+
+def test_sizes_that_follow_from_values_are_seen(model: Any) -> None:
+    def run(mask: torch.Tensor) -> torch.Tensor:
+        with model.trace(torch.ones(2, 4)):
+            out = (model.output * mask.nonzero()[:, 0].shape[0]).save()
+        return out
+
+    def run_indexed(mask: torch.Tensor) -> torch.Tensor:
+        with model.trace(torch.ones(2, 4)):
+            chosen = torch.arange(4)[mask]
+            out = (model.output * len(chosen)).save()
+        return out
+
+    plain = model._module(torch.ones(2, 4))
+    for bits in ([1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]):
+        mask = torch.tensor(bits, dtype=torch.bool)
+        same(run(mask), plain * sum(bits))
+        same(run_indexed(mask), plain * sum(bits))

@@ -26,21 +26,23 @@ from nnsight.remote.protocol import JobStatus, Message, ModelKey
 from nnsight.remote.server.gateway import Settings
 from nnsight.remote.server.models import engine_of
 
-from .remoting import MODEL, Accounts, Orders, Running, Wire, account, nonce, order, running, until, wire_to
+from .remoting import (
+    MODEL,
+    Accounts,
+    Orders,
+    Running,
+    Wire,
+    account,
+    nonce,
+    order,
+    orders,
+    running,
+    server,
+    until,
+    wire_to,
+)
 
 STORY = ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
-
-
-@pytest.fixture
-def orders() -> Orders:
-    return Orders()
-
-
-@pytest.fixture
-def server(orders: Orders, tmp_path: Path) -> Iterator[Running]:
-    with running(orders.engine(), tmp_path / "jobs") as server:
-        yield server
-        orders.gate.set()
 
 
 @pytest.fixture

@@ -31,21 +31,9 @@ from nnsight.remote.server.queues import FairQueue
 from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
 
-from .remoting import MODEL, Accounts, Orders, Running, account, messages, nonce, order, running, until
+from .remoting import MODEL, Accounts, Orders, Running, account, messages, nonce, order, orders, running, server, until
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def orders() -> Orders:
-    return Orders()
-
-
-@pytest.fixture
-def server(orders: Orders, tmp_path: Path) -> Iterator[Running]:
-    with running(orders.engine(), tmp_path / "jobs") as server:
-        yield server
-        orders.gate.set()
 
 
 @pytest.fixture

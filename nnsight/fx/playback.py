@@ -7,12 +7,14 @@ consist. A :class:`Playback` makes those calls again, calls the variant, and put
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import gradients
@@ -92,7 +94,7 @@ class Effects:
             constant in a tuple of two.
         appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
         edits: Whether anything is edited in place.
-        sharing: How tensors from outside share memory, see :func:`_sharing`.
+        sharing: How tensors from outside share memory, see :func:`sharing_of`.
         spliced: Locations for the report.
         ran: The latest run, for the report.
     """
@@ -145,7 +147,7 @@ class Playback:
         if effects is None:
             raise NotAsBefore
         tensors = self._tensors
-        if tensors and _sharing(tensors, inputs, effects.edits) != effects.sharing:
+        if tensors and sharing_of(tensors, inputs, effects.edits) != effects.sharing:
             raise NotAsBefore
         variant = effects.variant
         self.found = effects
@@ -186,25 +188,27 @@ class Playback:
         assert table is not None
         made: dict[str, Any] = {}
         for name, sources, structure in self.found.saved:
-            value = made[name] = self._put_together(sources, structure)
+            value = made[name] = put_together(sources, structure, self._values, self._slots)
             table[id(value)] = value
         for number, sources, structure in self.found.appended:
-            self._filled[number].append(self._put_together(sources, structure))
+            self._filled[number].append(put_together(sources, structure, self._values, self._slots))
         return made
 
-    def _put_together(self, sources: tuple[Any, ...], structure: Any) -> Any:
-        leaves = [
-            self._values[source] if type(source) is int else self._slots[source[0]] if len(source) == 1 else source[0]
-            for source in sources
-        ]
-        return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
+
+def put_together(sources: tuple[Any, ...], structure: Any, values: Mapping[int, Any], slots: Sequence[Any]) -> Any:
+    """Return a saved value: its leaves are those of ``values`` and ``slots``, and constants, see :class:`Effects`."""
+    leaves = [
+        values[source] if type(source) is int else slots[source[0]] if len(source) == 1 else source[0]
+        for source in sources
+    ]
+    return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
 
 #: The playback that the graphs of this context are called for.
 playback_of_run: ContextVar[Playback | None] = ContextVar("nnsight_fx_playback", default=None)
 
 
-def _sharing(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:
+def sharing_of(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:
     """Describe which of ``tensors`` are one object, or share memory, with each other and with the inputs of a graph."""
     ids = list(map(id, tensors))
     positions = {id(item): position for position, item in enumerate(inputs)}
@@ -219,17 +223,29 @@ def _sharing(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool
     return tuple(described)
 
 
-def effects_of(
-    journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor], spliced: Sequence[str]
-) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
-    """Return what a run amounts to, and for which graph and sizes.
+class Python(NamedTuple):
+    """What a block did besides the program: see the attributes of the same names of :class:`Effects`."""
+
+    steps: tuple[_Step, ...]
+    slot_of: dict[int, int]
+    saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
+    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
+
+
+def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor]) -> Python:
+    """Return what a run did besides the program.
+
+    Args:
+        journal: Of the run.
+        block: What ran.
+        scope: Its variables.
+        tensors: The tensors among what it read.
 
     Raises:
-        Undetermined: If it cannot be replayed.
+        Undetermined: If that cannot be had again.
     """
-    if journal.reason or journal.recording is None or journal.variant is None:
-        raise Undetermined(journal.reason or "no graph was called")
-    recording = journal.recording
+    if journal.reason:
+        raise Undetermined(journal.reason)
     slot_of: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
         slot_of.setdefault(id(tensor), number)
@@ -247,17 +263,12 @@ def effects_of(
             elif kind_of(leaf) != "constant" or (isinstance(leaf, slice) and not _plain_slice(leaf)):
                 raise Undetermined(f"a call with a {type(leaf).__name__}")
         made = pytree.tree_leaves(result)
+        _check_sizes(function, args, kwargs, made)
         for number, leaf in enumerate(made):
             slot_of.setdefault(id(leaf), filled + number)
         flat = not kwargs and all(child.is_leaf() for child in structure.child(0).children())
         steps.append(_Step(function, tuple(leaves), tuple(slots), structure, flat, len(made)))
         filled += len(made)
-    lifted = {id(tensor) for tensor in recording.lifted}
-    externals = [
-        (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
-    ]
-    calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
-    edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in steps)]))
     kept, appended = _saved(block, scope), journal.appended
     saved = tuple((name, *_described(name, value, journal, slot_of)) for name, value in kept)
     fillings = tuple((number, *_described("a list", value, journal, slot_of)) for number, value in appended)
@@ -266,21 +277,64 @@ def effects_of(
         _collect_containers(value, containers)
     if len(containers) != len(set(containers)):
         raise Undetermined("a container is saved in two places")
+    return Python(tuple(steps), slot_of, saved, fillings)
+
+
+def effects_of(
+    journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor], spliced: Sequence[str]
+) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
+    """Return what a run amounts to, and for which graph and sizes.
+
+    Raises:
+        Undetermined: If it cannot be replayed.
+    """
+    if journal.reason or journal.recording is None or journal.variant is None:
+        raise Undetermined(journal.reason or "no graph was called")
+    recording = journal.recording
+    steps, slot_of, saved, fillings = python_of(journal, block, scope, tensors)
+    lifted = {id(tensor) for tensor in recording.lifted}
+    externals = [
+        (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
+    ]
+    calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
+    edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in steps)]))
     effects = Effects(
         journal.variant,
         recording.state,
         journal.stop,
-        tuple(steps),
+        steps,
         tuple(externals),
         recording.numbers,
         journal.alive,
         saved,
         fillings,
         edits,
-        _sharing(tensors, journal.inputs, edits) if tensors else (),
+        sharing_of(tensors, journal.inputs, edits) if tensors else (),
         tuple(spliced),
     )
     return recording.graph, recording.binding, effects
+
+
+def _check_sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Any]) -> None:
+    """Check on fakes that the sizes of what a call makes follow from sizes: Python in the block may have looked at them.
+
+    Raises:
+        Undetermined: If they depend on values, as those of ``mask.nonzero()`` do, or that cannot be found out.
+    """
+    mode = FakeTensorMode()
+    try:
+        with mode, torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            found = _shapes(pytree.tree_leaves(function(*args, **kwargs)))
+    except Exception as error:
+        raise Undetermined(f"the size of what `{getattr(function, '__name__', function)}` makes is not known: {error}") from None
+    if found != _shapes(made):
+        raise Undetermined(f"the size of what `{getattr(function, '__name__', function)}` makes is another on fakes")
+
+
+def _shapes(leaves: Sequence[Any]) -> list[Any]:
+    return [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
 def _plain_slice(value: slice) -> bool:

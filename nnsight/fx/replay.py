@@ -151,6 +151,49 @@ class Attempt:
         self._replays, self._memory, self._block = replays, memory, block
         self._key, self._read = key, read
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among what the block reads."""
+        return self._read.tensors
+
+    @property
+    def filled(self) -> list[list[Any]]:
+        """The lists that it appends to."""
+        return self._read.filled
+
+    def known(self) -> dict[Any, Any] | None:
+        """Return what is remembered of the block in this environment: effects, by what else they depend on."""
+        known = self._memory.environments.get(self._key)
+        if known is None or any(reference() is None for reference in known[0]):
+            return None
+        return known[1]
+
+    def remember(self, under: Any, effects: Any) -> None:
+        """Remember effects of the block in this environment."""
+        memory = self._memory
+        known = memory.environments.get(self._key)
+        if known is None or any(reference() is None for reference in known[0]):
+            while len(memory.environments) >= _KEPT:
+                memory.environments.pop(next(iter(memory.environments)))
+            known = memory.environments[self._key] = ([_reference(item) for item in self._read.objects], {})
+        if len(known[1]) >= _KEPT:
+            known[1].pop(next(iter(known[1])))
+        known[1][under] = effects
+
+    def note_use(self) -> None:
+        """Note that what is remembered was of use."""
+        self._memory.futile = 0
+
+    def note_run(self) -> bool:
+        """Count a run of the block; whether it is worth writing it down."""
+        self._memory.note_futile()
+        return self._memory.roots is not None
+
+    def refuse(self, reason: Undetermined) -> None:
+        """Note why this run cannot be replayed."""
+        self._replays.reasons[self._block.filename, self._block.line] = str(reason)
+        logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
+
     def replay(
         self, driver: CompiledDriver, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report
     ) -> Playback | None:
@@ -161,13 +204,10 @@ class Attempt:
             arguments: Of the model.
             report: Of the trace.
         """
-        known = self._memory.environments.get(self._key)
+        known = self.known()
         if known is None:
             return None
-        for reference in known[0]:
-            if reference() is None:
-                return None
-        playback = Playback(known[1], self._read.tensors, self._read.filled, report)
+        playback = Playback(known, self._read.tensors, self._read.filled, report)
         token, outer = playback_of_run.set(playback), active_run.set(NO_RUN)
         try:
             driver.call_captured(*arguments)
@@ -177,7 +217,7 @@ class Attempt:
             active_run.reset(outer)
             playback_of_run.reset(token)
         assert playback.found is not None, "a model whose whole call is a graph has called it"
-        self._memory.futile = 0
+        self.note_use()
         counters.add("replays")
         return playback
 
@@ -193,24 +233,14 @@ class Attempt:
 
     def learn(self, journal: Journal, scope: Scope, spliced: Sequence[str]) -> None:
         """Remember what the run did, if it can be replayed."""
-        memory = self._memory
-        memory.note_futile()
-        if memory.roots is None:
+        if not self.note_run():
             return
         try:
             graph, binding, effects = effects_of(journal, self._block, scope, self._read.tensors, spliced)
         except Undetermined as reason:
-            self._replays.reasons[self._block.filename, self._block.line] = str(reason)
-            logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
+            self.refuse(reason)
             return
-        known = memory.environments.get(self._key)
-        if known is None or any(reference() is None for reference in known[0]):
-            while len(memory.environments) >= _KEPT:
-                memory.environments.pop(next(iter(memory.environments)))
-            known = memory.environments[self._key] = ([_reference(item) for item in self._read.objects], {})
-        if len(known[1]) >= _KEPT:
-            known[1].pop(next(iter(known[1])))
-        known[1][graph, binding] = effects
+        self.remember((graph, binding), effects)
 
 
 def _reference(item: Any) -> Callable[[], Any]:

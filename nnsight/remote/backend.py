@@ -11,6 +11,7 @@ from .limits import Limits
 from .program import Program
 from .protocol import model_key_of
 from .recorder import Recorded, record
+from .repeating import recorded_of
 from .sessions import record_session
 
 
@@ -21,8 +22,9 @@ class ProgramBackend(Backend):
     """
 
     def __call__(self, tracer: Any) -> Any:
-        function = super().__call__(tracer)
-        return self.submit(record(tracer, function) if isinstance(tracer, InterleavingTracer) else record_session(tracer, function))
+        if isinstance(tracer, InterleavingTracer):
+            return self.submit(recorded_of(tracer, super().__call__))
+        return self.submit(record_session(tracer, super().__call__(tracer)))
 
     def submit(self, recorded: Recorded) -> Any:
         """Have the job run and bind its results."""

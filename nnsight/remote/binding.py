@@ -38,7 +38,7 @@ class Binding:
         trees: dict[str, Any],
         scope: Any,
     ) -> None:
-        self._values, self._fakes, self._references, self._trees, self._scope = values, fakes, references, trees, scope
+        self.values, self.fakes, self.references, self._trees, self._scope = values, fakes, references, trees, scope
         self._found: dict[tuple[int, int], Any] = {}
         self._done: dict[int, Any] = {}
 
@@ -48,7 +48,7 @@ class Binding:
         for name, tree in self._trees.items():
             self._match(tree, found.get(name), tensors)
         bound = {}
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             new = self._filled(value)
             if new is not ABSENT:
                 bound[name] = new
@@ -57,7 +57,7 @@ class Binding:
 
     def forget(self) -> None:
         """Leave the names that were saved unbound: nothing will come."""
-        for name in self._values:
+        for name in self.values:
             self._set(name, ABSENT)
 
     def _match(self, sent: Any, received: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -78,7 +78,7 @@ class Binding:
     def _filled(self, value: Any) -> Any:
         """Return ``value`` with results in place of fakes."""
         if isinstance(value, torch.Tensor):
-            reference = self._references.get(id(value))
+            reference = self.references.get(id(value))
             return value if reference is None else self._found.get(reference, value)
         if id(value) in self._done:
             return self._done[id(value)]

@@ -1,12 +1,12 @@
 """Runs payloads on a model of this process.
 
-The program of a payload becomes the blocks of an ordinary run (:mod:`.replay`), so it runs as any trace does: eagerly, or compiled if
+The program of a payload becomes the blocks of an ordinary run (:mod:`.interpreter`), so it runs as any trace does: eagerly, or compiled if
 the model was wrapped that way. Edits of the model's owner do not run along. Nothing is differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,16 +15,17 @@ from ..modeling.generation import Generation
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
+from .fake_runs import device_of
+from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
-from .replay import Replay
 from .results import pack_results
-from .validation import device_of, inputs_of, validate
+from .validation import inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
 
-R = TypeVar("R", bound=Replay)
+R = TypeVar("R", bound=Interpreter)
 
 
 def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None) -> bytes:
@@ -47,63 +48,72 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
-    replay = replay_of(model, job, limits, Replay)
+    interpreter = interpreter_of(model, job, limits, Interpreter)
     with torch.no_grad():
-        replay.place_constants()
+        interpreter.place_constants()
         for number, run in enumerate(job.runs):
             try:
-                _run(model, replay, number, *inputs_of(run, job.tensors, device))
+                _run(model, interpreter, number, *inputs_of(run, job.tensors, device))
             except (ExecutionFailedError, InvalidProgramError) as error:
                 raise ExecutionFailedError(str(error)) from error
             except Exception as error:
                 raise ExecutionFailedError(f"The model failed: {type(error).__name__}: {error}") from error
-    return results_of(replay, limits)
+    return results_of(interpreter, limits)
 
 
-def replay_of(model: NNsight, job: Job, limits: Limits, kind: type[R]) -> R:
-    """Return what replays a validated job on a model that is loaded."""
-    weights = dict([*model._module.named_parameters(), *model._module.named_buffers()])
-    modules = {path: module for module, path in model._tree.paths.items()}
+def interpreter_of(
+    model: NNsight, job: Job, limits: Limits, kind: type[R], on_write: Callable[[torch.Tensor], None] | None = None
+) -> R:
+    """Return what runs the program of a validated job on a model that is loaded; ``on_write`` as :func:`guard` makes it."""
 
     def apply(path: str, args: Any, kwargs: Any) -> Any:
-        return modules[path].forward(*args, **kwargs)
+        module = model._tree.module_at(path)
+        assert module is not None
+        return module.forward(*args, **kwargs)
 
-    replay = kind(job, device_of(model._module), apply, lambda name: weights[name].detach(), limits.seconds)
-    replay.on_write = guard(model._module)
-    return replay
+    def weight(name: str) -> torch.Tensor:
+        path, _, attribute = name.rpartition(".")
+        found: torch.Tensor = getattr(model._module.get_submodule(path), attribute)
+        return found.detach()
+
+    interpreter = kind(job, device_of(model._module), apply, weight, limits.seconds)
+    interpreter.on_write = guard(model._tree.paths) if on_write is None else on_write
+    return interpreter
 
 
-def guard(module: torch.nn.Module) -> Callable[[torch.Tensor], None]:
-    """Return a function that raises for a tensor in the memory of a weight of ``module``."""
+def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
+    """Return a function that raises for a tensor in the memory of a weight of ``modules``."""
     kept: set[int] = set()
 
     def check(tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:  # of a graph that is being compiled; the check on fakes has seen it
             return
         if not kept:
-            weights = [*module.parameters(), *module.buffers()]
-            kept.update(weight.untyped_storage()._cdata for weight in weights)
+            for module in modules:
+                for weight in (*module._parameters.values(), *module._buffers.values()):
+                    if weight is not None:
+                        kept.add(weight.untyped_storage()._cdata)
         if tensor.untyped_storage()._cdata in kept:
             raise InvalidProgramError("The program would write to memory of the model that outlives the run.")
 
     return check
 
 
-def _run(model: NNsight, replay: Replay, number: int, args: Any, kwargs: dict[str, Any]) -> None:
-    generation: Any = Generation(model) if replay.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
+def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
+    generation: Any = Generation(model) if interpreter.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
     driver = model._driver(None, generation)
-    interleaver = Interleaver(replay.mediators(number))
+    interleaver = Interleaver(interpreter.mediators(number))
     interleaver.tree = model._tree
     with interleaver:
         output = driver(interleaver, args, kwargs, Report())
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure
         interleaver.handle("result", output)
-        replay.finish(interleaver)
+        interpreter.finish(interleaver)
 
 
-def results_of(replay: Replay, limits: Limits) -> bytes:
-    """Return the results of a replay that has ended, as a container.
+def results_of(interpreter: Interpreter, limits: Limits) -> bytes:
+    """Return the results of a program that has ended, as a container.
 
     Raises:
         ExecutionFailedError: If they are longer than they may be.
@@ -117,7 +127,7 @@ def results_of(replay: Replay, limits: Limits) -> bytes:
             tensors[names[id(tensor)]] = tensor
         return {"tensor": names[id(tensor)]}
 
-    saves = replay.saved(leaf)
+    saves = interpreter.saved(leaf)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if size > limits.result_bytes:
         raise ExecutionFailedError(f"The job returns {size} bytes; the limit is {limits.result_bytes}.")

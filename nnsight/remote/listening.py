@@ -29,12 +29,16 @@ OBSERVERS = 10**9
 
 
 class Prepared(_OutsideFakeMode):
-    """Prepares inputs without modes, and knows how a generation is called."""
+    """Prepares inputs without modes, unless they are known, and knows how a generation is called."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, prepared: Any = None) -> None:
         super().__init__(model)
+        self._prepared = prepared
         if hasattr(model, "_call_on"):
             self._call_on = model._call_on
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._prepare_input(*args, **kwargs) if self._prepared is None else self._prepared
 
 
 class RecordingInterleaver(Interleaver):

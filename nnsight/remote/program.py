@@ -21,11 +21,12 @@ import torch
 
 from ..modeling.generation import Generation
 from .execution import execute_payload, guard
+from .fake_runs import device_of
+from .interpreter import Interpreter, references_of
 from .payload import Job, decode, encode
-from .replay import Replay, references_of
 from .results import decode_results
 from .trees import references, write_tree
-from .validation import check_parts, device_of
+from .validation import check_parts
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
@@ -136,10 +137,12 @@ class Program:
 
         def run_block() -> None:
             weights = {**dict(model._module.named_parameters()), **dict(model._module.named_buffers())}
-            replay = Replay(job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf"))
-            replay.on_write = guard(model._module)
-            replay.place_constants()
-            replay.run_nodes(list(enumerate(job.nodes)))
+            interpreter = Interpreter(
+                job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf")
+            )
+            interpreter.on_write = guard(model._tree.paths)
+            interpreter.place_constants()
+            interpreter.run_nodes(list(enumerate(job.nodes)))
 
         return run_block
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from .interpreter import references_of
 from .nodes import Node
 from .operators import is_in_place
 from .payload import Job
-from .replay import references_of
 from .trees import references
 
 

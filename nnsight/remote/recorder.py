@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..fx.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar, quiet_fakes
+from ..fx.journal import Journal
 from ..modeling.generation import Generation
 from ..modeling.tracing import _names
 from ..runtime.carriers import is_carrier
@@ -41,8 +42,9 @@ from ..runtime.tracer import InterleavingTracer
 from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
 from .binding import Binding
+from .counts import counts
 from .errors import NotExpressibleError
-from .fake_runs import FakeModel, generation_size, places_of, tensors_at
+from .fake_runs import FakeModel, fake_model_of, generation_size, places_of, tensors_at
 from .listening import (
     OBSERVERS,
     TORCH,
@@ -58,7 +60,6 @@ from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
 from .pruning import pruned
 from .trees import write_tree
-from .validation import device_of
 
 _GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
@@ -158,13 +159,17 @@ def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
 class Recorder:
     """Writes down what blocks do.
 
+    Args:
+        journal: Where it notes what of that is not in the nodes.
+
     Attributes:
         nodes: What they did so far.
         block: The block whose turn it is, or ``None``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
         self.nodes: list[Node] = []
+        self.journal = Journal() if journal is None else journal
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.mode = fake_mode()
@@ -185,44 +190,36 @@ class Recorder:
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
-    def run_trace(self, tracer: Any, function: Callable[[], None]) -> None:
-        """Run the block of ``tracer`` on fakes."""
+    def run_trace(self, tracer: Any, function: Callable[[], None], prepared: Any = None) -> None:
+        """Run the block of ``tracer`` on fakes; ``prepared`` are the arguments of the model, if they are known already."""
+        call, root = called_by(tracer)
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
-        if tracer._scan or tracer._validate:
-            raise NotExpressibleError(
-                "`scan=` and `validate=` are for traces that run here; a remote one is always checked."
-            )
-        if isinstance(model, Generation):
-            call, root = "generate", model._model
-        elif hasattr(model, "_module"):
-            call, root = "trace", model
-        else:
-            raise NotExpressibleError(
-                _here(
-                    "Only `model.trace(...)` and `model.generate(...)` can be sent: a function or "
-                    "another method of the model is Python of yours."
-                )
-            )
+        counts["recordings"] += 1
         root._sync()
-        device = device_of(root._module)
         self._blocks = {}
         self._visits = []
 
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"
-            run = {"call": call, "args": self._input(args), "kwargs": self._input(kwargs), "blocks": 0}
+            run = {
+                "call": call,
+                "args": input_tree(args, self.tensors),
+                "kwargs": input_tree(kwargs, self.tensors),
+                "blocks": 0,
+            }
             self.runs[-1].update(run)
             steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
-            return self.model.run(interleaver, call, args, kwargs, steps, prompt)
+            return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
 
         self.runs.append({})
         self._outer.update(self._outer_containers(tracer))
         numbers = self._blocks
+        with quiet_fakes:
+            self.model = fake_model_of(modules)
         with torch.no_grad(), quiet_fakes, self.mode:
-            self.model = FakeModel(modules, self.mode, torch.device("cpu") if device.type == "meta" else device)
             self._weights.update(self.model.by_name)
-            tracer._call = (drive, Prepared(model), args, kwargs)
+            tracer._call = (drive, Prepared(model, prepared), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             try:
@@ -317,24 +314,6 @@ class Recorder:
             )
         return {"absent": type(value).__name__[:100]}
 
-    def _input(self, value: Any) -> Any:
-        """Return the tree of the arguments of a run."""
-
-        def leaf(item: Any) -> Any:
-            if not isinstance(item, torch.Tensor):
-                raise NotExpressibleError(
-                    _here(
-                        f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
-                        "tensors, numbers, and lists and dicts of them can."
-                    )
-                )
-            name = f"i{len(self.tensors)}"
-            with _disable_current_modes():
-                self.tensors[name] = item.detach().clone()
-            return {"tensor": name}
-
-        return write_tree(list(value) if isinstance(value, tuple) else value, leaf)
-
     # -- nodes -----------------------------------------------------------------------------------------------------
 
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
@@ -388,7 +367,8 @@ class Recorder:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
             raise NotExpressibleError(_here("A tensor without values, a sparse or a complex one cannot be sent."))
         with _disable_current_modes():
-            copied = tensor.detach().clone()
+            copied = _snapshot(tensor)
+        self.journal.calls.append((_snapshot, (tensor,), {}, copied))
         with self.mode:
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.model.device)
         name = f"c{len(self.tensors)}"
@@ -422,7 +402,9 @@ class Recorder:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
             with _disable_current_modes():
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                self.journal.outside(function, args, kwargs, result)
+                return result
         if name in _GRADIENTS:
             self.refuse_gradients()
         if name in DEMANDS:
@@ -438,7 +420,7 @@ class Recorder:
             )
         function = READ_AS.get(function, function)
         if name in ("__getitem__", "__setitem__"):
-            args = (args[0], _index(args[1]), *args[2:])
+            args = (args[0], self._index(args[1]), *args[2:])
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
         if name in _PLACED:
             if name in ("cpu", "cuda"):
@@ -466,6 +448,7 @@ class Recorder:
         if isinstance(value, torch.Tensor):
             return self.substitute(value)
         if is_numpy_scalar(value):
+            self.journal.spoil("a value of numpy is read")
             return value.item()
         if isinstance(value, torch.device):
             assert self.model is not None
@@ -476,8 +459,33 @@ class Recorder:
         """Draw random numbers like a tensor of the model, here and now."""
         like = args[0]
         kwargs = {"dtype": like.dtype, **kwargs, "device": "cpu"}
+        drawn = (function, tuple(like.shape), like.dtype, *args[1:])
         with _disable_current_modes():
-            return function(torch.empty(tuple(like.shape), dtype=like.dtype), *args[1:], **kwargs)
+            result = _draw(*drawn, **kwargs)
+        self.journal.calls.append((_draw, drawn, kwargs, result))
+        return result
+
+    def _index(self, index: Any) -> Any:
+        """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
+        if isinstance(index, tuple):
+            return tuple(self._index(item) for item in index)
+        if isinstance(index, list) or (type(index).__module__ == "numpy" and hasattr(index, "__len__")):
+            if any(isinstance(item, torch.Tensor) for item in index):
+                return index
+            with _disable_current_modes():
+                made = torch.tensor(index)
+            self.journal.calls.append((torch.tensor, (index,), {}, made))
+            return made
+        if (
+            isinstance(index, torch.Tensor)
+            and not isinstance(index, FakeTensor)
+            and index.dim() == 0
+            and index.dtype in _INTEGERS
+        ):
+            self.journal.spoil("the value of an index is read")
+            with _disable_current_modes():
+                return int(index)
+        return index
 
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write down what an operator does, and return what it makes on fakes."""
@@ -677,6 +685,65 @@ class Recorder:
         )
 
 
+def called_by(tracer: Any) -> tuple[str, Any]:
+    """Return how a trace calls the model, and the model.
+
+    Raises:
+        NotExpressibleError: If it calls something else.
+    """
+    model = tracer._call[1]
+    if tracer._scan or tracer._validate:
+        raise NotExpressibleError(
+            "`scan=` and `validate=` are for traces that run here; a remote one is always checked."
+        )
+    if isinstance(model, Generation):
+        call, root = "generate", model._model
+    elif hasattr(model, "_module"):
+        call, root = "trace", model
+    else:
+        raise NotExpressibleError(
+            _here(
+                "Only `model.trace(...)` and `model.generate(...)` can be sent: a function or "
+                "another method of the model is Python of yours."
+            )
+        )
+    return call, root
+
+
+def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the tree of the arguments of a run; copies of their tensors go to ``tensors``.
+
+    Raises:
+        NotExpressibleError: If there is something in them that cannot be sent.
+    """
+
+    def leaf(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            raise NotExpressibleError(
+                _here(
+                    f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
+                    "tensors, numbers, and lists and dicts of them can."
+                )
+            )
+        name = f"i{len(tensors)}"
+        with _disable_current_modes():
+            tensors[name] = item.detach().clone()
+        return {"tensor": name}
+
+    return write_tree(list(value) if isinstance(value, tuple) else value, leaf)
+
+
+def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that a tensor of the block's own has now."""
+    return tensor.detach().clone()
+
+
+def _draw(function: Any, shape: tuple[int, ...], dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Draw random numbers for a tensor of this shape and type."""
+    drawn: torch.Tensor = function(torch.empty(shape, dtype=dtype), *args, **kwargs)
+    return drawn
+
+
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of the memory that a tensor reaches, and the one behind the last."""
     with torch._C.DisableTorchFunction():
@@ -714,23 +781,3 @@ def _is_sober(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
         return training is False
     return False
-
-
-def _index(index: Any) -> Any:
-    """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
-    if isinstance(index, tuple):
-        return tuple(_index(item) for item in index)
-    if isinstance(index, list) or (type(index).__module__ == "numpy" and hasattr(index, "__len__")):
-        if any(isinstance(item, torch.Tensor) for item in index):
-            return index
-        with _disable_current_modes():
-            return torch.tensor(index)
-    if (
-        isinstance(index, torch.Tensor)
-        and not isinstance(index, FakeTensor)
-        and index.dim() == 0
-        and index.dtype in _INTEGERS
-    ):
-        with _disable_current_modes():
-            return int(index)
-    return index

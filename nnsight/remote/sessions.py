@@ -32,7 +32,9 @@ class _Part(Backend):
         root = tracer._modules.root
         if self._root is not None and self._root is not root:
             raise NotExpressibleError(
-                "{}:{}: This session has traces of two models; a job runs one. Use a session for each.".format(*user_position_now())
+                "{}:{}: This session has traces of two models; a job runs one. Use a session for each.".format(
+                    *user_position_now()
+                )
             )
         self._root = root
         self._recorder.run_trace(tracer, super().__call__(tracer))
@@ -55,5 +57,7 @@ def record_session(tracer: Any, function: Callable[[], None]) -> Recorded:
     finally:
         session_backend.reset(token)
     if not recorder.runs:
-        raise NotExpressibleError("The session has no trace in it, so there is nothing to run. Trace the model in its block.")
+        raise NotExpressibleError(
+            "The session has no trace in it, so there is nothing to run. Trace the model in its block."
+        )
     return recorder.finished(tracer)

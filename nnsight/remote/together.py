@@ -27,11 +27,12 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
-from .execution import execute, replay_of, results_of
+from .execution import execute, guard, interpreter_of, results_of
+from .fake_runs import device_of
+from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
-from .replay import Replay
-from .validation import device_of, inputs_of, validate
+from .validation import inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
@@ -69,7 +70,7 @@ class Tenant(BatchGroup):
         return rows
 
 
-class _TenantReplay(Replay):
+class _TenantInterpreter(Interpreter):
     """The blocks of one job among others."""
 
     def _leaf(self, mediator: Any, node: Any) -> torch.Tensor:
@@ -104,7 +105,9 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     return None if any("scalar" in text for text in described) else "\n".join(described)
 
 
-def execute_payloads(model: NNsight, payloads: Sequence[bytes], limits: Limits | None = None) -> list[bytes | Exception]:
+def execute_payloads(
+    model: NNsight, payloads: Sequence[bytes], limits: Limits | None = None
+) -> list[bytes | Exception]:
     """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or what is wrong with it alone.
 
     The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.
@@ -139,7 +142,8 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
-    replays = [replay_of(model, job, limits, _TenantReplay) for job in jobs]
+    on_write = guard(model._tree.paths)
+    interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
     parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []
@@ -153,9 +157,9 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
         dims = find_batch_dims(model._tree, getattr(model, "_call_on", None), batched, parts, sizes)
         mediators = []
         start = 0
-        for replay, size in zip(replays, sizes, strict=True):
-            replay.place_constants()
-            for mediator in replay.mediators(0):
+        for interpreter, size in zip(interpreters, sizes, strict=True):
+            interpreter.place_constants()
+            for mediator in interpreter.mediators(0):
                 mediator.batch_group = Tenant(start, size, total, dims)
                 mediators.append(mediator)
             start += size
@@ -166,14 +170,14 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
             if interleaver.failure is not None:
                 raise interleaver.failure
             interleaver.handle("result", output)
-            for replay in replays:
-                replay.finish(interleaver)
-    return [_outcome(replay, limits) for replay in replays]
+            for interpreter in interpreters:
+                interpreter.finish(interleaver)
+    return [_outcome(interpreter, limits) for interpreter in interpreters]
 
 
-def _outcome(replay: Replay, limits: Limits) -> bytes | Exception:
+def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:
     try:
-        return results_of(replay, limits)
+        return results_of(interpreter, limits)
     except ExecutionFailedError as error:
         return error
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
@@ -31,12 +32,14 @@ from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.listing import SourceError, listing_of
 from ..runtime.mediator import EarlyStopException
 from ..runtime.operations import forward_of, layers_of
+from .counts import counts
 from .errors import ExecutionFailedError, InvalidProgramError
-from .fake_runs import FakeModel, generation_size
+from .fake_runs import FakeModel, fake_model_of, generation_size
+from .interpreter import CONSTANT, Interpreter
 from .limits import Limits
 from .nodes import Node
-from .payload import Job, encode
-from .replay import CONSTANT, Replay
+from .operators import OPERATORS
+from .payload import Job
 from .trees import ABSENT, leaves, read_tree
 
 if TYPE_CHECKING:
@@ -61,6 +64,9 @@ _OPTIONS = frozenset("output_hidden_states output_attentions use_cache return_di
 
 _KEPT = 256
 
+#: Operators of which numbers that are no integers by their schemas decide sizes.
+_SIZED_BY_NUMBERS = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -79,7 +85,7 @@ class Checked:
     result_bytes: int
 
 
-_known: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[bytes, tuple[int, int, int]]] = (
+_known: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[Hashable, tuple[int, int, int]]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()
@@ -108,12 +114,31 @@ def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
     return Checked(job, *found)
 
 
-def _key(job: Job, tree: ModuleTree, limits: Limits) -> bytes:
-    digest = hashlib.sha256(job.header or encode(job))
-    digest.update(repr((tree.version, limits)).encode())
+def _key(job: Job, tree: ModuleTree, limits: Limits) -> Hashable:
+    """Return what the check of a job depends on: everything but values of numbers and tensors that decide no size.
+
+    So a client that sends the same program with another strength, and another direction, is not checked again.
+    """
+    nodes = [_without_values(node) for node in job.nodes]
+    program = json.dumps([job.runs, nodes, job.saves])
+    sizes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(job.tensors.items()))
+    digest = hashlib.sha256(program.encode())
     for name in sorted(_index_constants(job)):
         digest.update(job.tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.digest()
+    return digest.digest(), sizes, tree.version, tree.root.training, limits
+
+
+def _without_values(node: Node) -> Node:
+    """Return a node with the type in place of each number that an operator computes with."""
+    if node["do"] != "op" or node["name"] in _SIZED_BY_NUMBERS:
+        return node
+    arguments = OPERATORS[node["name"]]._schema.arguments
+    kinds = [str(argument.real_type).removeprefix("Optional[").removesuffix("]") for argument in arguments]
+    args = [
+        {"any": type(value).__name__} if kind in ("number", "float") and type(value) in (int, float) else value
+        for kind, value in zip(kinds, node["args"], strict=False)
+    ]
+    return {**node, "args": args}
 
 
 def _index_constants(job: Job) -> set[str]:
@@ -240,20 +265,27 @@ class Costs(Guesses):
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.flops, self._limit = 0, limit
+        self.flops, self.of_model, self._limit = 0, 0, limit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = active_interleaver()
-        if run is not None and run.current is not None:
-            result = func(*args, **(kwargs or {}))
-        else:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+        of_block = run is not None and run.current is not None
+        result = func(*args, **(kwargs or {})) if of_block else super().__torch_dispatch__(func, types, args, kwargs)
+        flops = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
-                self.flops += int(count(*args, **(kwargs or {}), out_val=result))
-        self.add(sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)))
+                flops += int(count(*args, **(kwargs or {}), out_val=result))
+        if of_block:
+            self.add(flops)
+        else:
+            self.add_of_model(flops)
         return result
+
+    def add_of_model(self, flops: int) -> None:
+        """Count operations of the model; raises as :meth:`add`."""
+        self.of_model += flops
+        self.add(flops)
 
     def add(self, flops: int) -> None:
         """Count operations.
@@ -268,11 +300,11 @@ class Costs(Guesses):
 
 def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     """Run a job on fakes; return its floating point operations, the bytes it makes and the bytes it returns."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = device_of(model._module)
-    device = torch.device("cpu") if device.type == "meta" else device
-    costs = Costs(limits.flops)
-    with torch.no_grad(), quiet_fakes, mode, costs:
+    counts["rehearsals"] += 1
+    with quiet_fakes:
+        fakes = fake_model_of(model._tree)
+    device, costs = fakes.device, Costs(limits.flops)
+    with torch.no_grad(), quiet_fakes, fakes.mode, costs:
         constants = {}
         for name, tensor in job.tensors.items():
             fake = constants[name] = torch.empty_strided(
@@ -280,14 +312,13 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
             )
             if name in _index_constants(job):
                 setattr(fake, CONSTANT, tensor)
-        fakes = FakeModel(model._tree, mode, device)
         memory = _Memory(fakes, constants, limits)
-        replay = Replay(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
-        replay.on_done, replay.on_write = memory.done, memory.check_write
+        interpreter = Interpreter(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
+        interpreter.on_done, interpreter.on_write = memory.done, memory.check_write
         try:
             for number, run in enumerate(job.runs):
                 args, kwargs = inputs_of_fakes(run, constants)
-                _rehearse_run(replay, fakes, costs, number, run, args, kwargs, limits)
+                _rehearse_run(interpreter, model._tree, fakes, costs, number, run, args, kwargs, limits)
         except InvalidProgramError:
             raise
         except ExecutionFailedError as error:
@@ -297,14 +328,15 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
         except BaseException as error:
             raise InvalidProgramError(f"The job does not run on this model: {type(error).__name__}: {error}") from error
         sizes: list[int] = []
-        replay.saved(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
+        interpreter.saved(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
     if sum(sizes) > limits.result_bytes:
         raise InvalidProgramError(f"The job returns {sum(sizes)} bytes; the limit is {limits.result_bytes}.")
     return costs.flops, memory.made, sum(sizes)
 
 
 def _rehearse_run(
-    replay: Replay,
+    interpreter: Interpreter,
+    tree: ModuleTree,
     fakes: FakeModel,
     costs: Costs,
     number: int,
@@ -326,15 +358,15 @@ def _rehearse_run(
     begun: list[int] = []
 
     def begin_step() -> None:
-        replay.check_time()
+        interpreter.check_time()
         begun.append(costs.flops)
 
     fakes.least_steps, fakes.on_step = 2, begin_step
-    interleaver = Interleaver(replay.mediators(number))
+    interleaver = Interleaver(interpreter.mediators(number))
     with interleaver:
-        output = fakes.run(interleaver, run["call"], args, kwargs, steps, prompt)
+        output = fakes.run(tree, interleaver, run["call"], args, kwargs, steps, prompt, costs)
         interleaver.handle("result", output)
-        replay.finish(interleaver)
+        interpreter.finish(interleaver)
     if begun:  # tokens that nobody looks at cost what the last one did
         costs.add((costs.flops - begun[-1]) * (steps - len(begun)))
 
@@ -389,9 +421,3 @@ class _Memory:
         if self._fakes.versions() + sum(tensor._version for tensor in given) != before:
             raise InvalidProgramError(f"`{path}` writes to what it is applied to, or to its weights.")
         return result
-
-
-def device_of(module: torch.nn.Module) -> torch.device:
-    """Return where a model takes its input."""
-    tensor = next(iter(module.parameters()), None)
-    return torch.device("cpu") if tensor is None else tensor.device

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -30,6 +30,9 @@ from .spool import Spool, StorageFullError
 from .telemetry import Metrics
 
 _log = logging.getLogger("nnsight.remote.server")
+
+#: What is read faster than another thread is asked to read it, in bytes.
+_SHORT = 2**16
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Gateway:
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
         self._loops: list[asyncio.Task[None]] = []
+        self._doing: set[asyncio.Future[None]] = set()
 
     # -- the life of the server ------------------------------------------------------------------------------------
 
@@ -167,6 +171,7 @@ class Gateway:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
+        await asyncio.gather(*self._doing, return_exceptions=True)
         for served in self.served.values():
             served.engine.close()
 
@@ -224,7 +229,7 @@ class Gateway:
                 503, "draining", "The server is about to stop and takes no more jobs. Try again in a minute."
             )
         served = self.model(model_key)
-        digest = await asyncio.to_thread(_digest, payload)
+        digest = _digest(payload) if size < _SHORT else await asyncio.to_thread(_digest, payload)
         known = self._by_nonce.get((account.name, nonce)) if nonce else None
         if known is not None:
             job = await asyncio.shield(known)
@@ -327,11 +332,9 @@ class Gateway:
             job.attempts += 1
             job.tell(JobStatus.DISPATCHED, "The job has gone to the engine.")
             self.metrics.waited.labels(job.model).observe(started - job.created)
-        self.metrics.together.labels(str(served.key)).observe(len(jobs))
-        payloads = await asyncio.to_thread(lambda: [self.spool.payload(job) for job in jobs])
-        for job in jobs:
             job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs))
-            self.spool.note(job)
+        self.metrics.together.labels(str(served.key)).observe(len(jobs))
+        payloads = await asyncio.to_thread(lambda: [self.spool.begin(job) for job in jobs])
         try:
             outcomes: list[Outcome] = await served.engine.execute(payloads, max(job.seconds for job in jobs))
         except Exception as error:
@@ -344,6 +347,7 @@ class Gateway:
             outcomes = [error]
         runtime = time.time() - started
         self.metrics.runtime.labels(str(served.key)).observe(runtime)
+        ends: list[Coroutine[Any, Any, None]] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
             figures = {"runtime": runtime, "waited": started - job.created, "together": len(jobs)}
             if isinstance(outcome, EngineLostError) and job.attempts < self.settings.attempts:
@@ -354,17 +358,19 @@ class Gateway:
             elif isinstance(outcome, Exception):
                 self._fail(job, outcome, **figures)
             else:
-                await self._complete(job, outcome, **figures)
+                ends.append(self._complete(job, outcome, **figures))
+        for failure in await asyncio.gather(*ends, return_exceptions=True):  # all at once: a disk is waited for
+            if isinstance(failure, BaseException):
+                raise failure
 
     async def _complete(self, job: Job, result: bytes, **figures: Any) -> None:
         try:
-            await asyncio.to_thread(self.spool.keep_result, job, result)
-        except StorageFullError as error:
+            size = await asyncio.to_thread(self.spool.keep_result, job, result)
+        except Exception as error:  # a fault of this file, or of the disk, is that of one job
             self._fail(job, error, **figures)
             return
-        data = {"size": len(result), "result": f"/result/{job.id}"}
-        job.tell(JobStatus.COMPLETED, "The result is ready.", data, **figures)
-        self.metrics.results.inc(len(result))
+        job.complete(size, **figures)
+        self.metrics.results.inc(size)
         self._end(job, "completed", **figures)
 
     def _fail(self, job: Job, error: Exception, **figures: Any) -> None:
@@ -386,11 +392,17 @@ class Gateway:
 
     def _end(self, job: Job, outcome: str, **figures: Any) -> None:
         self._active.discard(job)
-        self.spool.note(job)
+        self._in_thread(self.spool.note, job)
         self.metrics.jobs.labels(job.model, outcome).inc()
         _log.info(
             "finished", extra={"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
         )
+
+    def _in_thread(self, function: Callable[[Job], None], job: Job) -> None:
+        """Do what takes the disk some time beside everything else; :meth:`stop` waits for it."""
+        doing = asyncio.ensure_future(asyncio.to_thread(function, job))
+        self._doing.add(doing)
+        doing.add_done_callback(self._doing.discard)
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
 

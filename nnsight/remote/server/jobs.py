@@ -88,6 +88,13 @@ class Job:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def complete(self, size: int, **figures: Any) -> None:
+        """Say that the job has a result of this size."""
+        self.result_size = size
+        self.tell(
+            JobStatus.COMPLETED, "The result is ready.", {"size": size, "result": f"/result/{self.id}"}, **figures
+        )
+
     async def follow(self, after: int = 0) -> AsyncIterator[Message]:
         """Yield the messages with a number above ``after``, as they come, up to the one that finishes the job."""
         position = 0

@@ -24,6 +24,10 @@ from .keys import Account
 _log = logging.getLogger("nnsight.remote.server")
 
 
+#: What is read faster than another thread is asked to read it, in bytes.
+_SHORT = 2**16
+
+
 class _Session:
     """One socket."""
 
@@ -67,7 +71,8 @@ class _Session:
                 and size is not None
                 and size <= self._gateway.settings.inline
             ):
-                result = await asyncio.to_thread(self._gateway.spool.result_path(job).read_bytes)
+                read = self._gateway.spool.result_path(job).read_bytes
+                result = read() if size < _SHORT else await asyncio.to_thread(read)
                 await self._send(Message(**{**message, "data": {**message["data"], "inline": True}}), result)
             else:
                 await self._send(message)

@@ -70,7 +70,8 @@ class Spool:
         That it cannot be written is logged, and costs only what a restart would know.
         """
         try:
-            self._write_record(job, durable=job.status.finished)
+            # A result is there for good before the record says so; an error is told by its record alone.
+            self._write_record(job, durable=job.status.finished and job.result_size is None)
         except OSError as error:
             _log.error("the state of a job could not be written", extra={"job": job.id, "error": str(error)})
         else:
@@ -82,8 +83,13 @@ class Spool:
         """Return what was submitted."""
         return (self.folder / job.id / "payload").read_bytes()
 
-    def keep_result(self, job: Job, result: bytes) -> None:
-        """Write a result.
+    def begin(self, job: Job) -> bytes:
+        """Note that a job is about to run, and return what was submitted."""
+        self.note(job)
+        return self.payload(job)
+
+    def keep_result(self, job: Job, result: bytes) -> int:
+        """Write a result and return its length. A job that has one has run, whatever its record says.
 
         Raises:
             StorageFullError: If there is no room.
@@ -93,7 +99,7 @@ class Spool:
             self._write(self.result_path(job), lambda file: file.write(result))
         except OSError as error:
             raise _full(error) from error
-        job.result_size = len(result)
+        return len(result)
 
     def result_path(self, job: Job) -> Path:
         """Return where the result is."""
@@ -114,6 +120,8 @@ class Spool:
                 job = Job.from_record(json.loads((folder / "job.json").read_text(encoding="utf-8")))
                 if job.id != folder.name:
                     raise ValueError("the record belongs to another job")
+                if not job.status.finished and (folder / "result").exists():  # the record had no time to follow
+                    job.complete((folder / "result").stat().st_size)
             except (OSError, ValueError, TypeError, KeyError) as error:
                 _log.warning("a job could not be read back", extra={"job": folder.name, "error": str(error)})
                 shutil.rmtree(folder, ignore_errors=True)

@@ -38,7 +38,7 @@ CONSTANT = "_nnsight_constant"
 _COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
 
 
-class Replay:
+class Interpreter:
     """The values of a job while it runs.
 
     Args:

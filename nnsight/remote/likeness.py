@@ -1,0 +1,98 @@
+"""Whether a model still runs as it did: what of it decides which values pass which locations.
+
+What was found out about a model on fakes (how a copy of it is built, what passes where, what a block comes down to) holds until the
+model changes. There is no event for that, so the model is *described*: the classes of its modules and their ``forward``, sizes and types of
+their tensors, and the plain values in their attributes, in those of their configurations, and in what their functions enclose. Two
+equal descriptions mean the same run; the values of weights are not part of it. A description costs about a microsecond per
+attribute, and refers to no module.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+
+#: How deep attributes of attributes are looked at.
+_DEPTH = 3
+
+#: Attributes of modules that follow from others, come and go with a run, or are handled by the tree of modules.
+_LEFT_OUT = frozenset({"_modules", "_call_impl", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"})
+
+#: Where a module keeps what it mostly has none of.
+_HOLDERS = frozenset({dict, OrderedDict, list, tuple, set})
+
+_PLAIN = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def describe(modules: Iterable[torch.nn.Module]) -> Hashable:
+    """Return a description of ``modules`` that is equal as long as they run alike."""
+    known: dict[int, Any] = {}
+    found: list[Any] = []
+    for module in modules:
+        kind = type(module)
+        found += kind, kind.forward
+        for name, value in module.__dict__.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                found += name, kind, value
+            elif name not in _LEFT_OUT and (value or kind not in _HOLDERS):
+                found += name, _describe(value, _DEPTH, known)
+    return tuple(found)
+
+
+def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (float, complex, slice, range):
+        return kind, repr(value)
+    if isinstance(value, torch.Tensor):
+        with torch._C.DisableTorchFunction():
+            return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, torch.nn.Module) or depth == 0:
+        return kind
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return kind, tuple(_describe(item, depth - 1, known) for item in value)
+    if isinstance(value, dict):
+        return kind, tuple((_describe(key, 1, known), _describe(item, depth - 1, known)) for key, item in value.items())
+    found = known.get(id(value))
+    if found is None:
+        found = known[id(value)] = kind, _inside(value, depth - 1, known)
+    return found
+
+
+def _inside(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
+    """Return a description of what a function or an object holds."""
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return value.__code__, tuple(_describe(content, depth, known) for content in cells)
+    if isinstance(value, types.MethodType):
+        return _describe(value.__func__, depth, known)
+    if isinstance(value, functools.partial):
+        return tuple(_describe(part, depth, known) for part in (value.func, value.args, value.keywords))
+    content = getattr(value, "__dict__", None)
+    return _describe(content, depth, known) if type(content) is dict else None
+
+
+def key_of(arguments: Any) -> Hashable:
+    """Return what of the arguments of a model decides how it runs on fakes: sizes, and plain values.
+
+    Raises:
+        TypeError: If that is not known.
+    """
+    if isinstance(arguments, torch.Tensor):
+        return arguments.shape, arguments.stride(), arguments.dtype, arguments.device
+    if isinstance(arguments, dict):
+        return type(arguments), tuple((key, key_of(item)) for key, item in arguments.items())
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments), tuple(map(key_of, arguments))
+    if type(arguments) in _PLAIN:
+        return type(arguments), arguments
+    if type(arguments) is float:
+        return float, repr(arguments)
+    raise TypeError(f"{type(arguments).__name__} is no plain value")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -382,3 +383,72 @@ def test_other_texts_of_known_lengths_need_no_new_work(model: LanguageModel, com
         expected = Hooked(model, "transformer.h.0", lambda _, h, vector=vector: h + vector)(**ids_of(model, prompt))
         same(run(prompt, vector), expected)
     assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
+
+
+# -- scans ---------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_generation_is_scanned_before_it_runs(model: LanguageModel, compile: bool) -> None:
+    """Each step has the sizes of a real one; the fakes that are kept are those of the last."""
+    hooked = Hooked(model, "transformer.h.1")
+    expected = hooked(**ids_of(model, LONG, SHORT))
+    with model.generate([LONG, SHORT], **GREEDY, validate=True, compile=compile) as tracer:
+        shapes = list().save()
+        for step in tracer.iter[:NEW]:
+            shapes.append(model.transformer.h[1].output.shape)
+        ids = model.generator.output.save()
+        made = tracer.result.save()
+    assert shapes == [seen.shape for seen in hooked.seen]
+    assert torch.equal(made, expected)
+    assert torch.equal(ids, expected)
+    assert model.transformer.h[1]._fake_output.shape == hooked.seen[-1].shape
+    model._tree.fakes = {}
+    ran: list[int] = []
+    with model.generate(LONG, **GREEDY, scan=True, compile=compile) as tracer:
+        ran.append(1)
+        made = tracer.result.save()
+    assert ran == [1]
+    assert torch.equal(made, Hooked(model, "lm_head")(**ids_of(model, LONG)))
+    assert model.lm_head._fake_output.shape == (1, 1, 1024)
+
+
+@both
+def test_a_mistake_in_a_later_step_is_found_before_the_model_runs(model: LanguageModel, compile: bool) -> None:
+    calls: list[int] = []
+    counting = model._module.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(IndexError), model.generate(LONG, **GREEDY, validate=True, compile=compile) as tracer:
+            for step in tracer.iter[:NEW]:
+                hidden = model.transformer.h[0].output[:, 0 if step < 2 else 1]
+    finally:
+        counting.remove()
+    assert calls == []
+
+
+def test_a_scanned_generation_of_several_invokes_has_rows_for_each(model: LanguageModel) -> None:
+    with model.generate(**GREEDY, validate=True) as tracer:
+        with tracer.invoke(LONG):
+            one = tracer.result.save()
+        with tracer.invoke([LONG, SHORT]):
+            two = tracer.result.save()
+    assert torch.equal(one, Hooked(model, "lm_head")(**ids_of(model, LONG)))
+    assert torch.equal(two, Hooked(model, "lm_head")(**ids_of(model, LONG, SHORT)))
+
+
+def test_a_scan_makes_as_many_tokens_as_there_may_be(model: LanguageModel) -> None:
+    seen = SimpleNamespace(sizes=[])  # not a container, of which a rehearsal would use a copy
+    length = ids_of(model, SHORT)["input_ids"].shape[1]
+    for options in ({"max_length": length + 3}, {"max_new_tokens": 3, "num_return_sequences": 2, "do_sample": True}):
+        with model.generate(SHORT, **{"do_sample": False, **options}, validate=True) as tracer:
+            for step in tracer.iter[:3]:
+                hidden = model.lm_head.output
+            seen.sizes.append(tuple(tracer.result.shape))
+    assert seen.sizes == [(1, length + 3)] * 2 + [(2, length + 3)] * 2
+
+
+def test_generations_that_are_not_scanned(model: LanguageModel) -> None:
+    with pytest.raises(ValueError, match="num_beams"), model.generate(LONG, max_new_tokens=2, num_beams=2, validate=True):
+        never = model.lm_head.output
+    with pytest.raises(ValueError, match="needs a block"):
+        model.generate(LONG, max_new_tokens=2, scan=True)

@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from .language import LanguageModel
 
 
+#: Ids of a generation that says nothing about their number, with the prompt.
+_LENGTH = 20
+
+
+class _AllMade(BaseException):
+    """Ends a generation on fakes; no ``except Exception`` of a model stops it."""
+
+
+def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a generation that say how much it makes: as given, else those of the model."""
+    own = getattr(module, "generation_config", None)
+    given = kwargs.get("generation_config") or own
+    names = ("num_beams", "return_dict_in_generate", "num_return_sequences", "max_new_tokens", "max_length")
+    found = {name: kwargs.get(name, getattr(given, name, None)) for name in names}
+    return {**found, "num_beams": found["num_beams"] or 1}
+
+
 class Generation:
     """Calls ``generate`` of a model: what a trace of a generation drives, and how it prepares input.
 
@@ -27,11 +44,48 @@ class Generation:
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(self._model._module, args, kwargs)
+
+    def _generate(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = active_interleaver()
         if run is not None and "streamer" not in kwargs and kwargs.get("num_beams", 1) == 1:
             kwargs["streamer"] = Streamer()
-        output = self._model._module.generate(*args, **kwargs)  # type: ignore[operator]
+        output = module.generate(*args, **kwargs)
         return output if run is None else run.handle("model.generator.output", output)
+
+    def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Generate with ``module``, a copy on fakes, whose ids do not say when to stop: it makes as many as it may.
+
+        Raises:
+            ValueError: For a generation that returns more than ids, or follows several candidates, which have values.
+        """
+        config = _configured(module, kwargs)
+        if config["num_beams"] != 1 or config["return_dict_in_generate"]:
+            raise ValueError(
+                "A generation with `num_beams` or `return_dict_in_generate` depends on values, and is not scanned or validated. "
+                "Leave these out, or scan= and validate=."
+            )
+        ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        rows = ids.shape[0] * (config["num_return_sequences"] or 1)
+        start = 1 if getattr(module.config, "is_encoder_decoder", False) else ids.shape[1]
+        tokens = config["max_new_tokens"] or max((config["max_length"] or _LENGTH) - start, 1)
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > tokens:
+                raise _AllMade
+
+        counting = module.register_forward_pre_hook(count)
+        try:
+            return self._generate(module, args, kwargs)
+        except _AllMade:
+            made = torch.empty(rows, start + tokens, dtype=torch.int64, device=ids.device)
+        finally:
+            counting.remove()
+        run = active_interleaver()
+        return made if run is None else run.handle("model.generator.output", made)
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generate with another module in place of the model, to see how it is called."""

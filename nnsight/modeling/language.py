@@ -147,6 +147,8 @@ class LanguageModel(TextInput, MetaMixin):
         backend: Backend | None = None,
         remote: bool | str = False,
         blocking: bool = True,
+        scan: bool = False,
+        validate: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
@@ -160,6 +162,8 @@ class LanguageModel(TextInput, MetaMixin):
             backend: Where the block runs; in this process by default.
             remote: As in :meth:`trace`; for blocks only.
             blocking: Likewise.
+            scan: As in :meth:`trace`, for blocks only. On fakes as many tokens are made as there may be.
+            validate: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
         Returns:
@@ -170,7 +174,9 @@ class LanguageModel(TextInput, MetaMixin):
         generation = Generation(self)
         backend = self._remote_backend(remote, backend, blocking)
         if calls_for_with(sys._getframe(1)):
-            return self._tracer(generation, inputs, kwargs, compile, backend)
+            return self._tracer(generation, inputs, kwargs, compile, backend, scan=scan, validate=validate)
+        if scan or validate:
+            raise ValueError("generate(scan=..., validate=...) needs a block: `with model.generate(...) as tracer:`.")
         if remote is not False:
             raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
         self.dispatch()

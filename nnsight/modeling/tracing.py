@@ -102,7 +102,7 @@ class ModelTracer(InterleavingTracer):
             self._rehearse(self._modules, model, args, kwargs)
         driver = self._choose_driver()
         if self._scan and not self._validate:
-            driver = _scan_first(self._modules, driver)
+            driver = _scan_first(self._modules, model, driver)
         self._call = (driver, model, args, kwargs)
         if self._attempt is None:
             return super().execute(function)
@@ -139,11 +139,11 @@ class ModelTracer(InterleavingTracer):
         self._choose_driver = self._modules = self._attempt = None
 
 
-def _scan_first(modules: ScannedModules, driver: Driver) -> Driver:
+def _scan_first(modules: ScannedModules, model: Batchable, driver: Driver) -> Driver:
     """Return a driver that scans the model before it runs it."""
 
     def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-        scan_alone(modules, args, kwargs)
+        scan_alone(modules, model, args, kwargs)
         return driver(interleaver, args, kwargs, report)
 
     return run

@@ -81,7 +81,8 @@ class ScanningTracer(InterleavingTracer):
         backend: Backend | None = None,
         named: Named | None = None,
     ) -> None:
-        super().__init__(ScanningDriver(modules), _OutsideFakeMode(model), args, kwargs, backend, named)
+        driver = ScanningDriver(modules, getattr(model, "_scan_on", None))
+        super().__init__(driver, _OutsideFakeMode(model), args, kwargs, backend, named)
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the blocks, and the model, under the fake mode."""
@@ -94,10 +95,12 @@ class ScanningDriver:
 
     Args:
         modules: The modules of the model.
+        call: How the run calls the root module, ``call(root, args, kwargs)``, if not simply with the arguments.
     """
 
-    def __init__(self, modules: ScannedModules) -> None:
+    def __init__(self, modules: ScannedModules, call: Callable[..., Any] | None = None) -> None:
         self._modules = modules
+        self._call = call or _called
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its fake output."""
@@ -114,7 +117,7 @@ class ScanningDriver:
             guesses = _GuessesOfModel()
             try:
                 with guesses, modules.intercept(by_path):
-                    return copies[modules.root](*args, **kwargs)
+                    return self._call(copies[modules.root], args, kwargs)
             except Exception as error:
                 if guesses.made and error is not interleaver.failure:
                     error.add_note(
@@ -126,10 +129,14 @@ class ScanningDriver:
                 modules.fakes = seen
 
 
-def scan_alone(modules: ScannedModules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _called(root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return root(*args, **kwargs)
+
+
+def scan_alone(modules: ScannedModules, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Scan without blocks, only to know what passes each location; the blocks of a run may be waiting meanwhile."""
     with _scanning(), Interleaver([]) as run:
-        ScanningDriver(modules)(run, args, kwargs, Report())
+        ScanningDriver(modules, getattr(model, "_scan_on", None))(run, args, kwargs, Report())
 
 
 class _OutsideFakeMode:

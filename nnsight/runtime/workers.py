@@ -58,17 +58,17 @@ def borrow() -> greenlet:
     if getcurrent().parent is not None:
         return _made()
     idle = _idle.workers
-    unfit: list[tuple[int, greenlet]] = []
-    while idle:
+    if idle:
         depth, worker = idle.pop()  # before anything else: a finalizer may run here, and borrow too
-        if worker.dead:  # a signal came as it went idle
-            continue
-        if _fits(depth):
-            idle.extend(reversed(unfit))
+        if _fits(depth) and not worker.dead:  # a signal may have come as it went idle
             return worker
-        unfit.append((depth, worker))
-    idle.extend(reversed(unfit[: KEPT - 1]))
-    return _made(_depth())
+        idle.append((depth, worker))
+    here, others = _depth(), [idle.pop() for _ in range(len(idle))]
+    others = [(depth, worker) for depth, worker in others if not worker.dead]
+    fitting = next((number for number, (depth, _) in enumerate(others) if abs(depth - here) <= _SLACK), None)
+    found = _made(here) if fitting is None else others.pop(fitting)[1]
+    idle.extend(reversed(others[: KEPT - 1]))  # without those that were last used long ago
+    return found
 
 
 def _made(depth: int | None = None) -> greenlet:
@@ -131,7 +131,7 @@ _footing = _made_footing()
 
 
 def _depth() -> int:
-    """Return the number of frames below the caller of the function that calls this one."""
+    """Return how many frames are below the caller of the function that calls this one."""
     frame, depth = sys._getframe(2), 0
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
@@ -139,21 +139,13 @@ def _depth() -> int:
 
 
 def _fits(depth: int) -> bool:
-    """Whether the caller of the function that calls this one has about ``depth`` frames below it."""
+    """Whether about ``depth`` frames are below the caller of the function that calls this one; as a rule they are as many."""
     try:
         frame = sys._getframe(2 + depth)
-    except ValueError:  # fewer
-        return _reaches(max(depth - _SLACK, 0))
+    except ValueError:
+        return False
     for _ in range(_SLACK):
         if frame.f_back is None:
             return True
         frame = frame.f_back
     return False
-
-
-def _reaches(depth: int) -> bool:
-    try:
-        sys._getframe(3 + depth)
-    except ValueError:
-        return False
-    return True

@@ -37,7 +37,7 @@ from .compat import BackendCallable, is_whole_call, resolve_backend, skip_code, 
 from .counters import counters
 from .graph import CapturedGraph
 from .journal import journal_of_run
-from .playback import playback_of_run
+from .playback import Playback
 from .recording import Recording, run_plain, suspended
 from .regions import KnownRegions
 from .replay import Replays
@@ -124,7 +124,9 @@ class CompiledDriver:
 
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model where nothing is being recorded."""
-        tree, function = self.tree, self._compiled()
+        tree, function = self.tree, self._function
+        if function is None or tree.version != self._version:
+            function = self._compiled()
         with tree.instrumentation:
             if self.options.get("dynamic") or float in map(type, args) or float in map(type, kwargs.values()):
                 # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
@@ -235,14 +237,16 @@ class _CaptureBackend:
             logger.info("the model breaks the graph: %s", broken)
 
         def dispatch(*actual: Any) -> list[Any]:
-            playback = playback_of_run.get()
-            if playback is not None:
-                return playback.dispatch(graph, actual)
             run = active_interleaver()
-            if run is None or run.current is not None or not run.waited:
+            if type(run) is Playback:
+                return run.dispatch(graph, actual)
+            if run is None or run.current is not None:
+                return run_plain(graph, actual)
+            journal = journal_of_run.get()
+            if not run.waited and journal is None:
                 return run_plain(graph, actual)
             report = _report.get() or Report()
-            outputs = Recording(graph, actual, run, report, fullgraph, journal_of_run.get()).walk()
+            outputs = Recording(graph, actual, run, report, fullgraph, journal).walk()
             if broken is not None and broken not in report.breaks[-1:]:  # dynamo may come to one place more than once
                 report.breaks.append(broken)
             return outputs

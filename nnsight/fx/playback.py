@@ -8,7 +8,6 @@ consist. A :class:`Playback` makes those calls again, calls the variant, and put
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,18 +35,6 @@ _ABSENT = object()
 
 class NotAsBefore(Exception):
     """The graph that is called is another one, or has other sizes; nothing has happened yet."""
-
-
-class _NoRun:
-    """Stands for a run while a block is replayed: nothing of the model may run outside of its graph."""
-
-    @property
-    def current(self) -> Any:
-        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
-        raise NotAsBefore
-
-
-NO_RUN: Any = _NoRun()
 
 
 class _Step(NamedTuple):
@@ -112,7 +99,7 @@ class Effects:
 
 
 class Playback:
-    """One attempt to replay a block.
+    """One attempt to replay a block; the active run while it lasts.
 
     Args:
         effects: Known effects in this environment, by graph and sizes.
@@ -136,9 +123,14 @@ class Playback:
         self._slots: list[Any] = []
         self._values: dict[int, torch.Tensor] = {}
 
+    @property
+    def current(self) -> Any:
+        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
+        raise NotAsBefore
+
     def dispatch(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
         """Run the variant for this graph; return the graph's outputs."""
-        binding = graph.binding(inputs)
+        binding = graph.binding(inputs) if graph.symbols else ()
         effects = self._effects.get((graph, binding))
         assert self.found is None, "a whole graph is called once"
         if effects is None:
@@ -148,26 +140,30 @@ class Playback:
             raise NotAsBefore
         variant = effects.variant
         self.found = effects
-        slots = self._slots = list(tensors)
-        for step in effects.steps:
-            step.run(slots)
-        externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
+        externals: list[Any] = []
+        if effects.externals or effects.steps or tensors:
+            slots = self._slots = list(tensors)
+            for step in effects.steps:
+                step.run(slots)
+            externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
         report = self._report
         report.mode, report.graphs, report.replayed = "compiled", 1, True
         report.spliced += effects.spliced
-        arguments = [inputs[index] for index in variant.spliced.inputs]
-        arguments += externals
-        arguments += map(as_argument, effects.numbers)
-        lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
-        report.compiles += made
+        arguments = list(map(inputs.__getitem__, variant.spliced.inputs))
+        if externals:
+            arguments += externals
+        if effects.numbers:
+            arguments += map(as_argument, effects.numbers)
         ran = effects.ran
-        if ran is None or ran.lowered is not lowered:
-            ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
+        if ran is None or not variant.still_runs(ran.lowered):
+            lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
+            report.compiles += made
+            if ran is None or ran.lowered is not lowered:
+                ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
         computed = run_lowered(report, ran, arguments)
         if effects.alive:
             # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
-            held = set(map(id, inputs))
-            held.update(map(id, externals))
+            held = {*map(id, inputs), *map(id, externals)}
             for index in effects.alive:
                 real = computed[variant.positions[index]]
                 if id(real) in held:
@@ -183,8 +179,11 @@ class Playback:
         assert table is not None
         made: dict[str, Any] = {}
         for name, sources, structure in self.found.saved:
-            value = made[name] = self._put_together(sources, structure)
-            table[id(value)] = value
+            if structure is None and type(sources[0]) is int:
+                value = self._values[sources[0]]
+            else:
+                value = self._put_together(sources, structure)
+            made[name] = table[id(value)] = value
         for number, sources, structure in self.found.appended:
             self._filled[number].append(self._put_together(sources, structure))
         return made
@@ -195,10 +194,6 @@ class Playback:
             for source in sources
         ]
         return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
-
-
-#: The playback that the graphs of this context are called for.
-playback_of_run: ContextVar[Playback | None] = ContextVar("nnsight_fx_playback", default=None)
 
 
 def _sharing(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:

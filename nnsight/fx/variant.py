@@ -119,6 +119,10 @@ class Variant:
                 by_binding[key] = found
         return found
 
+    def still_runs(self, lowered: Lowered) -> bool:
+        """Whether ``lowered``, which :meth:`lowered_for` has returned, is sure to be returned again for what it was returned for."""
+        return not self._writes_to_inputs and lowered in self._lowerings
+
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
         found = self.find(binding, self.sharing(arguments))

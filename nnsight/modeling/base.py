@@ -154,7 +154,8 @@ class NNsight(Envoy):
             The tracer; ``tracer.report`` tells how the trace ran.
         """
         traced = self if fn is None else TracedFunction(self, fn)
-        backend = self._remote_backend(remote, backend, blocking)
+        if remote is not False or not blocking:
+            backend = self._remote_backend(remote, backend, blocking)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
 
     def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:

@@ -179,10 +179,8 @@ class Playback:
         assert table is not None
         made: dict[str, Any] = {}
         for name, sources, structure in self.found.saved:
-            if structure is None and type(sources[0]) is int:
-                value = self._values[sources[0]]
-            else:
-                value = self._put_together(sources, structure)
+            single = structure is None and type(sources[0]) is int
+            value = self._values[sources[0]] if single else self._put_together(sources, structure)
             made[name] = table[id(value)] = value
         for number, sources, structure in self.found.appended:
             self._filled[number].append(self._put_together(sources, structure))

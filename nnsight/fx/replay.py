@@ -172,7 +172,7 @@ class Attempt:
         playback = Playback(known[1], self._read.tensors, self._read.filled, report)
         outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
-            driver.call_captured(*arguments)
+            driver.call_known(*arguments)
         except NotAsBefore:
             return None
         finally:

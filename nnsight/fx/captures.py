@@ -47,7 +47,8 @@ class Captures:
 
     def note_dispatch(self) -> None:
         """Note that a captured graph is called."""
-        self._here.dispatched = True
+        if self._watched:
+            self._here.dispatched = True
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

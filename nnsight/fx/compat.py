@@ -150,14 +150,8 @@ class NotCompiled(Exception):
     """There is no compiled code for these arguments; nothing has run."""
 
 
-class _Wanted(threading.local):
-    """The code of the function that this thread wants to call compiled or not at all; ``None`` if it wants no such thing."""
-
-    code: types.CodeType | None = None
-    is_asked: bool = False
-
-
-_wanted = _Wanted()
+#: By thread, the code of a function that is about to be called compiled or not at all.
+_wanted: dict[int, types.CodeType] = {}
 _callback_as_it_is = eval_frame._callback_from_stance
 
 
@@ -175,28 +169,24 @@ def call_compiled(function: Callable[..., Any], code: types.CodeType, *args: Any
     if (
         torch._guards.TracingContext.try_get() is not None
         or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
-        or _callback_as_it_is(_refuse) is not _refuse  # a stance
+        or _callback_as_it_is(_refusing) is not _refusing  # a stance
     ):
         raise NotCompiled
-    _wanted.code, _wanted.is_asked = code, True
+    thread = threading.get_ident()
+    _wanted[thread] = code
     try:
         return function(*args)
     finally:
-        _wanted.code, _wanted.is_asked = None, False
+        _wanted.pop(thread, None)
 
 
-def _refuse(frame: Any, *_: Any, **__: Any) -> Any:
-    """Stand for the callback by which dynamo compiles a frame, and compile none."""
-    if frame.f_code is _wanted.code:
-        raise NotCompiled
-    return ConvertFrameReturn()
-
-
-def _refusing(callback: Any) -> Any:
-    """Return a callback that finds what was compiled with ``callback``, and compiles nothing."""
+def _refusing(callback: Any, code: types.CodeType) -> Any:
+    """Return a callback that finds what was compiled with ``callback``, and compiles nothing; least of all ``code``."""
 
     def refuse(frame: Any, *_: Any, **__: Any) -> Any:
-        return _refuse(frame)
+        if frame.f_code is code:
+            raise NotCompiled
+        return ConvertFrameReturn()
 
     refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined] # compiled code belongs to a backend
     return refuse
@@ -212,9 +202,10 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
     def callback_from_stance(callback: Any) -> Any:
         if callback in (None, False):
             return otherwise(callback)
-        if _wanted.is_asked:
-            _wanted.is_asked = False  # what else is called meanwhile is compiled as always
-            return _refusing(callback)
+        if _wanted:
+            code = _wanted.pop(threading.get_ident(), None)  # what else is called meanwhile is compiled as always
+            if code is not None:
+                return _refusing(callback, code)
         if not when():
             return otherwise(callback)
         counted = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)

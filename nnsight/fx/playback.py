@@ -7,6 +7,7 @@ consist. A :class:`Playback` makes those calls again, calls the variant, and put
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,20 @@ if TYPE_CHECKING:
     from .graph import CapturedGraph
 
 _ABSENT = object()
+
+
+def _references(items: Sequence[Any], position: int) -> int:
+    """Return how many references there are to an item of ``items``, and a constant on top."""
+    return sys.getrefcount(items[position])
+
+
+def _references_of_local(items: Sequence[Any]) -> int:
+    item = items[0]
+    return _references(items, 0) if item is not None else 0
+
+
+#: The least that :func:`_references` returns for an item that is in a variable, too.
+_ONE_REFERENCE = _references_of_local([object()])
 
 
 class NotAsBefore(Exception):
@@ -149,11 +164,7 @@ class Playback:
         report = self._report
         report.mode, report.graphs, report.replayed = "compiled", 1, True
         report.spliced += effects.spliced
-        arguments = list(map(inputs.__getitem__, variant.spliced.inputs))
-        if externals:
-            arguments += externals
-        if effects.numbers:
-            arguments += map(as_argument, effects.numbers)
+        arguments = [*variant.take(inputs), *externals, *map(as_argument, effects.numbers)]
         ran = effects.ran
         if ran is None or not variant.still_runs(ran.lowered):
             lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
@@ -161,15 +172,15 @@ class Playback:
             if ran is None or ran.lowered is not lowered:
                 ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
         computed = run_lowered(report, ran, arguments)
-        if effects.alive:
-            # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
-            held = {*map(id, inputs), *map(id, externals)}
-            for index in effects.alive:
-                real = computed[variant.positions[index]]
-                if id(real) in held:
+        for index in effects.alive:
+            position = variant.positions[index]
+            real = computed[position]
+            if _references(computed, position) > _ONE_REFERENCE:
+                # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
+                others = (*inputs, *externals, *self._values.values())
+                if any(other is real for other in others):
                     real = real.view_as(real)
-                self._values[index] = real
-                held.add(id(real))
+            self._values[index] = real
         return variant.deliver(computed, inputs, externals)
 
     def saved(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ once is not worth it.
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,6 +88,11 @@ class Variant:
             else (3, item)
             for item in wanted
         ]
+        taken = self.spliced.inputs
+        #: Takes the inputs of the spliced graph out of those of the captured one.
+        self.take: Callable[[Sequence[Any]], Sequence[Any]] = (
+            operator.itemgetter(*taken) if len(taken) > 1 else lambda inputs: [inputs[index] for index in taken]
+        )
         self._lowerings: list[Lowered] = []
         # Positions on which the choice of a lowering depends, and the choice for each of their values.
         self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})

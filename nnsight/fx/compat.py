@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.types import ConvertFrameReturn
 
 from ..tracing.block import is_bound
 
 __all__ = [
     "BackendCallable",
+    "NotCompiled",
     "backend_name",
+    "call_compiled",
     "compile_lock",
     "forget_fixed_floats",
     "generated_code_in",
@@ -142,6 +146,52 @@ def _innermost_backend(callback: Any) -> Any:
     return callback
 
 
+class NotCompiled(Exception):
+    """There is no compiled code for these arguments; nothing has run."""
+
+
+#: By thread, the code of a function that is about to be called compiled or not at all.
+_wanted: dict[int, types.CodeType] = {}
+_callback_as_it_is = eval_frame._callback_from_stance
+
+
+def call_compiled(function: Callable[..., Any], code: types.CodeType, *args: Any) -> Any:
+    """Call a function with what dynamo has compiled for arguments like these.
+
+    Args:
+        function: What ``torch.compile`` returned.
+        code: Of the function that it was given.
+        *args: The arguments.
+
+    Raises:
+        NotCompiled: If dynamo would have to compile, or would run the function as it is; before anything has run.
+    """
+    if (
+        torch._guards.TracingContext.try_get() is not None
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        or _callback_as_it_is(_refusing) is not _refusing  # a stance
+    ):
+        raise NotCompiled
+    thread = threading.get_ident()
+    _wanted[thread] = code
+    try:
+        return function(*args)
+    finally:
+        _wanted.pop(thread, None)
+
+
+def _refusing(callback: Any, code: types.CodeType) -> Any:
+    """Return a callback that finds what was compiled with ``callback``, and compiles nothing; least of all ``code``."""
+
+    def refuse(frame: Any, *_: Any, **__: Any) -> Any:
+        if frame.f_code is code:
+            raise NotCompiled
+        return ConvertFrameReturn()
+
+    refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined] # compiled code belongs to a backend
+    return refuse
+
+
 def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
     """Have functions that were compiled with ``torch.compile`` run as plain Python where ``when()`` holds.
 
@@ -150,7 +200,13 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
     otherwise = eval_frame._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
-        if callback in (None, False) or not when():
+        if callback in (None, False):
+            return otherwise(callback)
+        if _wanted:
+            code = _wanted.pop(threading.get_ident(), None)  # what else is called meanwhile is compiled as always
+            if code is not None:
+                return _refusing(callback, code)
+        if not when():
             return otherwise(callback)
         counted = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
         if counted is not None:

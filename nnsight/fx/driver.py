@@ -33,11 +33,20 @@ from ..runtime.report import Break, Report
 from ..runtime.tracer import Driver
 from ..tree import ModuleTree
 from .blocks import mark_stretches
-from .compat import BackendCallable, is_whole_call, resolve_backend, skip_code, why_it_ends
+from .captures import Captures
+from .compat import (
+    BackendCallable,
+    NotCompiled,
+    call_compiled,
+    is_whole_call,
+    resolve_backend,
+    skip_code,
+    why_it_ends,
+)
 from .counters import counters
 from .graph import CapturedGraph
 from .journal import journal_of_run
-from .playback import playback_of_run
+from .playback import Playback
 from .recording import Recording, run_plain, suspended
 from .regions import KnownRegions
 from .replay import Replays
@@ -102,6 +111,8 @@ class CompiledDriver:
         self._regions = KnownRegions() if options.get("regions", _is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
+        self._code: types.CodeType | None = None
+        self._captures = Captures()
         self._version = -1  # of the tree, for which the function is
         self._lock = threading.Lock()
         self._routes = 0
@@ -120,17 +131,40 @@ class CompiledDriver:
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model; nothing of that becomes part of a recording that is going on."""
         with suspended(args, kwargs):
+            if active_interleaver() is None:
+                return self.call_known(args, kwargs)
             return self.call_captured(args, kwargs)
+
+    def call_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the compiled model for somebody who waits at no location.
+
+        Then calls of modules need not be intercepted, which takes a while, if nothing but one captured graph is going to run.
+        """
+        captures, function, code = self._captures, self._function, self._code
+        outdated = function is None or code is None or self._version != self.tree.version
+        if outdated or not captures.suffice or self._specializes(args, kwargs):
+            return self.call_captured(args, kwargs)
+        known = captures.count
+        try:
+            return call_compiled(function, code, self.tree.root, args, kwargs)
+        except NotCompiled:
+            result = self.call_captured(args, kwargs)
+        if captures.count == known:
+            captures.give_up()  # what dynamo checks before the call depends on the interception
+        return result
 
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model where nothing is being recorded."""
         tree, function = self.tree, self._compiled()
-        with tree.instrumentation:
-            if self.options.get("dynamic") or float in map(type, args) or float in map(type, kwargs.values()):
+        with tree.instrumentation, self._captures.watched():
+            if self._specializes(args, kwargs):
                 # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
                 with torch._dynamo.config.patch(specialize_float=True):
                     return function(tree.root, args, kwargs)
             return function(tree.root, args, kwargs)
+
+    def _specializes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(self.options.get("dynamic")) or float in map(type, args) or float in map(type, kwargs.values())
 
     def around(self, function: Callable[..., Any]) -> Driver:
         """Return a driver that calls ``function``, in which each call of the model runs compiled."""
@@ -182,9 +216,12 @@ class CompiledDriver:
                 name = f"call_{type(self.tree.root).__name__}_{next(_numbers)}"
                 code = _call_model.__code__.replace(co_name=name)
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
+                self._captures, self._code = Captures(), code
                 self._function = torch.compile(
                     function,
-                    backend=_CaptureBackend(self._lower_with, self.fullgraph, self._regions, self._background, name),
+                    backend=_CaptureBackend(
+                        self._lower_with, self.fullgraph, self._regions, self._background, name, self._captures
+                    ),
                     dynamic=self.options.get("dynamic"),
                     fullgraph=self.fullgraph,
                     options={"guard_filter_fn": functools.partial(_kept_guards, self._guard_filter)},
@@ -205,7 +242,7 @@ def _kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> li
 
 def _is_ours(source: str) -> bool:
     """Whether a guard is on what interception has installed, or on a global of this package."""
-    return f".{INTERCEPTED_METHOD}." in source or source.startswith("G['__import_nnsight_dot_")
+    return f".{INTERCEPTED_METHOD}." in f"{source}." or source.startswith("G['__import_nnsight_dot_")
 
 
 class _CaptureBackend:
@@ -215,8 +252,15 @@ class _CaptureBackend:
     """
 
     def __init__(
-        self, lower_with: BackendCallable, fullgraph: bool, regions: KnownRegions | None, background: bool, name: str
+        self,
+        lower_with: BackendCallable,
+        fullgraph: bool,
+        regions: KnownRegions | None,
+        background: bool,
+        name: str,
+        captures: Captures,
     ) -> None:
+        self._captures = captures
         self._name = name  # of the function that dynamo compiles
         self._lower_with = lower_with
         self._fullgraph = fullgraph
@@ -226,7 +270,8 @@ class _CaptureBackend:
     def __call__(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         counters.add("captures")
         regions, fullgraph = None if self._regions is None else self._regions(), self._fullgraph
-        is_whole = is_whole_call(graph_module, self._name)
+        captures, is_whole = self._captures, is_whole_call(graph_module, self._name)
+        captures.add(is_whole)
         graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole)
         if regions is not None:
             mark_stretches(graph)
@@ -235,14 +280,17 @@ class _CaptureBackend:
             logger.info("the model breaks the graph: %s", broken)
 
         def dispatch(*actual: Any) -> list[Any]:
-            playback = playback_of_run.get()
-            if playback is not None:
-                return playback.dispatch(graph, actual)
+            captures.note_dispatch()
             run = active_interleaver()
-            if run is None or run.current is not None or not run.waited:
+            if type(run) is Playback:
+                return run.dispatch(graph, actual)
+            if run is None or run.current is not None:
+                return run_plain(graph, actual)
+            journal = journal_of_run.get()
+            if not run.waited and journal is None:
                 return run_plain(graph, actual)
             report = _report.get() or Report()
-            outputs = Recording(graph, actual, run, report, fullgraph, journal_of_run.get()).walk()
+            outputs = Recording(graph, actual, run, report, fullgraph, journal).walk()
             if broken is not None and broken not in report.breaks[-1:]:  # dynamo may come to one place more than once
                 report.breaks.append(broken)
             return outputs

@@ -7,9 +7,9 @@ consist. A :class:`Playback` makes those calls again, calls the variant, and put
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,20 +37,22 @@ if TYPE_CHECKING:
 _ABSENT = object()
 
 
+def _references(items: Sequence[Any], position: int) -> int:
+    """Return how many references there are to an item of ``items``, and a constant on top."""
+    return sys.getrefcount(items[position])
+
+
+def _references_of_local(items: Sequence[Any]) -> int:
+    item = items[0]
+    return _references(items, 0) if item is not None else 0
+
+
+#: The least that :func:`_references` returns for an item that is in a variable, too.
+_ONE_REFERENCE = _references_of_local([object()])
+
+
 class NotAsBefore(Exception):
     """The graph that is called is another one, or has other sizes; nothing has happened yet."""
-
-
-class _NoRun:
-    """Stands for a run while a block is replayed: nothing of the model may run outside of its graph."""
-
-    @property
-    def current(self) -> Any:
-        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
-        raise NotAsBefore
-
-
-NO_RUN: Any = _NoRun()
 
 
 class _Step(NamedTuple):
@@ -115,7 +117,7 @@ class Effects:
 
 
 class Playback:
-    """One attempt to replay a block.
+    """One attempt to replay a block; the active run while it lasts.
 
     Args:
         effects: Known effects in this environment, by graph and sizes.
@@ -139,9 +141,14 @@ class Playback:
         self._slots: list[Any] = []
         self._values: dict[int, torch.Tensor] = {}
 
+    @property
+    def current(self) -> Any:
+        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
+        raise NotAsBefore
+
     def dispatch(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
         """Run the variant for this graph; return the graph's outputs."""
-        binding = graph.binding(inputs)
+        binding = graph.binding(inputs) if graph.symbols else ()
         effects = self._effects.get((graph, binding))
         assert self.found is None, "a whole graph is called once"
         if effects is None:
@@ -151,34 +158,37 @@ class Playback:
             raise NotAsBefore
         variant = effects.variant
         self.found = effects
-        slots = self._slots = list(tensors)
-        for step in effects.steps:
-            step.run(slots)
-        externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
+        externals: list[Any] = []
+        if effects.externals or effects.steps or tensors:
+            slots = self._slots = list(tensors)
+            for step in effects.steps:
+                step.run(slots)
+            externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
         report = self._report
         report.mode, report.graphs, report.replayed = "compiled", 1, True
         report.spliced += effects.spliced
-        arguments = [inputs[index] for index in variant.spliced.inputs]
-        arguments += externals
-        arguments += map(as_argument, effects.numbers)
-        lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
-        report.compiles += made
+        arguments = [*variant.take(inputs), *externals, *map(as_argument, effects.numbers)]
         ran = effects.ran
-        if ran is None or ran.lowered is not lowered:
-            ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
+        if ran is None or not variant.still_runs(ran.lowered):
+            lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
+            report.compiles += made
+            if ran is None or ran.lowered is not lowered:
+                ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
         computed = run_lowered(report, ran, arguments)
-        if effects.alive:
-            # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
-            held = set(map(id, inputs))
-            held.update(map(id, externals))
-            for index in effects.alive:
-                real = computed[variant.positions[index]]
-                if id(real) in held:
-                    real = real.view_as(real)
-                if lowered.partial and variant.positions[index] in lowered.partial and real.requires_grad:
-                    gradients.refuse(real)
-                self._values[index] = real
-                held.add(id(real))
+        partial = ran.lowered.partial
+        for index in effects.alive:
+            position = variant.positions[index]
+            real = computed[position]
+            if _references(computed, position) > _ONE_REFERENCE:
+                # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
+                others = (*inputs, *externals, *self._values.values())
+                if any(other is real for other in others):
+                    held, real = real, real.view_as(real)
+                    if held.requires_grad:
+                        gradients.stand_for(real, held)
+            if position in partial and real.requires_grad:
+                gradients.refuse(real)
+            self._values[index] = real
         return variant.deliver(computed, inputs, externals)
 
     def saved(self) -> dict[str, Any]:
@@ -188,8 +198,9 @@ class Playback:
         assert table is not None
         made: dict[str, Any] = {}
         for name, sources, structure in self.found.saved:
-            value = made[name] = put_together(sources, structure, self._values, self._slots)
-            table[id(value)] = value
+            single = structure is None and type(sources[0]) is int
+            value = self._values[sources[0]] if single else put_together(sources, structure, self._values, self._slots)
+            made[name] = table[id(value)] = value
         for number, sources, structure in self.found.appended:
             self._filled[number].append(put_together(sources, structure, self._values, self._slots))
         return made
@@ -202,10 +213,6 @@ def put_together(sources: tuple[Any, ...], structure: Any, values: Mapping[int, 
         for source in sources
     ]
     return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
-
-
-#: The playback that the graphs of this context are called for.
-playback_of_run: ContextVar[Playback | None] = ContextVar("nnsight_fx_playback", default=None)
 
 
 def sharing_of(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:

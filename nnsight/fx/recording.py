@@ -486,6 +486,8 @@ def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_recording() -> bool:
+    if not torch._C._len_torch_function_stack():
+        return False
     return any(isinstance(mode, Recording) for mode in torch.overrides._get_current_function_mode_stack())
 
 

@@ -36,7 +36,7 @@ from ..tracing.block import is_bound
 from .counters import counters
 from .determinate import Root, Undetermined, kind_of, look_up, roots_of
 from .journal import Journal, Listening, journal_of_run
-from .playback import NO_RUN, Effects, NotAsBefore, Playback, effects_of, playback_of_run
+from .playback import Effects, NotAsBefore, Playback, effects_of
 
 if TYPE_CHECKING:
     from ..tracing import Block
@@ -55,12 +55,14 @@ class _Memory:
     """What is known about one block.
 
     Attributes:
-        roots: What it reads from outside, with the kind of comparison; ``None`` if it must run each time.
+        roots: What it reads from outside, with the kind of comparison; ``None`` before it was looked at.
+        must_run: Whether it is not looked at any more.
         environments: Its effects, by what the roots are.
     """
 
     def __init__(self) -> None:
-        self.roots: tuple[tuple[Root, str], ...] | None = ()
+        self.roots: tuple[tuple[Root, str], ...] | None = None
+        self.must_run = False
         self.environments: dict[Any, tuple[list[Callable[[], Any]], dict[Any, Effects]]] = {}
         self.futile = 0
 
@@ -68,7 +70,7 @@ class _Memory:
         """Count a run that was not replayed; after many in a row the block is not looked at any more."""
         self.futile += 1
         if self.futile > _PATIENCE:
-            self.roots = None
+            self.must_run = True
             self.environments.clear()
 
 
@@ -96,7 +98,7 @@ class Replays:
         memory = self._memories.get(block)
         if memory is None:
             memory = self._memories[block] = _Memory()
-        if memory.roots is None or sys.gettrace() is not None or torch._C._len_torch_function_stack():
+        if memory.must_run or sys.gettrace() is not None or torch._C._len_torch_function_stack():
             return None  # a debugger wants to see the block, or a mode its calls
 
         def variable(name: str) -> Any:
@@ -108,7 +110,7 @@ class Replays:
             builtins = module_globals["__builtins__"]
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
-        read = None if memory.roots == () else _read(memory.roots, variable)
+        read = None if memory.roots is None else _read(memory.roots, variable)
         key = None if read is None else (version, *_settings(), *read.key)
         if key not in memory.environments:  # the proof is about the objects of now, another function may do anything
             try:
@@ -187,7 +189,7 @@ class Attempt:
     def note_run(self) -> bool:
         """Count a run of the block; whether it is worth writing it down."""
         self._memory.note_futile()
-        return self._memory.roots is not None
+        return not self._memory.must_run
 
     def refuse(self, reason: Undetermined) -> None:
         """Note why this run cannot be replayed."""
@@ -208,14 +210,13 @@ class Attempt:
         if known is None:
             return None
         playback = Playback(known, self._read.tensors, self._read.filled, report)
-        token, outer = playback_of_run.set(playback), active_run.set(NO_RUN)
+        outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
-            driver.call_captured(*arguments)
+            driver.call_known(*arguments)
         except NotAsBefore:
             return None
         finally:
             active_run.reset(outer)
-            playback_of_run.reset(token)
         assert playback.found is not None, "a model whose whole call is a graph has called it"
         self.note_use()
         counters.add("replays")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -93,6 +94,11 @@ class Variant:
             else (3, item)
             for item in wanted
         ]
+        taken = self.spliced.inputs
+        #: Takes the inputs of the spliced graph out of those of the captured one.
+        self.take: Callable[[Sequence[Any]], Sequence[Any]] = (
+            operator.itemgetter(*taken) if len(taken) > 1 else lambda inputs: [inputs[index] for index in taken]
+        )
         self._lowerings: list[Lowered] = []
         # Positions on which the choice of a lowering depends, and the choice for each of their values.
         self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})
@@ -124,6 +130,10 @@ class Variant:
                     by_binding.clear()
                 by_binding[key] = found
         return found
+
+    def still_runs(self, lowered: Lowered) -> bool:
+        """Whether ``lowered``, which :meth:`lowered_for` has returned, is sure to be returned again for what it was returned for."""
+        return not self._writes_to_inputs and lowered in self._lowerings
 
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""

@@ -159,7 +159,8 @@ class NNsight(Envoy):
                 "trace(fn=...) takes no scan= or validate=: these run a copy of the model on fakes, and the function calls the model."
             )
         traced = self if fn is None else TracedFunction(self, fn)
-        backend = self._remote_backend(remote, backend, blocking)
+        if remote is not False or not blocking:
+            backend = self._remote_backend(remote, backend, blocking)
         return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
 
     def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:

@@ -97,6 +97,7 @@ class InterleavingTracer(RunControls, Tracer):
     """
 
     path = ""
+    runs_once = "This tracer was entered before, and is one run. Call `trace(...)` anew for another."
 
     #: What makes the blocks and the run; a recording of the trace has its own.
     make_mediator: Callable[..., Mediator] = Mediator
@@ -180,11 +181,6 @@ class InterleavingTracer(RunControls, Tracer):
         return save(made)
 
     # -- the run -----------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Any:
-        if self._entered:
-            raise ValueError("This tracer was entered before, and is one run. Call `trace(...)` anew for another.")
-        return super().__enter__()
 
     @property
     def opens_invokes(self) -> bool:

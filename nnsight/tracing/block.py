@@ -202,8 +202,11 @@ class Block:
             return scope
         cell, variables = types.CellType, frame.f_locals
         cells = {name: cell(variables[name]) if name in variables else cell() for name in self.shared}
-        _forget_snapshot(frame, variables)
         scope = Scope(cells, self.inner)
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            if _HAS_SNAPSHOTS:
+                variables.clear()
+            return scope
         around: types.FrameType | None = frame
         while around is not None and not _is_function(around):
             # The body of a class does not list what it reads of the function around it, which is its caller.
@@ -413,6 +416,7 @@ def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     """Bind ``values`` as variables of ``frame``."""
     variables = frame.f_locals
     variables.update(values)
-    if values and _LOCALS_TO_FAST is not None and _is_function(frame):
-        _LOCALS_TO_FAST(frame, 0)
-    _forget_snapshot(frame, variables)  # also without values: skipping the body made the interpreter take a snapshot
+    if _HAS_SNAPSHOTS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        if values:
+            _LOCALS_TO_FAST(frame, 0)
+        variables.clear()  # also without values: skipping the body made the interpreter take a snapshot

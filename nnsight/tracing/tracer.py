@@ -98,6 +98,9 @@ class Tracer:
     #: Whether an object that is never entered is a mistake.
     must_be_entered = True
 
+    #: What is wrong with entering an object for a second time; nothing, if it can run anew.
+    runs_once = ""
+
     def __init__(self, backend: Backend | None = None) -> None:
         self._entered = True  # should the next line raise, nothing was forgotten
         if backend is not None and not callable(backend):
@@ -116,6 +119,8 @@ class Tracer:
             cls.execute = _noted(cls.execute)  # type: ignore[method-assign]
 
     def __enter__(self) -> Any:
+        if self._entered and self.runs_once:
+            raise ValueError(self.runs_once)
         if self._frame is not None:
             raise ValueError(f"This {type(self).__name__} is entered already: it cannot be a context inside itself.")
         self._entered = True

@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .artifacts import found_in_cache
 from .compat import BackendCallable, compile_lock, forget_fixed_floats
 from .counters import counters
+from .effects import Memory
 from .program import Number, Symbol
 from .splice import edited_by
 
@@ -271,6 +272,8 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols = prepared.symbols
     given = _give_back_inputs(prepared.graph_module)
+    if prepared.sharing and _returns_memory_of_inputs(prepared.graph_module.graph):
+        backend = _as_it_is
     with compile_lock, tracing(TracingContext(symbols.mode)), found_in_cache() as cached:
         forget_fixed_floats()
         lowered = backend(prepared.graph_module, prepared.fakes)
@@ -304,6 +307,22 @@ def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
         graph_module.graph.lint()
         graph_module.recompile()
     return given
+
+
+def _returns_memory_of_inputs(graph: torch.fx.Graph) -> bool:
+    """Whether a result may share memory with an input.
+
+    If inputs share memory that is edited, ahead-of-time autograd takes one input for all of them, and looks for the base of such
+    a result in a wrong place.
+    """
+    memory = Memory(graph)
+    returned = next(iter(reversed(graph.nodes))).all_input_nodes
+    return any(memory.group(node) == memory.of_inputs() for node in returned)
+
+
+def _as_it_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Run the nodes of a graph one by one."""
+    return graph_module.forward
 
 
 def _with_inputs_returned(function: Callable[..., Any], given: dict[int, int]) -> Callable[..., Any]:

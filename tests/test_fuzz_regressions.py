@@ -209,3 +209,33 @@ def test_views_of_an_input_that_is_edited_through_another_one(backend: str) -> N
             torch.testing.assert_close(kept, expected[3:5], rtol=0.0, atol=0.0)
             torch.testing.assert_close(out, torch.tanh(expected))
             assert kept.data_ptr() == part.data_ptr()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        (lambda model: model.no_such_module, AttributeError),
+        (lambda model: model.first[999], (IndexError, TypeError)),
+        (lambda model: model.first.source.no_such_call_0, (AttributeError, ValueError)),
+    ],
+    ids=["attribute", "index", "operation"],
+)
+def test_what_a_block_did_before_a_mistake_in_a_path_is_done(mistake: Any, error: Any, compile: bool) -> None:
+    """The path is followed when the block gets there, and not when the block is looked through before."""
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), compile={"backend": "eager"}, rename={"0": "first"})
+    for _ in range(2):
+        done: list[str] = []
+        with pytest.raises(error), model.trace(torch.ones(2, 4), compile=compile):
+            done.append("begun")
+            model[1].output.save()
+            mistake(model)
+        assert done == ["begun"]
+    done.clear()
+    with pytest.raises(AttributeError), model.trace(torch.ones(2, 4), compile=compile):
+        done.append("begun")
+        model.no_such_module  # noqa: B018
+    with pytest.raises(IndexError), model.trace(torch.ones(2, 4), compile=compile):
+        done.append("begun")
+        model[999].output.save()
+    assert done == ["begun", "begun"]

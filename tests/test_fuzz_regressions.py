@@ -144,3 +144,98 @@ def test_an_external_that_is_a_view_of_the_input_and_is_edited(backend: str) -> 
             if shared:
                 expected[:2] += 8.0
             torch.testing.assert_close(run(x, other), expected, rtol=0.0, atol=0.0)
+
+
+class Counts(torch.nn.Module):
+    """Counts its calls in a buffer, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        self.calls += 1
+        hidden = torch.tanh(hidden) * 2.0
+        torch._dynamo.graph_break()
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_edit_of_what_comes_from_another_graph_into_one_that_edits_a_buffer(backend: str) -> None:
+    """A lowered graph would return the buffer in the place of the hidden state."""
+    torch.manual_seed(0)
+    net, x = Counts(), torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+    model = NNsight(net, compile={"backend": backend})
+    for count in (1, 2, 3):
+        with model.trace(x) as tracer:
+            model.first.output.mul_(2.0)
+            hidden = model.second.input.save()
+            out = model.output.save()
+        expected = torch.tanh(net.first(x) * 2.0) * 2.0
+        torch.testing.assert_close(hidden, expected)
+        torch.testing.assert_close(out, net.second(expected))
+        assert net.calls == count and tracer.report.mode == "compiled"
+
+
+class Narrowed(torch.nn.Module):
+    """Uses its argument twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Identity(), torch.nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_views_of_an_input_that_is_edited_through_another_one(backend: str) -> None:
+    """A lowered graph would look for the base of the view in another input."""
+    net = Narrowed()
+    model = NNsight(net, compile={"backend": backend})
+    with torch.no_grad():
+        for _ in range(2):
+            x, value = torch.arange(40.0).reshape(5, 8), torch.ones(8)
+            part = x[3:5]
+            with model.trace(x):
+                kept = model.first.input.narrow(0, 3, 2).save()
+                part[:] = value
+                out = model.output.save()
+            expected = torch.arange(40.0).reshape(5, 8)
+            expected[3:5] = 1.0
+            torch.testing.assert_close(kept, expected[3:5], rtol=0.0, atol=0.0)
+            torch.testing.assert_close(out, torch.tanh(expected))
+            assert kept.data_ptr() == part.data_ptr()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        (lambda model: model.no_such_module, AttributeError),
+        (lambda model: model.first[999], (IndexError, TypeError)),
+        (lambda model: model.first.source.no_such_call_0, (AttributeError, ValueError)),
+    ],
+    ids=["attribute", "index", "operation"],
+)
+def test_what_a_block_did_before_a_mistake_in_a_path_is_done(mistake: Any, error: Any, compile: bool) -> None:
+    """The path is followed when the block gets there, and not when the block is looked through before."""
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), compile={"backend": "eager"}, rename={"0": "first"})
+    for _ in range(2):
+        done: list[str] = []
+        with pytest.raises(error), model.trace(torch.ones(2, 4), compile=compile):
+            done.append("begun")
+            model[1].output.save()
+            mistake(model)
+        assert done == ["begun"]
+    done.clear()
+    with pytest.raises(AttributeError), model.trace(torch.ones(2, 4), compile=compile):
+        done.append("begun")
+        model.no_such_module  # noqa: B018
+    with pytest.raises(IndexError), model.trace(torch.ones(2, 4), compile=compile):
+        done.append("begun")
+        model[999].output.save()
+    assert done == ["begun", "begun"]

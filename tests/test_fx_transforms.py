@@ -377,3 +377,42 @@ def test_a_tensor_that_a_loop_hands_out_cuts_the_graph(model: NNsight) -> None:
         hidden = model[1].output.save()
     torch.testing.assert_close(kept["x"], hidden * 4)
     assert ["kept outside of it" in cut.reason for cut in tracer.report.breaks] == [True]
+
+
+def test_what_torch_traces_itself_is_refused(model: NNsight) -> None:
+    """``torch.func.linearize`` would keep what it sees of a tensor without a value; without compilation it works."""
+
+    def linearized(h: Any) -> Any:
+        value, tangent = torch.func.linearize(torch.sin, h)
+        return value + tangent(torch.ones_like(h))
+
+    with pytest.raises(NotImplementedError, match=r"test_fx_transforms.*`torch.func.jvp`"), torch.no_grad(), model.trace(X):
+        model[1].output = linearized(model[1].output)
+    with torch.no_grad(), model.trace(X, compile=False):
+        model[1].output = linearized(model[1].output)
+        out = model.output.save()
+    with torch.no_grad():
+        torch.testing.assert_close(out, Hooks(model._module).output("1", lambda h: h.sin() + h.cos())(X))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flexible_attention_cuts_the_graph(model: NNsight) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attended(h: Any) -> Any:
+        heads = h.reshape(1, 1, 3, 4).repeat(1, 1, 1, 4)
+        return flex_attention(heads, heads, heads, score_mod=lambda score, b, head, i, j: score * 2 + i - j)[0, 0, :, :4]
+
+    def by_hand(h: Any) -> Any:
+        heads, place = h.repeat(1, 4), torch.arange(3)
+        scores = heads @ heads.T / 4.0 * 2 + place[:, None] - place
+        return (scores.softmax(-1) @ heads)[:, :4]
+
+    with torch.no_grad():
+        expected = Hooks(model._module).output("1", by_hand)(X)
+        for compile in (False, True, True):
+            with model.trace(X, compile=compile) as tracer:
+                model[1].output = attended(model[1].output)
+                out = model.output.save()
+            torch.testing.assert_close(out, expected)
+    assert len(tracer.report.breaks) == 1

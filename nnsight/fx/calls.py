@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -173,11 +174,12 @@ class CallRecorder(TorchFunctionMode):
     def settle(self) -> None:
         """Turn lazy tensors with a value into it, if what held on to them has gone."""
         filled, self.filled = self.filled, []
-        while filled:
-            lazy = filled.pop()
-            assert lazy._real is not None
-            if not become(lazy, lazy._real):
-                self.filled.append(lazy)
+        with self.stacks.entered():  # torch may be tracing what the block does, and this is none of it
+            while filled:
+                lazy = filled.pop()
+                assert lazy._real is not None
+                if not become(lazy, lazy._real):
+                    self.filled.append(lazy)
 
     def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call inside of ``torch.func`` or ``torch.vmap``, which take it apart."""
@@ -190,6 +192,8 @@ class CallRecorder(TorchFunctionMode):
         """Record an operator that torch has made of a call in C++, where it runs without autograd and without modes."""
         if self.journal is not None:
             self.journal.spoil("a transform of torch.func")
+        if self.stacks.why_not_lowerable is not None:
+            self._check_tracing()
         with self.modes.keys():
             return self.call(function, args, kwargs)
 
@@ -323,7 +327,21 @@ class CallRecorder(TorchFunctionMode):
             return "`torch.autocast` differs between block and model"
         if torch.is_inference_mode_enabled() != modes.inference:
             return "`torch.inference_mode` differs between block and model"
-        return self.stacks.why_not_lowerable
+        reason = self.stacks.why_not_lowerable
+        if reason is not None:
+            self._check_tracing()
+        return reason
+
+    def _check_tracing(self) -> None:
+        """Refuse to be traced: what ``make_fx`` would see of a tensor without a value is not what the block computes."""
+        own, _ = ModeStacks.now().apart_from(self.stacks)
+        if any(isinstance(mode, (fake_tensor.FakeTensorMode, ProxyTorchDispatchMode)) for mode in own.dispatch):
+            filename, line = user_position()
+            raise NotImplementedError(
+                f"{filename}:{line}: a value of a compiled trace is used in a function that torch traces (`make_fx`, as in "
+                "`torch.func.linearize`), before it is computed. Use `torch.func.jvp` or `torch.func.vjp`, which stay in the "
+                "graph; or `trace(..., compile=False)`."
+            )
 
     def _try_on_fakes(self, event: Call) -> tuple[bool, Any]:
         """Return whether fakes tell what a call returns, and what that is.

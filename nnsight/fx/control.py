@@ -163,6 +163,8 @@ def _as_python(operator: ControlOperator) -> Callable[..., Any]:
         return _while_loop
     if name == "scan":
         return _scan
+    if name == "flex_attention":  # whose arguments dynamo knows in another form
+        return operator
     return functools.partial(_compiled, operator)
 
 

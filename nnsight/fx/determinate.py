@@ -430,7 +430,10 @@ class _Analysis:
                 return self._fail(node)
         if name == "skip":
             return _SKIP
-        value = getattr(envoy, name)
+        try:
+            value = getattr(envoy, name)
+        except Exception:  # the block will raise it, when it gets there
+            return self._fail(node)
         return _Known(value) if isinstance(value, (Located, Source)) else self._fail(node)
 
     def _some(self, envoy: Any, node: ast.AST) -> Any:
@@ -455,7 +458,10 @@ class _Analysis:
         owner, index = self.kind(node.value), self.kind(node.slice)
         if isinstance(owner, _Known) and isinstance(owner.value, Located):
             if isinstance(index, _Known) and isinstance(index.value, (int, str)):
-                return _Known(owner.value[index.value])  # type: ignore[index]
+                try:
+                    return _Known(owner.value[index.value])  # type: ignore[index]
+                except Exception:  # as above
+                    return self._fail(node)
             return self._some(owner.value, node)
         if owner is _SOME or isinstance(owner, _Envoys):
             return _SOME

@@ -29,7 +29,9 @@ from .artifacts import found_in_cache
 from .compat import BackendCallable, compile_lock, forget_fixed_floats
 from .counters import counters
 from .direct import Direct
+from .effects import Memory
 from .program import Number, Symbol
+from .splice import edited_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,11 +287,72 @@ def prepare(
 def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols = prepared.symbols
+    given = _give_back_inputs(prepared.graph_module)
+    if prepared.sharing and _returns_memory_of_inputs(prepared.graph_module.graph):
+        backend = _as_it_is
     with compile_lock, tracing(TracingContext(symbols.mode)), found_in_cache() as cached:
         forget_fixed_floats()
-        function = prepared.with_all_inputs(backend(prepared.graph_module, prepared.fakes))
+        lowered = backend(prepared.graph_module, prepared.fakes)
+    function = prepared.with_all_inputs(_with_inputs_returned(lowered, given))
     counters.add("loads" if cached() else "compiles")
     return Lowered(function, symbols.conditions(), symbols.symbols, int(not cached()), prepared.sharing)
+
+
+def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
+    """Let a graph no longer return the inputs that it returns, perhaps edited; they are known to whoever passes them.
+
+    Ahead-of-time autograd mixes up the results of a graph that returns an input it has edited, and has edited another one
+    that requires gradients.
+
+    Returns:
+        The position of the input for the position of each such result.
+    """
+    nodes = list(graph_module.graph.nodes)
+    inputs = {node: position for position, node in enumerate(node for node in nodes if node.op == "placeholder")}
+    returned, given = [], {}
+    for position, node in enumerate(nodes[-1].args[0]):
+        source = node
+        while isinstance(source, torch.fx.Node) and (edited := edited_by(source)) is not None:
+            source = edited
+        if source in inputs and isinstance(source.meta.get("example_value"), torch.Tensor):
+            given[position] = inputs[source]
+        else:
+            returned.append(node)
+    if given:
+        nodes[-1].args = (tuple(returned),)
+        graph_module.graph.lint()
+        graph_module.recompile()
+    return given
+
+
+def _returns_memory_of_inputs(graph: torch.fx.Graph) -> bool:
+    """Whether a result may share memory with an input.
+
+    If inputs share memory that is edited, ahead-of-time autograd takes one input for all of them, and looks for the base of such
+    a result in a wrong place.
+    """
+    memory = Memory(graph)
+    returned = next(iter(reversed(graph.nodes))).all_input_nodes
+    return any(memory.group(node) == memory.of_inputs() for node in returned)
+
+
+def _as_it_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Run the nodes of a graph one by one."""
+    return graph_module.forward
+
+
+def _with_inputs_returned(function: Callable[..., Any], given: dict[int, int]) -> Callable[..., Any]:
+    """Return a function that returns the inputs ``given``, too; see :func:`_give_back_inputs`."""
+    if not given:
+        return function
+
+    def with_inputs(*inputs: Any) -> list[Any]:
+        results = list(function(*inputs))
+        for position, source in sorted(given.items()):
+            results.insert(position, inputs[source])
+        return results
+
+    return with_inputs
 
 
 def lower(

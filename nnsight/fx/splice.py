@@ -263,7 +263,7 @@ class _Splicer:
             if node in self.graph.identities:
                 node = self.graph.identities[node]
                 continue
-            edited = _edited_by(node)
+            edited = edited_by(node)
             if edited is not None:  # a buffer that a skipped module would have changed is what it was
                 node = edited
                 continue
@@ -415,8 +415,10 @@ class _Splicer:
         self.marks[node.name] = f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "block"
 
 
-def _edited_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the argument that ``node`` changes in place and returns, if it does."""
+def edited_by(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the tensor that ``node`` changes in place and returns, if it does."""
+    if isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return None  # ``+=`` of a number makes another one
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     operates = node.op == "call_function" and name in _IN_PLACE and getattr(operator, name) is node.target
     if operates or (node.op == "call_method" and name.endswith("_") and not name.endswith("__")):
@@ -425,7 +427,7 @@ def _edited_by(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 #: Operators that change their first argument.
-_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split())
+_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split())
 
 
 def references(event: Any) -> list[Reference]:

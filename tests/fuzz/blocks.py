@@ -249,20 +249,28 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
 
 def _can_skip(passages: tuple[Passage, ...], number: int, segment: Segment) -> bool:
     passage = passages[number]
-    return passage.key == "input" and passage.floating and ".source." not in passage.path
+    if passage.key != "input" or not passage.floating or ".source." in passage.path:
+        return False
+    output = passages[_end_of(passages, number)]
+    return len(output.places) == len(re.findall(r"\bE\b", output.whole))  # all of the shape that expressions have
+
+
+def _end_of(passages: tuple[Passage, ...], number: int) -> int:
+    """Return the number of the output that belongs to an input."""
+    here = passages[number]
+    return next(
+        later
+        for later in range(number, len(passages))
+        if (passages[later].path, passages[later].key, passages[later].occurrence)
+        == (here.path, "output", here.occurrence)
+    )
 
 
 def _skipping(
     author: _Author, passages: tuple[Passage, ...], number: int, segment: Segment, tensor: str
 ) -> tuple[Segment, set[int]]:
     """Let the module at passage ``number`` be skipped; return the segment, and the passages that keep their numbers."""
-    here = passages[number]
-    until = next(
-        later
-        for later in range(number, len(passages))
-        if (passages[later].path, passages[later].key, passages[later].occurrence)
-        == (here.path, "output", here.occurrence)
-    )
+    until = _end_of(passages, number)
     inside = {passage.path for passage in passages[number + 1 : until]}
     after = {later for later in range(until, len(passages)) if passages[later].path not in inside}
     value = put(passages[until].whole, "made")
@@ -279,7 +287,8 @@ def _mistaken(author: _Author, passages: tuple[Passage, ...], chosen: list[int],
             template = "1 / 0"
         else:
             early = passages[author.draw(st.integers(0, chosen[-1] - 1))]
-            if early.occurrence or (early.path, early.key) == (segment.passage.path, segment.passage.key):
+            # In a loop over occurrences it would be the next one that is waited for.
+            if segment.passage.occurrence or early.occurrence or (early.path, early.key) == (segment.passage.path, segment.passage.key):
                 template, early = "1 / 0", None
     here = author.full[-1] if author.full else segment.name
     wrong = re.sub(r"\bT\b", here, template)

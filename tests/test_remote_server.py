@@ -515,7 +515,7 @@ def full(*args: Any, **kwargs: Any) -> None:
 
 def test_a_full_disk_refuses_jobs_and_leaves_nothing(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("nnsight.remote.server.spool.os.fsync", full)
+        patch.setattr("nnsight.remote.server.spool.os.replace", full)
         answer = server.post(order(say="x"))
         assert answer.status_code == 507 and "full" in answer.json()["detail"]
     assert not server.gateway.jobs and not list((tmp_path / "jobs").iterdir())
@@ -526,12 +526,62 @@ def test_a_disk_that_is_full_when_a_result_comes_ends_the_job(server: Running, o
     job = server.submit(order(say="x", wait=True))
     until(orders.started.is_set)
     with monkeypatch.context() as patch:
-        patch.setattr("nnsight.remote.server.spool.os.fsync", full)
+        patch.setattr("nnsight.remote.server.spool.os.replace", full)
         orders.gate.set()
         ended = server.finished(job)
     assert ended["status"] == "ERROR" and ended["data"]["error"] == "StorageFullError"
     assert server.get(f"/result/{job}").status_code == 409
     assert server.finished(server.submit(order(say="y")))["status"] == "COMPLETED"
+
+
+def test_a_job_that_a_full_disk_does_not_keep_is_refused(
+    server: Running, orders: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    with monkeypatch.context() as patch:
+        patch.setattr("nnsight.remote.server.spool.os.fsync", full)
+        assert server.post(order(say="x")).status_code == 507
+    assert list(server.gateway.jobs) == [first]
+    orders.gate.set()
+    assert server.finished(first)["status"] == "COMPLETED"
+    assert orders.seen == ["first"]
+
+
+def test_a_job_that_waits_is_cancelled_and_never_runs(server: Running, orders: Orders) -> None:
+    first, second = server.submit(order(say="first", wait=True)), server.submit(order(say="second"))
+    until(orders.started.is_set)
+    answer = requests.delete(f"{server.url}/request/{second}", timeout=10)
+    assert answer.json()["status"] == "ERROR" and answer.json()["data"] == {"error": "JobCancelledError"}
+    orders.gate.set()
+    assert server.finished(first)["status"] == "COMPLETED"
+    assert server.finished(server.submit(order(say="third")))["status"] == "COMPLETED"
+    assert orders.seen == ["first", "third"]
+    assert requests.delete(f"{server.url}/request/{first}", timeout=10).json()["status"] == "COMPLETED"
+
+
+def test_a_job_that_runs_is_cancelled_at_once(server: Running, orders: Orders) -> None:
+    job = server.submit(order(say="endless", spin=True))
+    until(orders.started.is_set)
+    assert requests.delete(f"{server.url}/request/{job}", timeout=10).json()["status"] == "ERROR"
+    assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED"
+    assert server.get(f"/response/{job}").json()["data"] == {"error": "JobCancelledError"}
+
+
+def test_a_job_of_a_group_is_cancelled_alone(server: Running, orders: Orders) -> None:
+    first = server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    pair = [server.submit(order(say=word, kind="k")) for word in "ab"]
+    requests.delete(f"{server.url}/request/{pair[0]}", timeout=10)
+    orders.gate.set()
+    assert [server.finished(job)["status"] for job in (first, *pair)] == ["COMPLETED", "ERROR", "COMPLETED"]
+
+
+def test_only_its_owner_cancels_a_job(guarded: Running, orders: Orders) -> None:
+    job = guarded.submit(order(say="x", wait=True), key="a")
+    until(orders.started.is_set)
+    assert requests.delete(f"{guarded.url}/request/{job}", headers={"ndif-api-key": "b"}, timeout=10).status_code == 404
+    assert requests.delete(f"{guarded.url}/request/{job}", timeout=10).status_code == 401
 
 
 def test_the_spool_keeps_to_its_budget(orders: Orders, tmp_path: Path) -> None:
@@ -730,7 +780,7 @@ def test_other_errors_of_a_disk_stay_what_they_are(tmp_path: Path, monkeypatch: 
     def broken(*args: Any) -> None:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr("nnsight.remote.server.spool.os.fsync", broken)
+    monkeypatch.setattr("nnsight.remote.server.spool.os.replace", broken)
     with pytest.raises(OSError, match="broken") as raised:
         spool.admit(job, io.BytesIO(b"abc"))
     assert not isinstance(raised.value, StorageFullError)

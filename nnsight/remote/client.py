@@ -136,6 +136,14 @@ class Client:
                 return None
             raise
 
+    def cancel(self, job_id: str) -> Message:
+        """End a job that waits or runs; return where it stands then. One that has ended stays as it is.
+
+        Raises:
+            RemoteError: If there is no such job for this key.
+        """
+        return self._message("DELETE", f"/request/{checked_id(job_id)}")
+
     def result(self, job_id: str) -> bytes:
         """Download the result of a job; a download that breaks off goes on where it stopped.
 

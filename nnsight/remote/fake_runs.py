@@ -30,7 +30,7 @@ from ..tree import ModuleTree
 from .counts import counts
 from .errors import InvalidProgramError
 from .likeness import describe, key_of
-from .passages import Passage, passing, play
+from .passages import Anew, Passage, passing, play
 
 #: Locations that come when the model has finished.
 _AT_THE_END = frozenset({"result", "model.generator.output"})
@@ -143,6 +143,7 @@ class FakeModel:
             self.weights.setdefault(id(original), (name, fake))
         self.by_name = {name: fake for name, _, fake in self._named(tree, copies)}
         self._known: OrderedDict[Any, tuple[list[Passage], int]] = OrderedDict()
+        self._storages = frozenset(self.storages())
         self._pristine = describe(self.by_path.values())
 
     @staticmethod
@@ -207,12 +208,14 @@ class FakeModel:
             with contextlib.suppress(TypeError):
                 key = tree.opened, meter is None, key_of((args, kwargs))
 
+        anew = Anew(self._storages)
+
         def call(before: list[Passage], left: tuple[Any, ...]) -> Any:
             counts["fake_runs"] += 1
             start = 0 if meter is None else meter.of_model
             given, named = (self.faked(value) for value in (args, kwargs))
             with tree.intercept(self.by_path):
-                output, passages = passing(interleaver, before, left, lambda: self.root(*given, **named))
+                output, passages = passing(interleaver, before, left, anew, lambda: self.root(*given, **named))
             if passages is not None and key is not None:
                 self._known[key] = passages, 0 if meter is None else meter.of_model - start
                 while len(self._known) > _KEPT:
@@ -222,7 +225,7 @@ class FakeModel:
         known = self._known.get(key)
         if known is None:
             return call([], ())
-        played, output = play(known[0], interleaver, call)
+        played, output = play(known[0], interleaver, anew, call)
         if played:
             counts["passages"] += 1
             if meter is not None:

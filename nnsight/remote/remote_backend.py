@@ -130,6 +130,15 @@ class RemoteBackend(ProgramBackend):
             return results
         return self._finish(self._client.follow(self._id(), self._seen))
 
+    def cancel(self) -> None:
+        """End the job, if it has not ended; waiting for it raises a :class:`RemoteError` then.
+
+        Raises:
+            RemoteError: If there is no such job.
+            ValueError: If there is no job.
+        """
+        self._note(self._client.cancel(self._id()))
+
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
         """Wait for the job without blocking the event loop; as :meth:`wait`."""
         return asyncio.to_thread(self.wait).__await__()
@@ -168,7 +177,9 @@ class RemoteBackend(ProgramBackend):
                         return self._end(message, result)
             except KeyboardInterrupt as interrupt:
                 if self.job_id is not None:
-                    interrupt.add_note(f"The job goes on. Ask for it with `RemoteBackend(job_id={self.job_id!r})`.")
+                    interrupt.add_note(
+                        f"The job goes on. Ask for it with `RemoteBackend(job_id={self.job_id!r})`, or end it with its `.cancel()`."
+                    )
                 raise
         assert self._results is not None, "messages end with one that finishes the job"
         return self._results

@@ -5,8 +5,8 @@ compute, and what it reads from outside is as it was, except for the values of t
 a recording depends on besides: a description of the model (:mod:`.likeness`), and the sizes and plain values of its input.
 
 A :class:`Template` is what such a recording leaves: the nodes, the calls on tensors from outside (which are made again, in their order),
-which of their results are constants of the program, and how saved values are put together. Tensors of the model are fakes in
-it, so they can stand in the user's variables until results come, as they do after a recording.
+which of their results are constants of the program, and how saved values are put together. New fakes stand for tensors of the model in
+the user's variables until results come, as they do after a recording.
 
 Where a rule does not hold, the block is recorded, before anything else has happened.
 """
@@ -30,6 +30,7 @@ from ..tracing.saving import saves
 from .binding import Binding
 from .counts import counts
 from .likeness import describe, key_of
+from .passages import fake_like
 from .payload import Job
 from .recorder import Recorded, Recorder, called_by, input_tree
 from .trees import write_tree
@@ -74,8 +75,8 @@ class Template:
         python: What the block did besides.
         constants: The constants of the program, by name, as numbers of slots.
         names: The names of the lists that the block appends to, by their number.
-        fakes: What stands for tensors of the model in the user's variables.
-        references: Node and output that each of them stands for, by its identity.
+        fakes: The like of what stands for tensors of the model in the user's variables.
+        references: Node and output that each of them stands for.
         sharing: How tensors from outside share memory.
     """
 
@@ -83,8 +84,8 @@ class Template:
     python: Python
     constants: dict[str, int]
     names: dict[int, str]
-    fakes: dict[int, torch.Tensor]
-    references: dict[int, tuple[int, int]]
+    fakes: list[Any]
+    references: list[tuple[int, int]]
     sharing: tuple[int, ...]
 
 
@@ -121,21 +122,25 @@ class _Remembered:
         content = {name: slots[slot] for name, slot in template.constants.items()}
         args, kwargs = (input_tree(part, content) for part in self._prepared)
         run = {**template.job.runs[0], "args": args, "kwargs": kwargs}
-        values = self._values(template, slots, tracer)
+        fakes = [fake_like(fake) for fake in template.fakes]
+        references = dict(zip(map(id, fakes), template.references, strict=True))
+        values = self._values(template, fakes, slots, tracer)
 
         def leaf(value: Any) -> Any:
-            reference = template.references.get(id(value))
+            reference = references.get(id(value))
             return {"absent": type(value).__name__[:100]} if reference is None else {"ref": list(reference)}
 
         trees = {name: write_tree(value, leaf) for name, value in values.items()}
-        binding = Binding(values, template.fakes, template.references, trees, tracer.scope)
+        binding = Binding(values, {id(fake): fake for fake in fakes}, references, trees, tracer.scope)
         return Recorded(Job([run], template.job.nodes, trees, content), binding)
 
-    def _values(self, template: Template, slots: list[Any], tracer: ModelTracer) -> dict[str, Any]:
+    def _values(
+        self, template: Template, known: list[torch.Tensor], slots: list[Any], tracer: ModelTracer
+    ) -> dict[str, Any]:
         """Bind what the block saves, as the block does, and return it by name."""
         scope, table = tracer.scope, saves.get()
         assert scope is not None and table is not None
-        fakes = dict(enumerate(template.fakes.values()))
+        fakes = dict(enumerate(known))
         values: dict[str, Any] = {}
         for name, sources, structure in template.python.saved:
             value = values[name] = put_together(sources, structure, fakes, slots)
@@ -186,8 +191,14 @@ class _Remembered:
         for name, tensor in job.tensors.items():
             if not name.startswith("i"):
                 constants[name] = python.slot_of[id(tensor)]
-        kept = Python(python.steps, {}, python.saved, python.appended)
-        return Template(Job(job.runs, job.nodes), kept, constants, names, binding.fakes, binding.references, sharing)
+        saved = {
+            source for _, sources, _ in (*python.saved, *python.appended) for source in sources if type(source) is int
+        }
+        numbers = {old: new for new, old in enumerate(sorted(saved))}
+        fakes = [fake for number, fake in enumerate(binding.fakes.values()) if number in saved]
+        kept = Python(python.steps, {}, _numbered(python.saved, numbers), _numbered(python.appended, numbers))
+        references = [binding.references[id(fake)] for fake in fakes]
+        return Template(Job(job.runs, job.nodes), kept, constants, names, fakes, references, sharing)
 
     def _obstacle(self, tracer: ModelTracer) -> str:
         """Return why the tensors from outside do not allow a repetition; empty if they do."""
@@ -223,6 +234,14 @@ def _remembered(tracer: ModelTracer) -> _Remembered | None:
     except TypeError:
         return None
     return _Remembered(attempt, call, prepared, key)
+
+
+def _numbered(saved: tuple[Any, ...], numbers: dict[int, int]) -> tuple[Any, ...]:
+    """Return how saved values are put together, with the numbers of their tensors replaced."""
+    return tuple(
+        (name, tuple(numbers.get(source, source) if type(source) is int else source for source in sources), structure)
+        for name, sources, structure in saved
+    )
 
 
 def _tensors_of(module: torch.nn.Module) -> list[Any]:

@@ -64,6 +64,9 @@ _OPTIONS = frozenset("output_hidden_states output_attentions use_cache return_di
 
 _KEPT = 256
 
+#: Types of numbers that an operator only computes with, by the type that its schema gives the argument.
+_NUMBERS = {"number": (int, float), "float": (int, float), "Tensor": (float,)}
+
 #: Operators of which numbers that are no integers by their schemas decide sizes.
 _SIZED_BY_NUMBERS = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
 
@@ -135,7 +138,7 @@ def _without_values(node: Node) -> Node:
     arguments = OPERATORS[node["name"]]._schema.arguments
     kinds = [str(argument.real_type).removeprefix("Optional[").removesuffix("]") for argument in arguments]
     args = [
-        {"any": type(value).__name__} if kind in ("number", "float") and type(value) in (int, float) else value
+        {"any": type(value).__name__} if type(value) in _NUMBERS.get(kind, ()) else value
         for kind, value in zip(kinds, node["args"], strict=False)
     ]
     return {**node, "args": args}

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import platform
+import time
 from collections.abc import AsyncIterator
 from importlib import metadata
 from typing import Any, NoReturn
@@ -99,7 +100,7 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
 
     @app.post("/request")
     async def submit(request: Request) -> Any:
-        account = _account(request, door)
+        account, began = _account(request, door), time.time()
         body = _Body(request, account.bytes)
         try:
             async with gateway.uploading(account), asyncio.timeout(gateway.settings.upload), body.form() as form:
@@ -118,13 +119,22 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
                 408, "upload", f"The upload took longer than {gateway.settings.upload:g} seconds."
             ) from None
         sessions.attach(envelope["session_id"], job, account)
-        return job.messages[0] if not job.status.finished else job.latest
+        # One that was submitted before is told by what became of it.
+        return job.messages[0] if job.created >= began or not job.status.finished else job.latest
 
     @app.get("/response/{job_id}")
     async def response(request: Request, job_id: str) -> Any:
         job = gateway.find(job_id, _account(request, door))
         if job is None:
             raise HTTPException(404, _NO_JOB)
+        return job.latest
+
+    @app.delete("/request/{job_id}")
+    async def cancel(request: Request, job_id: str) -> Any:
+        job = gateway.find(job_id, _account(request, door))
+        if job is None:
+            raise HTTPException(404, _NO_JOB)
+        gateway.cancel(job)
         return job.latest
 
     @app.get("/result/{job_id}")

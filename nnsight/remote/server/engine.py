@@ -52,6 +52,9 @@ class Engine(Protocol):
             TimeLimitError: If it took longer than ``seconds``.
         """
 
+    def interrupt(self) -> None:
+        """End what runs now, soon; it fails."""
+
     @property
     def healthy(self) -> bool:
         """Whether it can run anything."""
@@ -206,6 +209,10 @@ class ThreadEngine:
         else:
             future.exception()  # seen
         raise TimeLimitError(f"The job ran longer than its {seconds:g} seconds.")
+
+    def interrupt(self) -> None:
+        """End what runs now, at the next bytecode of Python."""
+        self._worker.interrupt()
 
     def close(self) -> None:
         """End the thread once it is idle."""

@@ -79,6 +79,10 @@ class RefusedError(Exception):
         self.reason = reason
 
 
+class JobCancelledError(Exception):
+    """Whoever submitted a job does not want it any more."""
+
+
 @dataclass(eq=False)
 class Served:
     """A model that is served.
@@ -269,7 +273,33 @@ class Gateway:
         self.metrics.received.inc(size)
         self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
+        await self._settle(served, job)
         return job
+
+    async def _settle(self, served: Served, job: Job) -> None:
+        """Return when the job survives a power failure. One that has not run by then, and would not, is not taken.
+
+        Raises:
+            RefusedError: If there turns out to be no room for it.
+        """
+        try:
+            await asyncio.to_thread(self.spool.settle, job)
+        except OSError as error:
+            _log.error("a job could not be secured", extra={"job": job.id, "error": str(error)})
+            if served.queue.remove(job):
+                self._forget(job)
+                raise RefusedError(
+                    507, "storage", f"The job was not taken: {error.strerror}. Try again later."
+                ) from None
+
+    def cancel(self, job: Job) -> None:
+        """End a job that waits, or runs; what it has computed is lost. One that has ended stays as it is."""
+        if job.status.finished:
+            return
+        served = self.served[job.model]
+        if not served.queue.remove(job) and served.running == [job]:
+            served.engine.interrupt()
+        self._fail(job, JobCancelledError("The job was cancelled."))
 
     async def _keep(self, job: Job, served: Served, payload: IO[bytes]) -> None:
         """Write a job to disk, and find out what it can be run together with."""
@@ -342,7 +372,9 @@ class Gateway:
                 _log.warning("a group of jobs failed", extra={"jobs": [job.id for job in jobs], "error": repr(error)})
                 for job in jobs:
                     job.attempts -= 1
-                    await self._run(served, [job])
+                    if not job.status.finished:
+                        served.running = [job]
+                        await self._run(served, [job])
                 return
             outcomes = [error]
         runtime = time.time() - started
@@ -350,6 +382,8 @@ class Gateway:
         ends: list[Coroutine[Any, Any, None]] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
             figures = {"runtime": runtime, "waited": started - job.created, "together": len(jobs)}
+            if job.status.finished:  # cancelled meanwhile
+                continue
             if isinstance(outcome, EngineLostError) and job.attempts < self.settings.attempts:
                 self.metrics.retried.labels(job.model).inc()
                 job.tell(JobStatus.QUEUED, "The engine died while the job ran; it is tried again.")
@@ -369,13 +403,15 @@ class Gateway:
         except Exception as error:  # a fault of this file, or of the disk, is that of one job
             self._fail(job, error, **figures)
             return
+        if job.status.finished:
+            return
         job.complete(size, **figures)
         self.metrics.results.inc(size)
         self._end(job, "completed", **figures)
 
     def _fail(self, job: Job, error: Exception, **figures: Any) -> None:
         """End a job with an error. Its owner learns the message of errors that are about the job, and no other."""
-        about_job = (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError)
+        about_job = (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError, JobCancelledError)
         known = next((kind.__name__ for kind in about_job if isinstance(error, kind)), None)
         if known is not None:
             description = str(error)

@@ -27,6 +27,16 @@ class FairQueue:
         self._lines.setdefault(job.owner, deque()).appendleft(job)
         self._lines.move_to_end(job.owner, last=False)
 
+    def remove(self, job: Job) -> bool:
+        """Take out a job that nobody needs any more; whether it was there."""
+        line = self._lines.get(job.owner)
+        if line is None or job not in line:
+            return False
+        line.remove(job)
+        if not line:
+            del self._lines[job.owner]
+        return True
+
     def take(self, most: int = 1) -> list[Job]:
         """Take out the job whose turn it is, and up to ``most`` in all that can be run together with it."""
         if not self._lines:

@@ -1,8 +1,9 @@
 """Jobs on disk: what was accepted is not lost when the process ends, and results do not fill the memory.
 
 Every job is a folder named by its id, with ``payload``, ``job.json`` and later ``result``. A file is written beside its place and
-then renamed, so it is there as a whole or not at all. A job counts as accepted once its ``job.json`` is on disk, which is before the
-client is told so.
+then renamed, so it is there as a whole or not at all, also if the process is killed. That a file survives a power failure takes the disk
+several milliseconds, for which no job waits: a client is told that its job was received when :meth:`Spool.settle` has returned, and by then
+the job may run; a payload is removed when the result has settled, until then the job could be run again.
 
 A full disk is an ordinary event: the job that did not fit is refused or fails, with a message, and what was written of it is removed.
 The folder has a budget of its own, so that results nobody fetched do not take the disk of everything else.
@@ -64,14 +65,24 @@ class Spool:
             self.remove(job)
             raise _full(error) from error
 
+    def settle(self, job: Job) -> None:
+        """Return when what was written of a job survives a power failure."""
+        for name in ("payload", "result", "job.json"):
+            try:
+                with open(self.folder / job.id / name, "rb") as file:
+                    os.fsync(file.fileno())
+            except FileNotFoundError:  # the job has ended, or has not
+                continue
+
     def note(self, job: Job) -> None:
         """Write where a job stands now; once it is finished, its payload is not needed any more.
 
         That it cannot be written is logged, and costs only what a restart would know.
         """
         try:
-            # A result is there for good before the record says so; an error is told by its record alone.
-            self._write_record(job, durable=job.status.finished and job.result_size is None)
+            self._write_record(job)
+            if job.status.finished:
+                self.settle(job)
         except OSError as error:
             _log.error("the state of a job could not be written", extra={"job": job.id, "error": str(error)})
         else:
@@ -137,19 +148,16 @@ class Spool:
             raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
         self._sizes[job_id] = size
 
-    def _write_record(self, job: Job, durable: bool = True) -> None:
+    def _write_record(self, job: Job) -> None:
         text = json.dumps(job.record()).encode()
-        self._write(self.folder / job.id / "job.json", lambda file: file.write(text), durable)
+        self._write(self.folder / job.id / "job.json", lambda file: file.write(text))
 
-    def _write(self, path: Path, fill: Callable[[IO[bytes]], object], durable: bool = True) -> None:
-        """Write a file as a whole; ``durable`` if it has to be there after a power failure, too."""
+    def _write(self, path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+        """Write a file as a whole."""
         temporary = path.with_name(f"{path.name}.new")
         try:
             with open(temporary, "wb") as file:
                 fill(file)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)

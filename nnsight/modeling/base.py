@@ -433,7 +433,11 @@ class NNsight(Envoy):
         leave_to_python(f"`{name}` of a model with edits")
         if not self._edits_apply():
             return method(*args, **kwargs)
-        return self._call_edited(lambda *args, **kwargs: getattr(self._module, name)(*args, **kwargs), args, kwargs, False)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(self._module, name)(*args, **kwargs)  # looked up late: the model may be loaded by then
+
+        return self._call_edited(call, args, kwargs, must_run=False)
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""

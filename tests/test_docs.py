@@ -553,6 +553,14 @@ class Mistakes:
             cache = tracer.cache()
         cache["model.0"].inputs  # noqa: B018
 
+    def scan_of_beams(self) -> None:
+        with language_model().generate("The", max_new_tokens=2, num_beams=2, scan=True):
+            pass
+
+    def scan_of_a_function(self) -> None:
+        with self.model.trace(self.x, fn=self.model, scan=True):
+            pass
+
     def value_in_scan(self) -> None:
         with self.model.scan(self.x):
             self.model.output.sum().item()
@@ -897,6 +905,8 @@ RAISED_BY: dict[str, str] = {
     "A gradient was replaced by one": "gradient_by_another_shape",
     "takes a list of modules": "cache_of_one",
     "no module of this model has the path": "cache_of_nothing",
+    "`return_dict_in_generate` depends": "scan_of_beams",
+    "takes no scan= or validate=": "scan_of_a_function",
     "The cache has no": "cache_without_inputs",
     "A scan has sizes and no values": "value_in_scan",
     "could not be loaded": "nowhere",

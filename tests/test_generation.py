@@ -394,8 +394,8 @@ def test_a_generation_is_scanned_before_it_runs(model: LanguageModel, compile: b
     hooked = Hooked(model, "transformer.h.1")
     expected = hooked(**ids_of(model, LONG, SHORT))
     with model.generate([LONG, SHORT], **GREEDY, validate=True, compile=compile) as tracer:
-        shapes = list().save()
-        for step in tracer.iter[:NEW]:
+        shapes = nnsight.save([])
+        for _ in tracer.iter[:NEW]:
             shapes.append(model.transformer.h[1].output.shape)
         ids = model.generator.output.save()
         made = tracer.result.save()
@@ -441,7 +441,7 @@ def test_a_scan_makes_as_many_tokens_as_there_may_be(model: LanguageModel) -> No
     length = ids_of(model, SHORT)["input_ids"].shape[1]
     for options in ({"max_length": length + 3}, {"max_new_tokens": 3, "num_return_sequences": 2, "do_sample": True}):
         with model.generate(SHORT, **{"do_sample": False, **options}, validate=True) as tracer:
-            for step in tracer.iter[:3]:
+            for _ in tracer.iter[:3]:
                 hidden = model.lm_head.output
             seen.sizes.append(tuple(tracer.result.shape))
     assert seen.sizes == [(1, length + 3)] * 2 + [(2, length + 3)] * 2

@@ -436,9 +436,9 @@ class NNsight(Envoy):
             return method(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(self._module, name)(*args, **kwargs)  # looked up then: a model may get its weights on the way
+            return getattr(self._module, name)(*args, **kwargs)  # looked up late: the model may be loaded by then
 
-        return self._call_edited(call, args, kwargs, False)
+        return self._call_edited(call, args, kwargs, must_run=False)
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""

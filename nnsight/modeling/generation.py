@@ -65,7 +65,8 @@ class Generation:
                 "A generation with `num_beams` or `return_dict_in_generate` depends on values, and is not scanned or validated. "
                 "Leave these out, or scan= and validate=."
             )
-        ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        ids: Any = kwargs.get("input_ids")
+        ids = kwargs["inputs_embeds"] if ids is None else ids
         rows = ids.shape[0] * (config["num_return_sequences"] or 1)
         start = 1 if getattr(module.config, "is_encoder_decoder", False) else ids.shape[1]
         tokens = config["max_new_tokens"] or max((config["max_length"] or _LENGTH) - start, 1)

@@ -74,14 +74,14 @@ def borrow() -> greenlet:
 def _made(depth: int | None = None) -> greenlet:
     """Return a new worker, which is kept between blocks if it is told its depth."""
     worker = greenlet(partial(next, _footing))
-    worker.depth = depth  # type: ignore[attr-defined]
+    worker.depth = depth
     worker.switch()  # up to where it waits for a function
     return worker
 
 
 def _serve() -> None:
     """Run one function after the other. The tracebacks of their errors lead to this frame, so it holds nothing."""
-    depth: int | None = getcurrent().depth  # type: ignore[attr-defined]
+    depth: int | None = getcurrent().depth
     while True:
         function = _next_function()
         function()

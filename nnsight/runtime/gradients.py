@@ -140,8 +140,8 @@ class _BackwardInterleaver(Interleaver):
                         pending.append(node)
         if _edge(tensor) not in self._edges:
             raise ValueError(
-                "The gradient of the loss does not flow through this tensor: the loss does not depend on it, or by way of "
-                "something without gradients, such as `.detach()`."
+                "The gradient of the loss does not flow through this tensor. The loss does not depend on it, or only by way "
+                "of something without gradients, such as `.detach()`."
             )
 
     def check_request(self, location: str) -> None:

@@ -146,10 +146,9 @@ class CompiledDriver:
         if not captures.suffice or self._specializes(args, kwargs):
             return self.call_captured(args, kwargs)
         known = captures.count
-        try:
+        with contextlib.suppress(NotCompiled):
             return call_compiled(function, code, self.tree.root, args, kwargs)
-        except NotCompiled:
-            result = self.call_captured(args, kwargs)
+        result = self.call_captured(args, kwargs)
         if captures.count == known:
             captures.give_up()  # what dynamo checks before the call depends on the interception
         return result

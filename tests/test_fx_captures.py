@@ -79,6 +79,20 @@ def test_other_sizes_are_captured_with_their_taps(interceptions: list[int]) -> N
     assert fx.counters.captures == 3
 
 
+def test_an_error_of_a_call_that_is_captured_anew_is_the_only_one() -> None:
+    model = NNsight(net(), compile={"backend": "eager"})
+    for _ in range(2):
+        traced(model, X)
+    with pytest.raises(RuntimeError) as failure:
+        model(torch.ones(3, 5))
+    contexts, error = [], failure.value.__context__
+    while error is not None:
+        contexts.append(type(error).__name__)
+        error = error.__context__
+    assert "NotCompiled" not in contexts
+    same(traced(model, X), by_hand(model._module, X))
+
+
 def test_a_changed_tree_is_captured_anew() -> None:
     module = net()
     model = NNsight(module, compile={"backend": "eager"})

@@ -12,7 +12,9 @@ In the order in which a compiled trace meets them:
   :mod:`~nnsight.fx.variant` keeps the result;
 * :mod:`~nnsight.fx.passes` removes what is superfluous in a spliced graph, as far as :mod:`~nnsight.fx.effects` allows;
 * :mod:`~nnsight.fx.explaining`, :mod:`~nnsight.fx.debug` and :mod:`~nnsight.fx.stages` show all this;
-* :mod:`~nnsight.fx.regions` lowers the repeated :mod:`~nnsight.fx.blocks` of a model once,
+* :mod:`~nnsight.fx.replay` has the effects of a block again without running it; :mod:`~nnsight.fx.captures` says when a call can
+  do without the interception of modules;
+* :mod:`~nnsight.fx.regions` lowers the repeated :mod:`~nnsight.fx.blocks` of a model once, and :mod:`~nnsight.fx.direct` calls them,
   :mod:`~nnsight.fx.background` whole graphs beside the program, and :mod:`~nnsight.fx.artifacts` sees what an earlier process left.
 
 Captured graphs, programs and splices are plain values with plain functions on them; no envoy is needed.

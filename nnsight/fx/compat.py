@@ -152,7 +152,7 @@ class NotCompiled(Exception):
 
 #: By thread, the code of a function that is about to be called compiled or not at all.
 _wanted: dict[int, types.CodeType] = {}
-_callback_as_it_is = eval_frame._callback_from_stance
+_callback_as_it_is: Any = eval_frame._callback_from_stance
 
 
 def call_compiled(function: Callable[..., Any], code: types.CodeType, *args: Any) -> Any:

@@ -141,14 +141,14 @@ class CompiledDriver:
         Then calls of modules need not be intercepted, which takes a while, if nothing but one captured graph is going to run.
         """
         captures, function, code = self._captures, self._function, self._code
-        outdated = function is None or code is None or self._version != self.tree.version
-        if outdated or not captures.suffice or self._specializes(args, kwargs):
+        if function is None or code is None or self._version != self.tree.version:
+            return self.call_captured(args, kwargs)
+        if not captures.suffice or self._specializes(args, kwargs):
             return self.call_captured(args, kwargs)
         known = captures.count
-        try:
+        with contextlib.suppress(NotCompiled):
             return call_compiled(function, code, self.tree.root, args, kwargs)
-        except NotCompiled:
-            result = self.call_captured(args, kwargs)
+        result = self.call_captured(args, kwargs)
         if captures.count == known:
             captures.give_up()  # what dynamo checks before the call depends on the interception
         return result
@@ -281,9 +281,10 @@ class _CaptureBackend:
 
         def dispatch(*actual: Any) -> list[Any]:
             captures.note_dispatch()
-            run = active_interleaver()
-            if type(run) is Playback:
-                return run.dispatch(graph, actual)
+            active: Any = active_interleaver()
+            if type(active) is Playback:
+                return active.dispatch(graph, actual)
+            run: Interleaver | None = active
             if run is None or run.current is not None:
                 return run_plain(graph, actual)
             journal = journal_of_run.get()

@@ -239,3 +239,43 @@ def test_what_a_block_did_before_a_mistake_in_a_path_is_done(mistake: Any, error
         done.append("begun")
         model[999].output.save()
     assert done == ["begun", "begun"]
+
+
+class Adds(torch.nn.Module):
+    """Adds what its child makes of its argument; perhaps breaks the graph."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.inner, self.breaks = torch.nn.Tanh(), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + y
+
+
+@pytest.mark.filterwarnings("ignore:torch._dynamo hit")
+@pytest.mark.parametrize("breaking", [{1}, set(range(12))], ids=["one", "all"])
+def test_modules_of_one_class_around_a_break_keep_their_paths(breaking: set[int]) -> None:
+    """Dynamo captures each of them by itself, and took the graph of one for another."""
+    torch._dynamo.reset()
+    net = torch.nn.Sequential(*(Adds(number in breaking) for number in range(12)))
+    model = NNsight(net, compile={"backend": "eager"})
+    x = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+    with torch.no_grad():
+        for reads in (range(12), (11,), (2, 7)):
+            kept: dict[int, torch.Tensor] = {}
+            with model.trace(x):
+                for number in reads:
+                    model[number].inner.output += number
+                    kept[number] = model[number].inner.output
+                out = model.output.save()
+            hidden = x
+            for number in range(12):
+                y = net[number].inner(hidden)
+                if number in reads:
+                    y = y + number
+                    assert torch.equal(kept[number], y)
+                hidden = hidden + y
+            assert torch.equal(out, hidden)

@@ -149,6 +149,12 @@ def test_a_mode_around_two_locations(model: NNsight, entered: str, around: str) 
         assert seen == expected_seen
 
 
+def too_long(model: NNsight, compile: bool, mode: Any) -> None:
+    with model.trace(X, compile=compile) as tracer, mode:
+        for _ in tracer.iter[:3]:
+            model[1].output.save()
+
+
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("entered", MODES)
 def test_an_error_inside_of_a_mode_leaves_none_behind(model: NNsight, entered: str, compile: bool) -> None:
@@ -161,9 +167,8 @@ def test_an_error_inside_of_a_mode_leaves_none_behind(model: NNsight, entered: s
     with pytest.raises(RuntimeError), model.trace(torch.ones(2, 9), compile=compile), MODES[entered]():
         model[1].output.save()
     assert modes_now() == before
-    with pytest.warns(UserWarning, match="The loop ended"), model.trace(X, compile=compile) as tracer, MODES[entered]():
-        for _ in tracer.iter[:3]:
-            model[1].output.save()
+    with pytest.warns(UserWarning, match="The loop ended"):
+        too_long(model, compile, MODES[entered]())
     assert modes_now() == before
 
 

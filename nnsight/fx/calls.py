@@ -250,10 +250,9 @@ class CallRecorder(TorchFunctionMode):
                 reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
-        if self.inside is None or not self.inside.is_graph:
-            lifted = lift(self.state, event, len(self.numbers))
-        else:
-            lifted = Lifted(event, (), event)  # a graph takes no numbers from the one around it
+        # A graph of its own takes no numbers from the one around it.
+        alone = self.inside is not None and self.inside.is_graph
+        lifted = Lifted(event, (), event) if alone else lift(self.state, event, len(self.numbers))
         known = self.state.edges.get(lifted.event)
         sizes = self.sizes + _integers(lifted.values)
         outcome = None if known is None else known.outcomes.get(sizes)

@@ -1,4 +1,11 @@
-"""What differs between supported torch versions, or is not public in them; kept in one place."""
+"""What differs between supported torch versions, or is not public in them; kept in one place.
+
+Two functions of torch are replaced here, which torch 2.11 to 2.13 have, and whose work nothing public does. A lazy tensor may get
+into a function that the user has compiled, which dynamo would trace. So the decision what such a function does is asked for the
+thread that records (:func:`run_compiled_functions_as_written`). And it may get into a ``torch.autograd.Function``, which torch
+runs out of sight of ``__torch_function__`` (:func:`watch_autograd_functions`). With a torch that lacks one of the two, importing
+the compiler fails and says so.
+"""
 
 from __future__ import annotations
 
@@ -197,6 +204,7 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
 
     ``torch.compiler.set_stance("force_eager")`` does the same for all threads.
     """
+    _require(eval_frame, "_callback_from_stance")
     otherwise = eval_frame._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
@@ -218,9 +226,19 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
 
 def watch_autograd_functions(watch: Callable[..., Any]) -> None:
     """Have ``watch(apply, args, kwargs)`` called for each ``torch.autograd.Function`` that is applied."""
+    _require(torch.autograd.function, "_SingleLevelFunction")
     base: Any = torch.autograd.function._SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return watch(super(base, cls).apply, args, kwargs)
 
     base.apply = classmethod(apply)
+
+
+def _require(module: Any, name: str) -> None:
+    """Raise an ``ImportError`` if this torch does not have a name that has to be replaced."""
+    if not hasattr(module, name):
+        raise ImportError(
+            f"torch {torch.__version__} has no `{module.__name__}.{name}`, which compiled traces rely on. Versions 2.11 to 2.13 of "
+            "torch are supported: install one of them, or trace without `compile`."
+        )

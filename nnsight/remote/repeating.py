@@ -32,7 +32,8 @@ from .counts import counts
 from .likeness import describe, key_of
 from .passages import fake_like
 from .payload import Job
-from .recorder import Recorded, Recorder, called_by, input_tree
+from .recorder import Recorded, Recorder
+from .taking import called_by, input_tree
 from .trees import write_tree
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ _known: weakref.WeakKeyDictionary[torch.nn.Module, Replays] = weakref.WeakKeyDic
 _lock = threading.Lock()
 
 
-def recorded_of(tracer: ModelTracer, compile_block: Callable[[Any], Callable[[], None]]) -> Recorded:
+def recorded_of(tracer: Any, compile_block: Callable[[Any], Callable[[], None]]) -> Recorded:
     """Return the block of a trace as data: from memory if that is the same, else recorded.
 
     Args:

@@ -45,8 +45,8 @@ KEY = "nnsight/demo"
 
 
 @contextlib.contextmanager
-def server(together: int) -> Iterator[str]:
-    """Run a server in a process of its own; yield its address."""
+def server(together: int, keep: float = 3600) -> Iterator[tuple[str, int]]:
+    """Run a server in a process of its own, which keeps results for so many seconds; yield its address and the number of the process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as spool:
@@ -58,11 +58,12 @@ def server(together: int) -> Iterator[str]:
         )
         os.environ["NDIF_API_KEY"] = given.stdout.strip()
         options = ["--port", str(port), "--spool", f"{spool}/jobs", "--together", str(together), "--api-keys", str(keys)]
+        options += ["--keep", str(keep)]
         process = subprocess.Popen([*command, "serve", KEY, *options], stderr=subprocess.DEVNULL)
         address = f"http://127.0.0.1:{port}"
         try:
             Client(address, patience=120.0).status()
-            yield address
+            yield address, process.pid
         finally:
             process.terminate()
             process.wait()
@@ -147,11 +148,11 @@ def main() -> None:
     torch.manual_seed(0)
     random.seed(0)
     model = nnsight.demo_model()
-    with server(1) as alone_at:
+    with server(1) as (alone_at, _):
         alone = Client(alone_at)
         seconds = latency(model, alone_at, rounds)
         jobs = payloads(model, 64)
-        with server(32) as together_at:
+        with server(32) as (together_at, _):
             together = Client(together_at)
             rates: dict[str, list[float]] = {"alone": [], "together": []}
             for turn in tqdm(range(2 if options.quick else 4), desc="throughput"):

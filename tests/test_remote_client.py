@@ -197,6 +197,21 @@ def test_a_server_that_stays_away_is_given_up_with_the_job_named(server: Running
         client.status()
 
 
+def test_a_job_is_cancelled(server: Running, orders: Orders) -> None:
+    with client_of(server.url) as client:
+        client.submit(order(say="first", wait=True), str(MODEL))
+        until(orders.started.is_set)
+        second = client.submit(order(say="second"), str(MODEL))
+    backend = RemoteBackend(job_id=second["id"], host=server.url)
+    backend.cancel()
+    assert backend.job_status is JobStatus.ERROR
+    with pytest.raises(RemoteError, match="cancelled"):
+        backend.wait()
+    with pytest.raises(RemoteError, match="no such job"):
+        RemoteBackend(job_id=nonce(), host=server.url).cancel()
+    orders.gate.set()
+
+
 def test_a_server_that_is_about_to_stop_is_asked_again(server: Running) -> None:
     server.gateway.draining = True
     threading.Timer(0.3, setattr, (server.gateway, "draining", False)).start()

@@ -809,3 +809,60 @@ def test_serve_as_a_command_drains_at_sigterm(tmp_path: Path) -> None:
     events = [json.loads(line)["event"] for line in errors.splitlines() if line.startswith("{")]  # the rest is progress bars
     assert "serving" in events and "draining" in events
     assert process.returncode in (0, -signal.SIGTERM)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from nnsight.remote.server.keys import OpenDoor
+from nnsight.remote.server.serve import serve
+from tests.remoting import MODEL, Orders
+serve({MODEL: Orders().engine()}, OpenDoor(), Path(sys.argv[1]), port=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    with sockets.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "jobs"), str(port)]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        until(lambda: answers(f"{address}/health"), 120)
+        return process
+
+    def answers(url: str) -> Any:
+        try:
+            return requests.get(url, timeout=5)
+        except requests.ConnectionError:
+            return None
+
+    def submit(**what: Any) -> str:
+        data = json.dumps({"model_key": str(MODEL), "session_id": ""})
+        answer = requests.post(f"{address}/request", data={"data": data}, files={"blob": order(**what)}, timeout=20)
+        return answer.json()["id"]
+
+    def ended(job: str) -> dict[str, Any]:
+        def message() -> Any:
+            found = answers(f"{address}/response/{job}").json()
+            return found if found["status"] in ("COMPLETED", "ERROR") else None
+
+        return until(message, 60)
+
+    process = start()
+    try:
+        done = submit(say="done")
+        assert ended(done)["status"] == "COMPLETED"
+        jobs = [submit(say="runs", sleep=3), *(submit(say=f"waits {number}") for number in range(3))]
+        until(lambda: answers(f"{address}/response/{jobs[0]}").json()["status"] == "RUNNING")
+        process.kill()
+        process.wait()
+        process = start()
+        assert [ended(job)["status"] for job in jobs] == ["COMPLETED"] * 4
+        found = [answers(f"{address}/result/{job}").content for job in (done, *jobs)]
+        assert found == [b"done", b"runs", b"waits 0", b"waits 1", b"waits 2"]
+    finally:
+        process.kill()
+        process.wait()

@@ -55,7 +55,7 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
         with torch._C.DisableTorchFunction():
             return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     if isinstance(value, torch.nn.Module) or depth == 0:
-        return kind
+        return (kind,)
     if isinstance(value, (list, tuple, set, frozenset)):
         return kind, tuple(_describe(item, depth - 1, known) for item in value)
     if isinstance(value, dict):

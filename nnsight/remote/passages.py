@@ -69,7 +69,7 @@ class Anew:
                 new = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
                 self._storages[storage._cdata] = new
             like = torch.empty(0, dtype=known.dtype, device="meta")
-            like.set_(new, known.storage_offset(), known.size(), known.stride())  # type: ignore[call-overload]
+            like.set_(new, known.storage_offset(), known.size(), known.stride())
             return FakeTensor(known.fake_mode, like, known.device)
 
 

@@ -33,7 +33,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..fx.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar, quiet_fakes
 from ..fx.journal import Journal
-from ..modeling.generation import Generation
 from ..modeling.tracing import _names
 from ..runtime.carriers import is_carrier
 from ..runtime.interleaver import Interleaver
@@ -59,6 +58,8 @@ from .nodes import Node, why_not, write_argument
 from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
 from .pruning import pruned
+from .refusals import here, is_sober, why_demand
+from .taking import called_by, draw, input_tree, snapshot
 from .trees import write_tree
 
 _GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
@@ -333,7 +334,7 @@ class Recorder:
             known = self._refs[self.substitute(tensor)]
         if known is None:
             raise NotExpressibleError(
-                _here(
+                here(
                     "A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
                     "cache. Read the module that produces it."
                 )
@@ -365,10 +366,10 @@ class Recorder:
         if kept is not None and kept[0] == tensor._version:
             return kept[1]
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
-            raise NotExpressibleError(_here("A tensor without values, a sparse or a complex one cannot be sent."))
+            raise NotExpressibleError(here("A tensor without values, a sparse or a complex one cannot be sent."))
         with _disable_current_modes():
-            copied = _snapshot(tensor)
-        self.journal.calls.append((_snapshot, (tensor,), {}, copied))
+            copied = snapshot(tensor)
+        self.journal.calls.append((snapshot, (tensor,), {}, copied))
         with self.mode:
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.model.device)
         name = f"c{len(self.tensors)}"
@@ -408,12 +409,12 @@ class Recorder:
         if name in _GRADIENTS:
             self.refuse_gradients()
         if name in DEMANDS:
-            raise NotExpressibleError(_here(_why_demand(name)))
+            raise NotExpressibleError(here(why_demand(name)))
         if function in DRAWN_LIKE:
             return self._draw_like(function, args, kwargs)
-        if name in RANDOM and not _is_sober(name, args, kwargs):
+        if name in RANDOM and not is_sober(name, args, kwargs):
             raise NotExpressibleError(
-                _here(
+                here(
                     f"`{name}` draws random numbers of values that are not here. Draw before the trace, "
                     "or with `torch.randn_like` and its kin."
                 )
@@ -429,16 +430,16 @@ class Recorder:
         if "device" in kwargs:
             kwargs["device"] = self.model.device
         if edits_in_place(function) and kwargs.get("out") is not None:
-            raise NotExpressibleError(_here("`out=` cannot be sent: use the result."))
+            raise NotExpressibleError(here("`out=` cannot be sent: use the result."))
         try:
             if function is _ATTENTION:
                 return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
             return function(*args, **kwargs)
         except DataDependentOutputException as error:
-            raise NotExpressibleError(_here(_why_demand(name))) from error
+            raise NotExpressibleError(here(why_demand(name))) from error
         except DynamicOutputShapeException as error:
             raise NotExpressibleError(
-                _here(
+                here(
                     f"The size of what `{name}` returns depends on values, as where a mask selects. "
                     "Use `torch.where`, or multiply by the mask."
                 )
@@ -461,8 +462,8 @@ class Recorder:
         kwargs = {"dtype": like.dtype, **kwargs, "device": "cpu"}
         drawn = (function, tuple(like.shape), like.dtype, *args[1:])
         with _disable_current_modes():
-            result = _draw(*drawn, **kwargs)
-        self.journal.calls.append((_draw, drawn, kwargs, result))
+            result = draw(*drawn, **kwargs)
+        self.journal.calls.append((draw, drawn, kwargs, result))
         return result
 
     def _index(self, index: Any) -> Any:
@@ -490,7 +491,7 @@ class Recorder:
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write down what an operator does, and return what it makes on fakes."""
         if operator is torch.ops.aten._local_scalar_dense.default:
-            raise NotExpressibleError(_here(_why_demand("item")))
+            raise NotExpressibleError(here(why_demand("item")))
         if operator is torch.ops.aten.lift_fresh.default:
             return self.substitute(args[0])
         if not any("Tensor" in str(returned.type) for returned in operator._schema.returns):
@@ -499,7 +500,7 @@ class Recorder:
         name = NAMES.get(operator)
         if name is None:
             refused = why_not("aten." + str(operator).removeprefix("aten."))
-            raise NotExpressibleError(_here(f"{refused[0].upper()}{refused[1:]}."))
+            raise NotExpressibleError(here(f"{refused[0].upper()}{refused[1:]}."))
         root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]
@@ -509,7 +510,7 @@ class Recorder:
                 if argument is not None
             }
         except TypeError as error:
-            raise NotExpressibleError(_here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
+            raise NotExpressibleError(here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
         if is_in_place(name):
             self._edit(args[0])
         with self.paused():
@@ -531,12 +532,12 @@ class Recorder:
         if node["do"] in ("const", "weight"):
             what = "a weight" if node["do"] == "weight" else "a tensor of your own"
             raise NotExpressibleError(
-                _here(f"The block edits {what} in place with values of the model; `.clone()` it first.")
+                here(f"The block edits {what} in place with values of the model; `.clone()` it first.")
             )
         if node["do"] == "apply":
             if node.get("shares"):
                 raise NotExpressibleError(
-                    _here(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
+                    here(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
                 )
             node["copy"] = True
         if node["do"] != "read":
@@ -544,7 +545,7 @@ class Recorder:
         visit = next((visit for visit in reversed(self._visits) if root in visit.reads.values()), None)
         if visit is None:
             raise NotExpressibleError(
-                _here(
+                here(
                     f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
                     "or `.clone()` it first."
                 )
@@ -555,7 +556,7 @@ class Recorder:
         mine = self._storages[root]
         for other, storage in self._storages.items():
             if other != root and storage.cdata == mine.cdata and not storage.expired():
-                message = _here(
+                message = here(
                     f"A value that shares memory with `{node['site']}` was edited in place there, and is used before the model goes on. "
                     "`.clone()` it first."
                 )
@@ -592,7 +593,7 @@ class Recorder:
         leaves = tensors_at(left)
         if len(leaves) != len(visit.leaves) or pytree.tree_structure(left, is_leaf=is_carrier) != visit.structure:
             raise NotExpressibleError(
-                _here(
+                here(
                     f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
                     "a dict by a dict with its keys."
                 )
@@ -607,12 +608,12 @@ class Recorder:
                 if type(new) is type(old) and new == old:
                     continue
                 raise NotExpressibleError(
-                    _here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
+                    here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
                 )
             value = self.reference(self.substitute(new))
             if visit.places[number][1] is not None:
                 raise NotExpressibleError(
-                    _here(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
+                    here(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
                 )
             self.emit("write", **visit.place(number), value=value)
         for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
@@ -626,7 +627,7 @@ class Recorder:
             if isinstance(item, torch.Tensor):
                 return self.reference(self.substitute(item))
             raise NotExpressibleError(
-                _here(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts.")
+                here(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts.")
             )
 
         self.emit("skip", site=site, at=at, value=write_tree(value, leaf), **({"loop": True} if loop else {}))
@@ -643,7 +644,7 @@ class Recorder:
         copy = self.model.by_path.get(path)
         if copy is None or hook:
             raise NotExpressibleError(
-                _here(
+                here(
                     f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent."
                 )
             )
@@ -652,7 +653,7 @@ class Recorder:
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 return self.reference(item)
-            raise NotExpressibleError(_here(f"`{path}` is given a {type(item).__name__}, which cannot be sent."))
+            raise NotExpressibleError(here(f"`{path}` is given a {type(item).__name__}, which cannot be sent."))
 
         trees = {"args": write_tree(list(args), leaf), "kwargs": write_tree(dict(kwargs), leaf)}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -660,7 +661,7 @@ class Recorder:
         result = copy.forward(*args, **kwargs)
         if self.model.versions() + sum(tensor._version for tensor in tensors) != before:
             raise NotExpressibleError(
-                _here(
+                here(
                     f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
                     "such as `torch.relu`."
                 )
@@ -679,69 +680,10 @@ class Recorder:
     def refuse_gradients(self) -> None:
         """Raise: a program has no gradients."""
         raise NotExpressibleError(
-            _here(
+            here(
                 "Gradients cannot be sent: the server runs without. Save the activations, or trace a model that is here."
             )
         )
-
-
-def called_by(tracer: Any) -> tuple[str, Any]:
-    """Return how a trace calls the model, and the model.
-
-    Raises:
-        NotExpressibleError: If it calls something else.
-    """
-    model = tracer._call[1]
-    if tracer._scan or tracer._validate:
-        raise NotExpressibleError(
-            "`scan=` and `validate=` are for traces that run here; a remote one is always checked."
-        )
-    if isinstance(model, Generation):
-        call, root = "generate", model._model
-    elif hasattr(model, "_module"):
-        call, root = "trace", model
-    else:
-        raise NotExpressibleError(
-            _here(
-                "Only `model.trace(...)` and `model.generate(...)` can be sent: a function or "
-                "another method of the model is Python of yours."
-            )
-        )
-    return call, root
-
-
-def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the tree of the arguments of a run; copies of their tensors go to ``tensors``.
-
-    Raises:
-        NotExpressibleError: If there is something in them that cannot be sent.
-    """
-
-    def leaf(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            raise NotExpressibleError(
-                _here(
-                    f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
-                    "tensors, numbers, and lists and dicts of them can."
-                )
-            )
-        name = f"i{len(tensors)}"
-        with _disable_current_modes():
-            tensors[name] = item.detach().clone()
-        return {"tensor": name}
-
-    return write_tree(list(value) if isinstance(value, tuple) else value, leaf)
-
-
-def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values that a tensor of the block's own has now."""
-    return tensor.detach().clone()
-
-
-def _draw(function: Any, shape: tuple[int, ...], dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Draw random numbers for a tensor of this shape and type."""
-    drawn: torch.Tensor = function(torch.empty(shape, dtype=dtype), *args, **kwargs)
-    return drawn
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
@@ -750,34 +692,3 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
         start = int(tensor.storage_offset())
         length = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
         return start * tensor.element_size(), (start + max(length, 0)) * tensor.element_size()
-
-
-def _here(message: str) -> str:
-    filename, line = position_of_block.get() or user_position_now(skip=TORCH)
-    return f"{filename}:{line}: {message}"
-
-
-def _why_demand(name: str) -> str:
-    shown = {
-        "__repr__": "printing a tensor",
-        "__str__": "printing a tensor",
-        "__format__": "formatting a tensor",
-        "__bool__": "a condition on a tensor",
-        "is_nonzero": "a condition on a tensor",
-        "__index__": "using a tensor as a number",
-        "__deepcopy__": "a deep copy of a tensor",
-    }.get(name, f"`{name.strip('_')}`")
-    return (
-        f"{shown[0].upper()}{shown[1:]} needs values, and they are where the model runs. Save the tensor and use it after the block; "
-        "decide with `torch.where`, select with `gather` or `index_select`."
-    )
-
-
-def _is_sober(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function that can draw random numbers draws none."""
-    if name == "scaled_dot_product_attention":
-        return not (kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0))
-    if "dropout" in name:
-        training = kwargs.get("training", args[2] if len(args) > 2 else True)
-        return training is False
-    return False

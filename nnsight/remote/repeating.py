@@ -32,7 +32,8 @@ from .counts import counts
 from .likeness import describe, key_of
 from .passages import fake_like
 from .payload import Job
-from .recorder import Recorded, Recorder, called_by, input_tree
+from .recorder import Recorded, Recorder
+from .taking import called_by, input_tree
 from .trees import write_tree
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _known: weakref.WeakKeyDictionary[torch.nn.Module, Replays] = weakref.WeakKeyDic
 _lock = threading.Lock()
 
 
-def recorded_of(tracer: ModelTracer, compile_block: Callable[[Any], Callable[[], None]]) -> Recorded:
+def recorded_of(tracer: Any, compile_block: Callable[[Any], Callable[[], None]]) -> Recorded:
     """Return the block of a trace as data: from memory if that is the same, else recorded.
 
     Args:

@@ -1,0 +1,123 @@
+"""A server under many clients, good and bad: it answers each job as it should, and its memory stays flat.
+
+A server of the demo model in a process of its own gets jobs from 64 clients at a time. One job in four is wrong in some way: damaged
+bytes, a program that names a module that is not there, or one that fails while it runs. Each answer is compared with the one that is due.
+The memory of the server is looked at after each tenth of the jobs; after the second it must not grow by more than a tenth.
+
+``python benchmarks/remote_load.py [--jobs N] [--clients N]`` prints what was measured and exits with 1 if something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from remote import KEY, Recording, payloads, server
+from tqdm.auto import tqdm
+
+import nnsight
+from nnsight import CONFIG
+from nnsight.remote.client import Client, RemoteError
+from nnsight.remote.results import decode_results
+
+#: How often each kind of job occurs; what is due is its first word.
+KINDS = {"right": 12, "refused: damaged": 1, "refused: no such module": 2, "failed: bad index": 1}
+
+
+def jobs_of(model: Any) -> dict[str, list[bytes]]:
+    """Return some jobs of each kind."""
+    right = payloads(model, 16)
+    missing = [payload.replace(b"model.transformer.h.1.output", b"model.transformer.g.1.output") for payload in right]
+    with model.trace("The Eiffel Tower is in", backend=Recording()) as tracer:
+        hidden = model.lm_head.output[0]
+        found = hidden.gather(0, (hidden.argmax(-1, keepdim=True) + 1_000_000)).save()  # noqa: F841 - what has a name is sent back
+    return {
+        "right": right,
+        "refused: damaged": [payload[:-7] for payload in right],
+        "refused: no such module": [payload for payload, other in zip(missing, right, strict=True) if payload != other],
+        "failed: bad index": [tracer.backend.payload],
+    }
+
+
+def verdict(client: Client, payload: bytes) -> str:
+    """Run a job; return what became of it, in a word."""
+    try:
+        message, result = list(client.run(payload, KEY))[-1]
+    except RemoteError as error:
+        return "refused" if error.code == 415 else f"error {error}"
+    if message["status"] == "COMPLETED":
+        found = decode_results(client.result(message["id"]) if result is None else result)
+        return "right" if torch.isfinite(found["logits"]).all() else "wrong"
+    return {"InvalidProgramError": "refused", "ExecutionFailedError": "failed"}.get(message["data"]["error"], message["description"])
+
+
+def resident(process: int) -> float:
+    """Return the memory of a process, in MiB."""
+    with open(f"/proc/{process}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--clients", type=int, default=64)
+    options = parser.parse_args()
+    CONFIG.APP.REMOTE_LOGGING = False
+    torch.manual_seed(0)
+    kinds = [kind for kind, count in KINDS.items() for _ in range(count)]
+    jobs = jobs_of(nnsight.demo_model())
+    surprises: Counter[str] = Counter()
+    memory: list[float] = []
+    lock, numbers = threading.Lock(), iter(range(options.jobs))
+    with server(32, keep=20) as (address, process):
+        client = Client(address)
+        bar = tqdm(total=options.jobs, desc="jobs")
+
+        def work() -> None:
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                    if number is None:
+                        return
+                kind = kinds[number % len(kinds)]
+                of_kind = jobs[kind]
+                found = verdict(client, of_kind[number % len(of_kind)])
+                with lock:
+                    bar.update()
+                    if found != kind.partition(":")[0]:
+                        surprises[f"{kind}: {found}"] += 1
+                    if bar.n % max(options.jobs // 10, 1) == 0:
+                        memory.append(resident(process))
+
+        start = time.perf_counter()
+        threads = [threading.Thread(target=work) for _ in range(options.clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - start
+        bar.close()
+    growth = memory[-1] / memory[1] if len(memory) > 1 else 1.0
+    found = {
+        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "jobs": options.jobs,
+        "clients": options.clients,
+        "jobs_per_second": round(options.jobs / seconds, 1),
+        "memory_mib": [round(size) for size in memory],
+        "growth": round(growth, 3),
+        "surprises": dict(surprises),
+    }
+    print(json.dumps(found, indent=2))
+    return int(bool(surprises) or growth > 1.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

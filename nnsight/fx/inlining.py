@@ -136,11 +136,11 @@ class _TracedMediator(Mediator):
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
         before = torch.is_grad_enabled()
-        if self._grad_enabled not in (None, before):
-            self._set_grad_enabled(bool(self._grad_enabled))
+        if self._sides.grad not in (None, before):
+            self._set_grad_enabled(bool(self._sides.grad))
         with self._own_frames():
             super()._turn(switch, *arguments)
-        if self._grad_enabled != before:
+        if self._sides.grad != before:
             self._set_grad_enabled(before)
 
     def leave_loop(self) -> None:

@@ -147,7 +147,7 @@ class Instrumentation:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                for namespace, _, _ in self._calls:
+                for namespace, *_ in self._calls:
                     namespace.pop(INTERCEPTED_METHOD, None)
                     namespace.pop(PATH_ATTRIBUTE, None)
                 if self._shadowed:

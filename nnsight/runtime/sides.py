@@ -35,12 +35,15 @@ class Sides:
     """Keeps the modes of one block apart from those of the model.
 
     :meth:`begin` and :meth:`end` stand around each turn of the block, on the model's side.
+
+    Attributes:
+        grad: The grad mode of the block; ``None`` before its first turn.
     """
 
-    __slots__ = ("_autocast", "_grad", "_inference", "_stacks")
+    __slots__ = ("_autocast", "_inference", "_stacks", "grad")
 
     def __init__(self) -> None:
-        self._grad: bool | None = None  # of the block; at first it is that of the model
+        self.grad: bool | None = None  # of the block; at first it is that of the model
         self._autocast: Autocast | None = None  # each of these only where it is not that of the model
         self._inference: Any = None
         self._stacks: ModeStacks | None = None
@@ -59,8 +62,8 @@ class Sides:
             self._inference = None
             if autocast is not None:
                 set_autocast_of_thread(autocast)
-        if self._grad is not None and self._grad != torch.is_grad_enabled():
-            torch.set_grad_enabled(self._grad)
+        if self.grad is not None and self.grad != torch.is_grad_enabled():
+            torch.set_grad_enabled(self.grad)
         if self._autocast is not None:
             set_autocast_of_thread(self._autocast)
         if self._stacks is not None:
@@ -78,13 +81,15 @@ class Sides:
         if not over and not model.stacks.have_their_lengths:
             self._stacks, rest = ModeStacks.now().apart_from(model.stacks)
             rest.set()
+        inner: Autocast | None
+        outer: Autocast | None
         if model.autocast is not None or torch._C._is_any_autocast_enabled():
             inner = autocast_of_thread()
             outer = model.autocast or tuple((kind, False, dtype) for kind, _, dtype in inner)
             self._autocast = None if inner == outer else inner
         else:
-            inner = outer = self._autocast = None
-        self._grad = torch.is_grad_enabled()
+            inner, outer, self._autocast = None, None, None
+        self.grad = torch.is_grad_enabled()
         if torch.is_inference_mode_enabled() != model.inference:
             self._inference = _entered(model.inference)
         if model.remembered is not None:

@@ -119,7 +119,7 @@ def _function(
         reference = recorder.refer(result)
         if not isinstance(reference, Value) or reference.index < first or recorder.memory_of(reference) in memory:
             reference = recorder.refer(result.clone())
-            assert isinstance(reference, Value), "a copy is a new value"
+        assert isinstance(reference, Value)
         memory.add(recorder.memory_of(reference))
         references.append(reference)
     found = [recorder.fake_of(reference) for reference in references]

@@ -123,8 +123,8 @@ class Instrumentation:
         with self._lock:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
-                for namespace, call, path in self._calls:
-                    namespace[PATH_ATTRIBUTE] = path
+                for namespace, call, written in self._calls:
+                    namespace[PATH_ATTRIBUTE] = written
                     found = namespace.setdefault(INTERCEPTED_METHOD, call)
                     if found is not call:
                         self._shadowed.append((namespace, INTERCEPTED_METHOD, found))

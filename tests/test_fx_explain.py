@@ -218,7 +218,7 @@ def test_a_written_graph_is_a_program(tmp_path: Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    weights = {f"l_module_modules_{name.replace('.', '_parameters_')}_": value for name, value in named(model)}
+    weights = {f"l_the_model_modules_{name.replace('.', '_parameters_')}_": value for name, value in named(model)}
     inputs = [node.name for node in piece.variant.spliced.graph_module.graph.nodes if node.op == "placeholder"]
     values = {**weights, "external_0": torch.tensor(2.0)}
     arguments = [values.get(name, X if "args_0" in name else torch.tensor(0)) for name in inputs]

@@ -241,8 +241,12 @@ def _kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> li
 
 
 def _is_ours(source: str) -> bool:
-    """Whether a guard is on what interception has installed, or on a global of this package."""
-    return f".{INTERCEPTED_METHOD}." in f"{source}." or source.startswith("G['__import_nnsight_dot_")
+    """Whether a guard is on a global of this package, or on what interception has installed as seen from the root.
+
+    Behind a break of the graph, modules have frames of their own. There such a guard tells a module from another of its class.
+    """
+    installed = source.startswith("the_model") and f".{INTERCEPTED_METHOD}." in f"{source}."
+    return installed or source.startswith("G['__import_nnsight_dot_")
 
 
 class _CaptureBackend:
@@ -322,5 +326,5 @@ def _is_slow(
     return not (options or {}).get("triton.cudagraphs", config.triton.cudagraphs)
 
 
-def _call_model(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module._call_impl(*args, **kwargs)  # past a compiled call that was set on the module
+def _call_model(the_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return the_model._call_impl(*args, **kwargs)  # past a compiled call that was set on the module

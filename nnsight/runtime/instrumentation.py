@@ -33,10 +33,6 @@ is_compiling = torch.compiler.is_dynamo_compiling
 
 INTERCEPTED_METHOD = "_call_impl"
 
-#: Where the path is written on a module during runs. Dynamo does not look into an intercepted call to see whether a graph that it has
-#: captured fits another module of the same class; it does look at attributes that were read.
-PATH_ATTRIBUTE = "_intercepted_path"
-
 _ABSENT = object()
 
 #: Set on a module by ``Module.compile``; its calls would go past the interception.
@@ -55,9 +51,6 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
     def intercepted_call(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             if traced_call is None:
-                return call(*args, **kwargs)
-            module = getattr(call, "__self__", None)
-            if module is not None and not getattr(module, PATH_ATTRIBUTE, path):  # no path is empty: it is the look that counts
                 return call(*args, **kwargs)
             return traced_call(input_location, output_location, call, args, kwargs)
         run = active_interleaver()
@@ -94,13 +87,13 @@ class Instrumentation:
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
-        self._calls: list[tuple[dict[str, Any], Any, str]] = []
+        self._calls: list[tuple[dict[str, Any], Any]] = []
         for path, module in modules.items():
             call = getattr(module, INTERCEPTED_METHOD)
             while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
                 call = call.__self__  # of another tree that is installed right now
             # A method bound to the call it intercepts.
-            self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call), path))
+            self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
         self._installed: set[tuple[int, str]] = set()
         self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
@@ -123,8 +116,7 @@ class Instrumentation:
         with self._lock:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
-                for namespace, call, written in self._calls:
-                    namespace[PATH_ATTRIBUTE] = written
+                for namespace, call in self._calls:
                     found = namespace.setdefault(INTERCEPTED_METHOD, call)
                     if found is not call:
                         self._shadowed.append((namespace, INTERCEPTED_METHOD, found))
@@ -147,9 +139,8 @@ class Instrumentation:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                for namespace, _call, _path in self._calls:
+                for namespace, _ in self._calls:
                     namespace.pop(INTERCEPTED_METHOD, None)
-                    namespace.pop(PATH_ATTRIBUTE, None)
                 if self._shadowed:
                     self._restore()
 

@@ -279,3 +279,32 @@ def test_modules_of_one_class_around_a_break_keep_their_paths(breaking: set[int]
                     assert torch.equal(kept[number], y)
                 hidden = hidden + y
             assert torch.equal(out, hidden)
+
+
+class Passes(torch.nn.Module):
+    """Several modules are given one tensor, and one of them returns it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same, self.drop = torch.nn.Tanh(), torch.nn.Identity(), torch.nn.Dropout(0.5)
+        self.again = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        same, again = self.same(x), self.again(x)
+        return same + self.first(again) * self.drop(again)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_tensor_that_goes_on_under_several_names_behind_a_cut(compile: bool) -> None:
+    """The graph behind the cut takes it once, and knows it by each of its names."""
+    model = NNsight(Passes().eval(), compile={"backend": "eager"})
+    x = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+    with torch.no_grad(), model.trace(x, compile=compile):
+        model.first.input = torch.ones(2, 4)
+        hidden = model.drop.input
+        if hidden.sum() < 100:
+            hidden += 1.0
+        out = model.output.save()
+    edited = x * 2 + 1
+    torch.testing.assert_close(out, edited + torch.ones(2, 4).tanh() * edited)

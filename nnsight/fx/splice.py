@@ -226,6 +226,9 @@ class _Splicer:
                 placeholder.meta = dict(node.meta)
                 self.env[node] = placeholder
                 self.used_inputs.append(index)
+        for node, index in self.piece.input_index.items():  # some stand for one tensor
+            if index in needed:
+                self.env.setdefault(node, self.env[self.piece.inputs[index]])
         for number, declaration in enumerate(self.declared):
             placeholder = self.new.placeholder(f"external_{number}")
             placeholder.meta["declaration"] = declaration

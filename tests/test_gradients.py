@@ -211,6 +211,32 @@ def test_an_edit_in_place_before_the_backward_pass(backend: str | None) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(loss, made)[0])
 
 
+class Normed(torch.nn.Module):
+    """A call that edits buffers of its own, given a tensor that goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * x
+
+
+@modes
+def test_an_input_that_goes_on_beside_an_edit_of_something_else(backend: str | None) -> None:
+    module = Normed()
+    model = NNsight(module, compile=False if backend is None else {"backend": backend})
+    x = X.clone().requires_grad_()
+    with model.trace(x):
+        with model.output.pow(2).sum().backward():
+            found = x.grad.clone().save()
+            of_weight = module.norm.weight.grad.clone().save()
+    again = X.clone().requires_grad_()
+    expected = torch.autograd.grad(Normed()(again).pow(2).sum(), again)[0]
+    torch.testing.assert_close(found, expected)
+    assert of_weight.shape == (6,)
+
+
 @backends
 def test_a_cut_that_knew_of_no_gradient(backend: str | None) -> None:
     """Printing a value cuts the graph; what has gone into one piece by then, autograd cannot tell apart."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .blocks import STRETCH
-from .effects import Kind, Memory, effects, kind_of, written
+from .effects import Kind, Memory, edited, effects, kind_of, written
 
 #: Calls behind which no gradient flows.
 _ENDING = frozenset({"detach", "detach_", "item", "tolist", "size", "stride", "dim", "numel"})
@@ -26,52 +26,67 @@ _ENDING = frozenset({"detach", "detach_", "item", "tolist", "size", "stride", "d
 class _Observed:
     """Tensors that a graph hands out, and from where on they are what the caller will have.
 
+    What may have been an edit, but is not known for one, moves the border and hides no use.
+
     Attributes:
+        order: Number of each node.
         since: For each tensor, by its place, the node that made or last edited it. Places of results are their positions; input
             number ``n`` that is edited has the place ``~n``.
+        ready: For each tensor the node behind which nothing edits it any more, as far as can be told.
         leaving: Calls that edit an input.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         memory = Memory(graph)
         self.order = memory.order
-        edits = [
-            (node, source) for node in effects(graph) if node.op != "output" for source in written(node)
-        ]
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.since: dict[int, torch.fx.Node] = {}
-        self._nodes: dict[int, list[torch.fx.Node]] = {}
+        self.ready: dict[int, torch.fx.Node] = {}
+        self._tensors: dict[int, torch.fx.Node] = {}
+        edits = [(node, source) for node in graph.nodes if (source := edited(node)) is not None]
+        possible = [(node, source) for node in effects(graph) if node.op != "output" for source in written(node)]
+        self.leaving = {node for node, source in edits if _base(source, _MAYBE).op == "placeholder"}
+        self._aliases: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for node in graph.nodes:
+            self._aliases.setdefault(_base(node), []).append(node)
+
+        def add(place: int, tensor: torch.fx.Node) -> None:
+            base, group, made = _base(tensor), memory.group(tensor), self.order[tensor]
+            own = [edit for edit, source in edits if self.order[edit] > made and _base(source) is base]
+            others = [edit for edit, source in possible if self.order[edit] > made and memory.group(source) is group]
+            self._tensors[place] = tensor
+            self.since[place] = max(own, key=self.order.__getitem__, default=tensor)
+            self.ready[place] = max((self.since[place], *others), key=self.order.__getitem__)
+
+        (output,) = (node for node in graph.nodes if node.op == "output")
         for place, result in enumerate(output.args[0]):
             if isinstance(result, torch.fx.Node) and result.op not in ("placeholder", "get_attr"):
-                self._add(place, result, memory, edits)
-        bases = [(edit, _base(source)) for edit, source in edits]
-        self.leaving = {edit for edit, base in bases if base.op == "placeholder"}
-        edited = {base for _, base in bases}
-        for number, node in enumerate(placeholders):
-            if node in edited:
-                self._add(~number, node, memory, edits)
-
-    def _add(
-        self, place: int, node: torch.fx.Node, memory: Memory, edits: list[tuple[torch.fx.Node, torch.fx.Node]]
-    ) -> None:
-        group, made = memory.group(node), self.order[node]
-        later = [edit for edit, source in edits if self.order[edit] > made and memory.group(source) is group]
-        self.since[place] = max(later, key=self.order.__getitem__) if later else node
-        self._nodes[place] = memory.sharing(node) if later else [node]
+                add(place, result)
+        changed = {_base(source) for _, source in edits}
+        for number, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
+            if node in changed:
+                add(~number, node)
 
     def uses(self, place: int) -> Iterator[torch.fx.Node]:
         """Yield the calls that take the tensor as the caller will have it."""
-        since = self.order[self.since[place]]
-        for node in self._nodes[place]:
-            yield from (user for user in node.users if user.op != "output" and self.order[user] > since)
+        tensor, since = self._tensors[place], self.since[place]
+        names = [tensor] if since is tensor else self._aliases[_base(tensor)]
+        for node in names:
+            yield from (user for user in node.users if user.op != "output" and self.order[user] > self.order[since])
 
 
-def _base(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node of which ``node`` is a view, as far as that is known."""
-    while kind_of(node) in (Kind.VIEW, Kind.READ) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+#: Results that are, and that may be, their first argument or a view of it; beside those of edits in place.
+_SURELY, _MAYBE = (Kind.VIEW,), (Kind.VIEW, Kind.READ)
+
+
+def _base(node: torch.fx.Node, kinds: tuple[Kind, ...] = _SURELY) -> torch.fx.Node:
+    """Return the node of which ``node`` is a view, or the same tensor."""
+    while True:
+        source = edited(node)
+        if source is None and kind_of(node) in kinds and node.all_input_nodes:
+            source = node.all_input_nodes[0]
+        if source is None:
+            return node
+        node = source
 
 
 def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
@@ -88,7 +103,7 @@ def mark_borders(graph_module: torch.fx.GraphModule) -> bool:
         Whether there is such a tensor.
     """
     observed = _Observed(graph_module.graph)
-    borders = {_last_of_several(since) for place, since in observed.since.items() if any(observed.uses(place))}
+    borders = {_last_of_several(ready) for place, ready in observed.ready.items() if any(observed.uses(place))}
     stretch = passed = 0
     for node in graph_module.graph.nodes:
         stretch = max(stretch, node.meta.get(STRETCH, stretch))

@@ -329,13 +329,19 @@ _WRITING = frozenset(
 )
 
 
-def written(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that a call with effects may write to, and whose memory its result may share."""
+def edited(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the argument that ``node`` is known to edit in place; ``None`` if it edits none, or nothing is known of it."""
     name = node.target if isinstance(node.target, str) else ""
     method = node.op == "call_method" and name.endswith("_") and not name.endswith("__") and name != "set_"
     if (method or node.target in _WRITING) and node.args and isinstance(node.args[0], torch.fx.Node):
-        return [node.args[0]]
-    return node.all_input_nodes
+        return node.args[0]
+    return None
+
+
+def written(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that a call with effects may write to, and whose memory its result may share."""
+    known = edited(node)
+    return node.all_input_nodes if known is None else [known]
 
 
 def effects(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:

@@ -416,7 +416,7 @@ class Recording(CallRecorder):
         computed = run_lowered(self.report, ran, arguments)
         self._fill(alive, computed, variant.positions, lowered.partial)
         for place in lowered.partial:
-            if place < 0 and arguments[~place].requires_grad:
+            if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
                 gradients.refuse(arguments[~place])
         return alive, variant.deliver(computed, self.inputs, self.externals)
 

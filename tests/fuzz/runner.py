@@ -262,7 +262,7 @@ def _complaints(
     # Two names of a tensor from outside become two tensors in a compiled trace: what is called on one is not seen at the other.
     flags = not (compile and plan.gradients)
     lines = differences(found, expected, exact, sharing=exact, partial=compile, flags=flags)
-    if found.error is not None and expected.error is None:
+    if lines and found.error is not None and expected.error is None:
         lines += traceback.format_exception(found.error)[-6:]
     if lines or not compile or _report is None:
         return lines

@@ -46,7 +46,7 @@ class ModeStacks(NamedTuple):
         """Return the stacks of the current thread."""
         functions, dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
         if not functions and not dispatch and _top_saved_tensors_default_hooks(True) is None:
-            return _EMPTY
+            return NO_MODES
         return ModeStacks(
             tuple(map(_get_function_stack_at, range(functions))),
             tuple(map(_get_dispatch_stack_at, range(dispatch))),
@@ -115,7 +115,7 @@ class ModeStacks(NamedTuple):
             before.set()
 
 
-_EMPTY = ModeStacks()
+NO_MODES = ModeStacks()
 
 
 def _split(modes: Sequence[Any], known: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

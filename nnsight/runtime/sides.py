@@ -13,8 +13,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
+from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from .mode_stacks import ModeStacks
+from .mode_stacks import NO_MODES, ModeStacks
 from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
 
 #: Remembers, when it is entered, all that inference mode touches, and has it back when it is left, however they nest.
@@ -40,16 +43,22 @@ class Sides:
         grad: Grad mode of the block, ``None`` before its first turn.
     """
 
-    __slots__ = ("_autocast", "_inference", "_stacks", "grad")
+    __slots__ = ("_autocast", "_inference", "_is_plain", "_stacks", "grad")
 
     def __init__(self) -> None:
         self.grad: bool | None = None
         self._autocast: Autocast | None = None  # each of these only where it is not that of the model
         self._inference: Any = None
         self._stacks: ModeStacks | None = None
+        self._is_plain = True  # none of these is there
 
-    def begin(self) -> _Model:
-        """Give the thread the modes of the block; return those of the model."""
+    def begin(self) -> _Model | bool:
+        """Give the thread the modes of the block; return those of the model, or its grad mode if it has no other."""
+        if self._is_plain and _none_is_on():
+            plain = is_grad_enabled()
+            if self.grad is not None and self.grad is not plain:
+                torch.set_grad_enabled(self.grad)
+            return plain
         grad, remembered = torch.is_grad_enabled(), None
         inference = torch.is_inference_mode_enabled()
         autocast = None
@@ -71,13 +80,20 @@ class Sides:
             self._stacks = None  # what it has entered since will be seen at the end of the turn
         return _Model(grad, inference, autocast, stacks, remembered)
 
-    def end(self, model: _Model, over: bool) -> None:
+    def end(self, model: _Model | bool, over: bool) -> None:
         """Give the thread the modes of the model again.
 
         Args:
             model: What :meth:`begin` has returned.
             over: Whether this was the block's last turn. What it has set then, and not only entered, stays set.
         """
+        if isinstance(model, bool):
+            if _none_is_on():
+                self.grad = is_grad_enabled()
+                if self.grad is not model:
+                    torch.set_grad_enabled(model)
+                return
+            model = _Model(model, False, None, NO_MODES, None)
         if not over and not model.stacks.have_their_lengths:
             self._stacks, rest = ModeStacks.now().apart_from(model.stacks)
             rest.set()
@@ -97,6 +113,18 @@ class Sides:
             set_autocast_of_thread(outer)
         if torch.is_grad_enabled() != model.grad:
             torch.set_grad_enabled(model.grad)
+        self._is_plain = self._autocast is None and self._inference is None and self._stacks is None
+
+
+def _none_is_on() -> bool:
+    """Whether the thread has no mode beside the grad mode, as is usual; each turn asks twice, so it has to be quick."""
+    return not (
+        _len_torch_function_stack()
+        or _is_any_autocast_enabled()
+        or is_inference_mode_enabled()
+        or _len_torch_dispatch_stack()
+        or _top_saved_tensors_default_hooks(True)
+    )
 
 
 def _entered(inference: bool) -> Any:

@@ -198,11 +198,11 @@ class Variant:
         graph_module = self.spliced.copy()
         if not mark_borders(graph_module):
             return None
-        self._fixed |= {float}  # a float is taken out of a tensor, which no border may separate
+        fixed = self._fixed | {float}  # a float is taken out of a tensor, which no border may separate
         symbols = [symbol for _, symbol in self._graph.symbols]
         known = self._graph.regions or KnownRegions()
         try:
-            prepared = prepare(graph_module, arguments, symbols, binding, self._fixed, sharing)
+            prepared = prepare(graph_module, arguments, symbols, binding, fixed, sharing)
             made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
             return made and replace(made, sharing=sharing)
         except Exception as error:

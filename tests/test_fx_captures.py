@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
+from nnsight.fx.compat import NotCompiled, caller_of_compiled
 from nnsight.runtime.instrumentation import Instrumentation
 
 from .conftest import Hooks, same
@@ -207,3 +208,68 @@ def test_a_compiled_function_inside_is_compiled_as_always() -> None:
     seen.append(X)
     same(model(X), X * 3 + 1)
     assert fx.counters.captures == 1
+
+
+class Looks(torch.nn.Module):
+    """Looks ids up inside of regions that change the state of the thread."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.table, self.last = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kind == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found = self.last(self.table(ids))
+            return found.float()
+        return torch.vmap(lambda row: self.last(self.table(row)))(ids)
+
+
+@pytest.mark.parametrize("kind", ["autocast", "vmap"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_known_call_that_fails_in_such_a_region_leaves_it(kind: str, fullgraph: bool) -> None:
+    torch.manual_seed(0)
+    module = Looks(kind).eval()
+    model = NNsight(module, compile={"backend": "eager", "dynamic": False, "fullgraph": fullgraph})
+    ids, beyond = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 1], [2, 9]])
+
+    def looked_up(ids: torch.Tensor) -> torch.Tensor:
+        with model.trace(ids):
+            out = model.output.save()
+        return out
+
+    for _ in range(3):
+        same(looked_up(ids), module(ids))
+        same(model(ids), module(ids))
+    captures, replays = fx.counters.captures, fx.counters.replays
+    for call in (looked_up, model):
+        with pytest.raises(IndexError):
+            call(beyond)
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+        same(torch.ones(2, 4) @ torch.ones(4, 2), torch.full((2, 2), 4.0))
+    same(looked_up(ids), module(ids))
+    assert (fx.counters.captures, fx.counters.replays) == (captures, replays + 1)
+
+
+def test_a_wrapper_of_another_kind_is_called() -> None:
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(plain, backend="eager")
+    wrapped: list[int] = []
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        wrapped.append(1)
+        return compiled(x)
+
+    call = caller_of_compiled(around, plain.__code__)
+    with pytest.raises(NotCompiled):
+        call(X)
+    compiled(X)
+    same(call(X), X + 1)
+    assert len(wrapped) == 2
+    same(caller_of_compiled(compiled, plain.__code__)(X), X + 1)
+    with pytest.raises(NotCompiled):
+        caller_of_compiled(compiled, plain.__code__)(X.double())

@@ -4,7 +4,7 @@ Calls of modules are intercepted while a run is active: dynamo has to see the ta
 Python the interception itself offers values. To install and remove it costs as much as the rest of a call of a small
 model. Somebody who waits at no location, such as a replay, can do without it if nothing but one captured graph is going to run.
 
-That is so if dynamo has compiled code for the arguments (:func:`~nnsight.fx.compat.call_compiled` asks for no more than that), each of
+That is so if dynamo has compiled code for the arguments (:func:`~nnsight.fx.compat.caller_of_compiled` asks for no more than that), each of
 its captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
 in calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
 """

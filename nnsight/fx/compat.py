@@ -26,7 +26,7 @@ __all__ = [
     "BackendCallable",
     "NotCompiled",
     "backend_name",
-    "call_compiled",
+    "caller_of_compiled",
     "compile_lock",
     "forget_fixed_floats",
     "generated_code_in",
@@ -160,31 +160,91 @@ class NotCompiled(Exception):
 #: By thread, the code of a function that is about to be called compiled or not at all.
 _wanted: dict[int, types.CodeType] = {}
 _callback_as_it_is: Any = eval_frame._callback_from_stance
+_skips_guards: Callable[[], bool] = getattr(eval_frame, "_is_skip_guard_eval_unsafe_stance", lambda: False)
 
 
-def call_compiled(function: Callable[..., Any], code: types.CodeType, *args: Any) -> Any:
-    """Call a function with what dynamo has compiled for arguments like these.
+def caller_of_compiled(function: Callable[..., Any], code: types.CodeType) -> Callable[..., Any]:
+    """Return what calls a function with what dynamo has compiled for the arguments, if there is something.
+
+    If there is not, because dynamo would have to compile or would run the function as it is, what is returned raises
+    :class:`NotCompiled`, before anything has run.
+
+    Half of what surrounds a compiled function is there for compiling; where dynamo is as this module knows it, that is left out.
 
     Args:
         function: What ``torch.compile`` returned.
         code: Of the function that it was given.
-        *args: The arguments.
-
-    Raises:
-        NotCompiled: If dynamo would have to compile, or would run the function as it is; before anything has run.
     """
-    if (
-        torch._guards.TracingContext.try_get() is not None
-        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
-        or _callback_as_it_is(_refusing) is not _refusing  # a stance
-    ):
-        raise NotCompiled
-    thread = threading.get_ident()
-    _wanted[thread] = code
-    try:
-        return function(*args)
-    finally:
-        _wanted.pop(thread, None)
+
+    def call_wrapped(*args: Any) -> Any:
+        thread = threading.get_ident()
+        _wanted[thread] = code
+        try:
+            return function(*args)
+        finally:
+            _wanted.pop(thread, None)
+
+    call = _without_wrapper(function, code, call_wrapped) or call_wrapped
+
+    def call_compiled(*args: Any) -> Any:
+        if (
+            getattr(torch._guards._TLS, "tracing_context", None) is not None
+            or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+            or torch._C._is_tracing()
+            or _callback_as_it_is(_refusing) is not _refusing  # a stance
+        ):
+            raise NotCompiled
+        return call(*args)
+
+    return call_compiled
+
+
+def _without_wrapper(
+    function: Callable[..., Any], code: types.CodeType, call_wrapped: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """Return what calls ``function`` with compiled code past its wrapper; ``None`` if the wrapper is not of the known kind."""
+    wrapper = getattr(function, "__code__", None)
+    variables = dict(zip(wrapper.co_freevars, getattr(function, "__closure__", None) or (), strict=True)) if wrapper else {}
+    if not {"self", "callback", "fn"} <= variables.keys():
+        return None
+    context, callback, plain = (variables[name].cell_contents for name in ("self", "callback", "fn"))
+    if not isinstance(context, eval_frame.OptimizeContext) or getattr(plain, "__code__", None) is not code or context.fullgraph:
+        return None
+    set_callback, enter_all = eval_frame.set_eval_frame, tuple(context.enter_exit_hooks)
+    refuse, layers = _refusing(callback, code), torch._C._functorch
+
+    def call(*args: Any) -> Any:
+        outer = set_callback(None)
+        if outer is not None or _skips_guards():  # inside of something else that dynamo runs, which has settings of its own
+            set_callback(outer)
+            return call_wrapped(*args)
+        leave_all = [enter() for enter in enter_all]
+        depth = layers.get_dynamic_layer_stack_depth()
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        succeeded = False
+        set_callback(refuse)
+        try:
+            result = plain(*args)
+            succeeded = True
+            return result
+        finally:
+            set_callback(None)
+            layers.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            if not succeeded:
+                _restore_dispatch_keys(included, excluded)
+            for leave in leave_all:
+                leave()
+
+    return call
+
+
+def _restore_dispatch_keys(included: Any, excluded: Any) -> None:
+    """Set the dispatch keys of this thread as they were before compiled code failed between two of its nodes that change them."""
+    for key in torch._C.DispatchKey.__members__.values():
+        if torch._C._dispatch_tls_is_dispatch_key_included(key) != included.has(key):
+            torch._C._dispatch_tls_set_dispatch_key_included(key, included.has(key))
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(key) != excluded.has(key):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded.has(key))
 
 
 def _refusing(callback: Any, code: types.CodeType) -> Any:

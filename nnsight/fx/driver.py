@@ -37,7 +37,7 @@ from .captures import Captures
 from .compat import (
     BackendCallable,
     NotCompiled,
-    call_compiled,
+    caller_of_compiled,
     is_whole_call,
     resolve_backend,
     skip_code,
@@ -102,6 +102,7 @@ class CompiledDriver:
         self.tree = tree
         self.options = dict(options)
         self.fullgraph = bool(options.get("fullgraph", False))
+        self._is_dynamic = bool(options.get("dynamic"))
         lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
         self._guard_filter: Callable[..., Any] | None = None
         if "guard_filter_fn" in (options.get("options") or {}):  # dynamo's, and no backend's
@@ -111,7 +112,7 @@ class CompiledDriver:
         self._regions = KnownRegions() if options.get("regions", _is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
-        self._code: types.CodeType | None = None
+        self._call_compiled: Callable[..., Any] | None = None  # the function, if dynamo has compiled code for the arguments
         self._captures = Captures()
         self._version = -1  # of the tree, for which the function is
         self._lock = threading.Lock()
@@ -140,14 +141,16 @@ class CompiledDriver:
 
         Then calls of modules need not be intercepted, which takes a while, if nothing but one captured graph is going to run.
         """
-        captures, function, code = self._captures, self._function, self._code
-        if function is None or code is None or self._version != self.tree.version:
+        captures, call_compiled = self._captures, self._call_compiled
+        if call_compiled is None or self._version != self.tree.version:
             return self.call_captured(args, kwargs)
         if not captures.suffice or self._specializes(args, kwargs):
             return self.call_captured(args, kwargs)
         known = captures.count
-        with contextlib.suppress(NotCompiled):
-            return call_compiled(function, code, self.tree.root, args, kwargs)
+        try:
+            return call_compiled(self.tree.root, args, kwargs)
+        except NotCompiled:
+            pass  # what follows is not its consequence
         result = self.call_captured(args, kwargs)
         if captures.count == known:
             captures.give_up()  # what dynamo checks before the call depends on the interception
@@ -164,7 +167,7 @@ class CompiledDriver:
             return function(tree.root, args, kwargs)
 
     def _specializes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return bool(self.options.get("dynamic")) or float in map(type, args) or float in map(type, kwargs.values())
+        return self._is_dynamic or float in map(type, args) or (bool(kwargs) and float in map(type, kwargs.values()))
 
     def around(self, function: Callable[..., Any]) -> Driver:
         """Return a driver that calls ``function``, in which each call of the model runs compiled."""
@@ -216,7 +219,7 @@ class CompiledDriver:
                 name = f"call_{type(self.tree.root).__name__}_{next(_numbers)}"
                 code = _call_model.__code__.replace(co_name=name)
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
-                self._captures, self._code = Captures(), code
+                self._captures, self._call_compiled = Captures(), None
                 self._function = torch.compile(
                     function,
                     backend=_CaptureBackend(
@@ -226,6 +229,7 @@ class CompiledDriver:
                     fullgraph=self.fullgraph,
                     options={"guard_filter_fn": functools.partial(_kept_guards, self._guard_filter)},
                 )
+                self._call_compiled = caller_of_compiled(self._function, code)
                 self._version = version
             return self._function
 

@@ -166,7 +166,7 @@ class Attempt:
     def known(self) -> dict[Any, Any] | None:
         """Return what is remembered of the block in this environment: effects, by what else they depend on."""
         known = self._memory.environments.get(self._key)
-        if known is None or any(reference() is None for reference in known[0]):
+        if known is None or None in [reference() for reference in known[0]]:
             return None
         return known[1]
 

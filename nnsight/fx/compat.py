@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.types import ConvertFrameReturn
@@ -210,25 +211,24 @@ def _without_wrapper(
     context, callback, plain = (variables[name].cell_contents for name in ("self", "callback", "fn"))
     if not isinstance(context, eval_frame.OptimizeContext) or getattr(plain, "__code__", None) is not code or context.fullgraph:
         return None
-    set_callback, enter_all = eval_frame.set_eval_frame, tuple(context.enter_exit_hooks)
-    refuse, layers = _refusing(callback, code), torch._C._functorch
+    refuse, enter_all, layers = _refusing(callback, code), tuple(context.enter_exit_hooks), torch._C._functorch
 
     def call(*args: Any) -> Any:
-        outer = set_callback(None)
+        outer = set_eval_frame(None)
         if outer is not None or _skips_guards():  # inside of something else that dynamo runs, which has settings of its own
-            set_callback(outer)
+            set_eval_frame(outer)
             return call_wrapped(*args)
         leave_all = [enter() for enter in enter_all]
         depth = layers.get_dynamic_layer_stack_depth()
         included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         succeeded = False
-        set_callback(refuse)
+        set_eval_frame(refuse)
         try:
             result = plain(*args)
             succeeded = True
             return result
         finally:
-            set_callback(None)
+            set_eval_frame(None)
             layers.pop_dynamic_layer_stack_and_undo_to_depth(depth)
             if not succeeded:
                 _restore_dispatch_keys(included, excluded)

@@ -6,17 +6,7 @@ following what kind of thing each expression is. It is a proof by cases: a state
 known to be harmless ends it, and the block runs each time, as any block may. Nothing is executed except attribute
 look-ups on the objects that the block reads from outside.
 
-What a block reads from outside are its *roots*: a variable, or an attribute of one. A replay compares them with what they
-were; which comparison is needed depends on the kind of object:
-
-==============  =========================================================================================
-``"tensor"``    type, shape, strides, dtype, device, and whether it requires a gradient; not its values
-``"constant"``  numbers, strings, dtypes and tuples of them: equal, and of the same type
-``"object"``    envoys, functions, Python modules and instances: the same object
-``"items"``     a list, tuple or dict of tensors and constants: each of its items
-``"envoys"``    a list or tuple of envoys: the same objects
-``"filled"``    a list that the block appends to, and does not look at: whether it is another one of these
-==============  =========================================================================================
+What a block reads from outside are its *roots* (:mod:`nnsight.fx.roots`), which a replay compares with what they were.
 """
 
 from __future__ import annotations
@@ -25,8 +15,6 @@ import ast
 import builtins
 import functools
 import math
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,14 +26,7 @@ from ..source import Source
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, Block
 from ..tracing.body import RESULT_NAME, SAVE_NAME
 from ..tracing.saving import save
-
-#: Longest container whose items are compared one by one.
-_LONGEST = 64
-
-_CONSTANT_TYPES = (
-    bool, int, float, complex, str, bytes, type(None), type(...), range, slice,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
+from .roots import Root, is_constant, kind_of, look_up
 
 #: Built-ins that compute a value from their arguments and do nothing else.
 _HARMLESS_BUILTINS = frozenset(
@@ -73,16 +54,6 @@ _REACHING_OUT = frozenset("backward register_hook register_post_accumulate_grad_
 
 class Undetermined(Exception):
     """The block cannot be shown to be determined by what it reads; the message says why."""
-
-
-class Root(NamedTuple):
-    """Something a block reads from outside: a variable, or an attribute of one."""
-
-    name: str
-    attributes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return ".".join((self.name, *self.attributes))
 
 
 class _Own:
@@ -138,51 +109,6 @@ def roots_of(block: Block, tracer: Any, variable: Callable[[str], Any]) -> dict[
         if root in analysis.roots:
             raise Undetermined(f"the list `{root}` is appended to and looked at")
     return analysis.roots | dict.fromkeys(analysis.filled, "filled")
-
-
-def look_up(value: Any, name: str) -> Any:
-    """Return an attribute of an instance or a Python module without running any code of its class.
-
-    Raises:
-        KeyError: If it is not simply stored there.
-    """
-    kind = type(value)
-    if kind.__getattribute__ not in _PLAIN_LOOKUP or hasattr(kind, name):
-        raise KeyError(name)
-    own = value.__dict__
-    if name in own or not isinstance(value, torch.nn.Module):
-        return own[name]
-    return next(table for table in (value._parameters, value._buffers, value._modules, own) if name in table or table is own)[name]
-
-
-def kind_of(value: Any) -> str | None:
-    """Return how ``value`` is compared in a replay, ``None`` if it cannot be."""
-    if isinstance(value, torch.Tensor):
-        return "tensor" if type(value) in (torch.Tensor, torch.nn.Parameter) else None
-    if _is_constant(value):
-        return "constant"
-    if type(value) in (list, tuple, dict):
-        items = list(value.values() if type(value) is dict else value)
-        if items and type(value) is not dict and all(isinstance(item, Located) for item in items):
-            return "envoys"
-        keys = list(value) if type(value) is dict else []
-        fits = len(items) <= _LONGEST and all(kind_of(item) in ("tensor", "constant") for item in items)
-        return "items" if fits and all(_is_constant(key) for key in keys) else None
-    return "object" if _can_be_referred_to(value) else None
-
-
-def _is_constant(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(_is_constant(item) for item in value)
-    return type(value) in _CONSTANT_TYPES
-
-
-def _can_be_referred_to(value: Any) -> bool:
-    try:
-        weakref.ref(value)
-    except TypeError:
-        return isinstance(value, types.BuiltinFunctionType)
-    return True
 
 
 @functools.cache
@@ -299,7 +225,7 @@ class _Analysis:
         """Return the kind of what is of one of two kinds; ``None`` if there is none."""
         if kind is other or (type(kind) is type(other) and getattr(kind, "value", kind) is getattr(other, "value", other)):
             return kind
-        plain = [each is _VALUE or (isinstance(each, _Known) and _is_constant(each.value)) for each in (kind, other)]
+        plain = [each is _VALUE or (isinstance(each, _Known) and is_constant(each.value)) for each in (kind, other)]
         return _VALUE if all(plain) else None
 
     def _store(self, target: ast.expr, kind: Any) -> None:
@@ -411,7 +337,7 @@ class _Analysis:
                 return _VALUE
             if isinstance(owner, _RootOf):
                 return self._of_object(owner, node)
-            if _is_constant(value):
+            if is_constant(value):
                 return _VALUE
         return self._fail(node)
 
@@ -554,7 +480,7 @@ class _Analysis:
             return _Known(None)
         owner, name = self.kind(function.value), function.attr
         is_value = owner is _VALUE or (
-            isinstance(owner, _Known) and (isinstance(owner.value, torch.Tensor) or _is_constant(owner.value))
+            isinstance(owner, _Known) and (isinstance(owner.value, torch.Tensor) or is_constant(owner.value))
         )
         if is_value and name not in _REACHING_OUT and _is_method(name):
             self._all_stored(given, node)
@@ -614,7 +540,7 @@ class _Analysis:
 
     def _operand(self, kind: Any, node: ast.AST) -> None:
         """Check that an operator or a test may be applied to this kind of value: then it does nothing of its own."""
-        plain = isinstance(kind, _Known) and (isinstance(kind.value, torch.Tensor) or _is_constant(kind.value))
+        plain = isinstance(kind, _Known) and (isinstance(kind.value, torch.Tensor) or is_constant(kind.value))
         if not (plain or kind in (_OWN, _VALUE) or isinstance(kind, _Items)):
             self._fail(node)
 
@@ -641,11 +567,6 @@ class _Row(NamedTuple):
 
 #: Built-ins that make a container of the items they are given.
 _MAKING = (list, dict, set, tuple, sorted, zip, enumerate, reversed, frozenset)
-
-_PLAIN_LOOKUP: tuple[Any, ...] = tuple(
-    kind.__getattribute__ for kind in (object, types.ModuleType, types.SimpleNamespace)
-)
-
 
 def _is_plain(kind: type) -> bool:
     """Whether a class of envoys has the properties and methods of all envoys, and not some of a user's."""

@@ -21,11 +21,12 @@ from ..runtime import gradients
 from ..runtime.report import Report
 from ..tracing import Scope
 from ..tracing.saving import saves
-from .determinate import Undetermined, kind_of
+from .determinate import Undetermined
 from .explaining import RanPiece
 from .functions import DRAWN_LIKE, edits_in_place
 from .journal import Journal
 from .program import Call, State
+from .roots import kind_of
 from .splice import as_argument
 from .stages import run_lowered
 from .variant import Variant

@@ -25,7 +25,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,9 +34,10 @@ from ..runtime.report import Report
 from ..tracing import Scope
 from ..tracing.block import is_bound
 from .counters import counters
-from .determinate import Root, Undetermined, kind_of, look_up, roots_of
+from .determinate import Undetermined, roots_of
 from .journal import Journal, Listening, journal_of_run
 from .playback import Effects, NotAsBefore, Playback, effects_of
+from .roots import Read, Root, read_roots
 
 if TYPE_CHECKING:
     from ..tracing import Block
@@ -110,7 +111,7 @@ class Replays:
             builtins = module_globals["__builtins__"]
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
-        read = None if memory.roots is None else _read(memory.roots, variable)
+        read = None if memory.roots is None else read_roots(memory.roots, variable)
         key = None if read is None else (version, *_settings(), *read.key)
         if key not in memory.environments:  # the proof is about the objects of now, another function may do anything
             try:
@@ -123,7 +124,7 @@ class Replays:
             if roots != memory.roots:
                 memory.roots = roots
                 memory.environments.clear()  # what is known is about other roots
-            read = _read(roots, variable)
+            read = read_roots(roots, variable)
             if read is None:
                 return None
             key = (version, *_settings(), *read.key)
@@ -148,7 +149,7 @@ class Attempt:
         memory: _Memory,
         block: Block,
         key: tuple[Any, ...],
-        read: _Read,
+        read: Read,
     ) -> None:
         self._replays, self._memory, self._block = replays, memory, block
         self._key, self._read = key, read
@@ -254,81 +255,3 @@ def _reference(item: Any) -> Callable[[], Any]:
 def _settings() -> tuple[Any, ...]:
     """What calls of torch depend on besides their arguments."""
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
-
-
-class _Read(NamedTuple):
-    """What the roots of a block are.
-
-    Attributes:
-        key: What tells that they are as they were.
-        tensors: The tensors.
-        objects: The objects that are compared by identity.
-        filled: The lists that the block appends to.
-    """
-
-    key: tuple[Any, ...]
-    tensors: list[torch.Tensor]
-    objects: list[Any]
-    filled: list[list[Any]]
-
-
-def _read(roots: tuple[tuple[Root, str], ...], variable: Callable[[str], Any]) -> _Read | None:
-    """Return what the roots are now; ``None`` if one is of another kind."""
-    key: list[Any] = []
-    tensors: list[torch.Tensor] = []
-    objects: list[Any] = []
-    filled: list[list[Any]] = []
-    looked_at: set[int] = set()
-    for (name, attributes), kind in roots:
-        try:
-            value = variable(name)
-            for attribute in attributes:
-                value = look_up(value, attribute)
-        except (KeyError, AttributeError):
-            return None
-        if kind == "object":
-            key.append(id(value))
-            objects.append(value)
-        elif kind == "filled":
-            if type(value) is not list:
-                return None
-            filled.append(value)
-        elif kind_of(value) != kind:
-            return None
-        elif kind == "envoys":
-            key.append((type(value), *map(id, value)))
-            objects += value
-        elif kind == "items":
-            looked_at.add(id(value))
-            entries = list(value.items()) if type(value) is dict else list(enumerate(value))
-            key.append((type(value), len(entries)))
-            for index, item in entries:
-                key.append((type(index), index))
-                _add_item(item, key, tensors)
-        else:
-            _add_item(value, key, tensors)
-    if filled:
-        numbers = list(map(id, filled))
-        if not looked_at.isdisjoint(numbers):
-            return None
-        key += map(numbers.index, numbers)
-    return _Read(tuple(key), tensors, objects, filled)
-
-
-def _add_item(value: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        key.append(
-            (type(value), value.shape, value.stride(), value.dtype, value.device, value.layout, value.requires_grad, value.is_leaf)
-        )
-    else:
-        key.append(_constant_key(value))
-
-
-def _constant_key(value: Any) -> Any:
-    """Return what is equal for equal constants of equal types: ``1 == 1.0 == True``, ``0.0 == -0.0``."""
-    if type(value) is tuple:
-        return tuple(map(_constant_key, value))
-    if type(value) in (float, complex, slice, range):
-        return type(value), repr(value)
-    return type(value), value

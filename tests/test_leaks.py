@@ -348,12 +348,16 @@ def test_threads_leave_nothing(compile: bool) -> None:
 
     run_all(model, compile, 1)
     run()
-    assert not failures, failures
-    before = counted()
-    run()
-    assert not failures, failures
-    after = counted()
-    assert all(after[name] <= before[name] for name in before), (before, after)
+    grown: dict[str, int] = {}
+    for _ in range(3):  # in which order threads come to a program is chance, and so is when the last variant is known
+        before = counted()
+        run()
+        assert not failures, failures
+        after = counted()
+        grown = {name: after[name] - before[name] for name in after if after[name] > before[name]}
+        if not grown:
+            break
+    assert not grown, grown
     assert_clean(model)
 
 

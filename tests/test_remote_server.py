@@ -604,7 +604,7 @@ def test_results_are_kept_for_a_while(orders: Orders, tmp_path: Path) -> None:
 def test_the_payload_goes_when_the_job_has_ended(server: Running, tmp_path: Path) -> None:
     job = server.submit(order(say="x"))
     server.finished(job)
-    until(lambda: sorted(path.name for path in (tmp_path / "jobs" / job).iterdir()) == ["job.json", "result"])
+    until(lambda: sorted(path.name for path in (tmp_path / "jobs" / job).iterdir()) == ["job.jsonl", "result"])
 
 
 def test_what_waits_and_what_is_ready_outlives_the_server(tmp_path: Path) -> None:
@@ -651,7 +651,7 @@ def test_damaged_and_strange_folders_do_not_stop_the_server(tmp_path: Path) -> N
     damaged, other = tmp_path / nonce(), tmp_path / "something"
     for folder in (damaged, other):
         folder.mkdir()
-        (folder / "job.json").write_text('{"id": 3')
+        (folder / "job.jsonl").write_text('{"id": 3')
     gone = Orders()
     with running(gone.engine(), tmp_path, key=ModelKey("other/model")) as server:
         job = server.submit(order(say="x", wait=True), model_key="other/model")
@@ -661,6 +661,24 @@ def test_damaged_and_strange_folders_do_not_stop_the_server(tmp_path: Path) -> N
         assert not damaged.exists() and other.exists()
         assert "does not serve" not in server.finished(job)["description"]  # what the operator did is in the log
         assert server.finished(job)["status"] == "ERROR"
+
+
+def test_a_record_that_was_not_written_to_its_end_costs_its_last_line_only(tmp_path: Path) -> None:
+    spool, payload = Spool(tmp_path), io.BytesIO(b"payload")
+    job = Job("alice", "model", nonce(), "digest", 7, 1.0)
+    job.tell(JobStatus.QUEUED, "It waits.")
+    spool.admit(job, payload)
+    record = tmp_path / job.id / "job.jsonl"
+    with open(record, "ab") as file:
+        file.write(b'\n{"id": "' + job.id.encode())
+    (found,) = Spool(tmp_path).recover()
+    assert (found.id, found.status, found.digest) == (job.id, JobStatus.QUEUED, "digest")
+    job.tell(JobStatus.RUNNING, "It runs.")
+    spool.note(job)
+    (found,) = Spool(tmp_path).recover()
+    assert found.status is JobStatus.RUNNING
+    record.write_bytes(record.read_bytes()[:20])
+    assert Spool(tmp_path).recover() == [] and not (tmp_path / job.id).exists()
 
 
 def test_a_server_that_is_told_to_stop_lets_jobs_end_and_takes_no_more(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Jobs on disk: what was accepted is not lost when the process ends, and results do not fill the memory.
 
-Every job is a folder named by its id, with ``payload``, ``job.json`` and later ``result``. A file is written beside its place and
-then renamed, so it is there as a whole or not at all, also if the process is killed. That a file survives a power failure takes the disk
-several milliseconds, for which no job waits: a client is told that its job was received when :meth:`Spool.settle` has returned, and by then
-the job may run; a payload is removed when the result has settled, until then the job could be run again.
+Every job is a folder named by its id, with ``payload``, ``job.jsonl`` and later ``result``. The first and the last are written beside
+their places and then renamed, so they are there as a whole or not at all, also if the process is killed. To the other one a line is added
+at each step of the job; the last line that is whole says where it stands. That a file survives a power failure takes the disk several
+milliseconds, for which no job waits: a client is told that its job was received when :meth:`Spool.settle` has returned, and by then the
+job may run; a payload is removed when the result has settled, until then the job could be run again.
 
 A full disk is an ordinary event: the job that did not fit is refused or fails, with a message, and what was written of it is removed.
 The folder has a budget of its own, so that results nobody fetched do not take the disk of everything else.
@@ -11,6 +12,7 @@ The folder has a budget of its own, so that results nobody fetched do not take t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -18,12 +20,15 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ..protocol import is_id
 from .jobs import Job
 
 _log = logging.getLogger("nnsight.remote.server")
+
+#: What is known of a job, a line for each step.
+_RECORD = "job.jsonl"
 
 
 class StorageFullError(OSError):
@@ -66,8 +71,8 @@ class Spool:
             raise _full(error) from error
 
     def settle(self, job: Job) -> None:
-        """Return when what was written of a job survives a power failure."""
-        for name in ("payload", "result", "job.json"):
+        """Return when what was written of a job survives a power failure: all that is needed to run it, or that it has run."""
+        for name in ("result" if job.status.finished else "payload", _RECORD):
             try:
                 with open(self.folder / job.id / name, "rb") as file:
                     os.fsync(file.fileno())
@@ -128,7 +133,7 @@ class Spool:
             if not is_id(folder.name) or not folder.is_dir():
                 continue
             try:
-                job = Job.from_record(json.loads((folder / "job.json").read_text(encoding="utf-8")))
+                job = Job.from_record(_last_record((folder / _RECORD).read_bytes()))
                 if job.id != folder.name:
                     raise ValueError("the record belongs to another job")
                 if not job.status.finished and (folder / "result").exists():  # the record had no time to follow
@@ -149,8 +154,8 @@ class Spool:
         self._sizes[job_id] = size
 
     def _write_record(self, job: Job) -> None:
-        text = json.dumps(job.record()).encode()
-        self._write(self.folder / job.id / "job.json", lambda file: file.write(text))
+        with open(self.folder / job.id / _RECORD, "ab") as file:
+            file.write(b"\n" + json.dumps(job.record()).encode())  # a line of its own, even behind half of one
 
     def _write(self, path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         """Write a file as a whole."""
@@ -162,6 +167,20 @@ class Spool:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _last_record(lines: bytes) -> dict[str, Any]:
+    """Return what the last whole line of a record says.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for line in reversed(lines.split(b"\n")):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    raise ValueError("the record has no line that is whole")
 
 
 def _full(error: OSError) -> OSError:

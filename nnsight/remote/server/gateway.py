@@ -16,7 +16,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -126,7 +126,8 @@ class Gateway:
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
         self._loops: list[asyncio.Task[None]] = []
-        self._doing: set[asyncio.Future[None]] = set()
+        self._unnoted: list[Job] = []  # those that have ended, of which the disk does not know yet
+        self._noting: asyncio.Task[None] | None = None
 
     # -- the life of the server ------------------------------------------------------------------------------------
 
@@ -175,7 +176,8 @@ class Gateway:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
-        await asyncio.gather(*self._doing, return_exceptions=True)
+        if self._noting is not None:
+            await asyncio.gather(self._noting, return_exceptions=True)
         for served in self.served.values():
             served.engine.close()
 
@@ -379,9 +381,9 @@ class Gateway:
             outcomes = [error]
         runtime = time.time() - started
         self.metrics.runtime.labels(str(served.key)).observe(runtime)
-        ends: list[Coroutine[Any, Any, None]] = []
+        results: list[tuple[Job, bytes]] = []
+        figures = {job: {"runtime": runtime, "waited": started - job.created, "together": len(jobs)} for job in jobs}
         for job, outcome in zip(jobs, outcomes, strict=True):
-            figures = {"runtime": runtime, "waited": started - job.created, "together": len(jobs)}
             if job.status.finished:  # cancelled meanwhile
                 continue
             if isinstance(outcome, EngineLostError) and job.attempts < self.settings.attempts:
@@ -390,24 +392,26 @@ class Gateway:
                 served.queue.put_back(job)
                 served._wake.set()
             elif isinstance(outcome, Exception):
-                self._fail(job, outcome, **figures)
+                self._fail(job, outcome, **figures[job])
             else:
-                ends.append(self._complete(job, outcome, **figures))
-        for failure in await asyncio.gather(*ends, return_exceptions=True):  # all at once: a disk is waited for
-            if isinstance(failure, BaseException):
-                raise failure
+                results.append((job, outcome))
+        for job, kept in await asyncio.to_thread(self._keep_results, results) if results else ():
+            if isinstance(kept, Exception):
+                self._fail(job, kept, **figures[job])
+            elif not job.status.finished:
+                job.complete(kept, **figures[job])
+                self.metrics.results.inc(kept)
+                self._end(job, "completed", **figures[job])
 
-    async def _complete(self, job: Job, result: bytes, **figures: Any) -> None:
-        try:
-            size = await asyncio.to_thread(self.spool.keep_result, job, result)
-        except Exception as error:  # a fault of this file, or of the disk, is that of one job
-            self._fail(job, error, **figures)
-            return
-        if job.status.finished:
-            return
-        job.complete(size, **figures)
-        self.metrics.results.inc(size)
-        self._end(job, "completed", **figures)
+    def _keep_results(self, results: list[tuple[Job, bytes]]) -> list[tuple[Job, int | Exception]]:
+        """Write results to disk; return the length of each, or why it could not be written: that is a fault of one job."""
+        kept: list[tuple[Job, int | Exception]] = []
+        for job, result in results:
+            try:
+                kept.append((job, self.spool.keep_result(job, result)))
+            except Exception as error:
+                kept.append((job, error))
+        return kept
 
     def _fail(self, job: Job, error: Exception, **figures: Any) -> None:
         """End a job with an error. Its owner learns the message of errors that are about the job, and no other."""
@@ -428,17 +432,27 @@ class Gateway:
 
     def _end(self, job: Job, outcome: str, **figures: Any) -> None:
         self._active.discard(job)
-        self._in_thread(self.spool.note, job)
+        self._unnoted.append(job)
+        if self._noting is None:
+            self._noting = asyncio.create_task(self._note_all())
         self.metrics.jobs.labels(job.model, outcome).inc()
         _log.info(
             "finished", extra={"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
         )
 
-    def _in_thread(self, function: Callable[[Job], None], job: Job) -> None:
-        """Do what takes the disk some time beside everything else; :meth:`stop` waits for it."""
-        doing = asyncio.ensure_future(asyncio.to_thread(function, job))
-        self._doing.add(doing)
-        doing.add_done_callback(self._doing.discard)
+    async def _note_all(self) -> None:
+        """Write down where jobs that have ended stand, which takes the disk some time; :meth:`stop` waits for it."""
+
+        def note(jobs: list[Job]) -> None:
+            for job in jobs:
+                self.spool.note(job)
+
+        try:
+            while self._unnoted:
+                jobs, self._unnoted = self._unnoted, []
+                await asyncio.to_thread(note, jobs)
+        finally:
+            self._noting = None
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
 

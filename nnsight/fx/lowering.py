@@ -45,6 +45,7 @@ class Lowered:
         compiles: How many graphs a backend compiled for it.
         sharing: Which of its inputs share memory that it writes to, see :func:`sharing_of`.
         partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.borders.partial_results`.
+        regions: How many graphs it calls one after the other.
     """
 
     function: Callable[..., Any]
@@ -53,6 +54,7 @@ class Lowered:
     compiles: int = 1
     sharing: tuple[int, ...] = ()
     partial: frozenset[int] = frozenset()
+    regions: int = 1
 
     @cached_property
     def direct(self) -> Direct:

@@ -236,6 +236,7 @@ class State:
         twin: The state of an earlier run that did the same with constants for numbers.
         stack_trace: The user's line, as torch shows it in graphs.
         variants: Compiled graphs of the program that ends here, by what they return.
+        behind: If the graph was cut here, the piece behind and what it takes.
     """
 
     parent: State | None = None
@@ -247,6 +248,7 @@ class State:
     twin: State | None = None
     stack_trace: str = ""
     variants: dict[Any, Any] = field(default_factory=dict)
+    behind: tuple[Any, tuple[Any, ...]] | None = None
 
     def program(self) -> Program:
         """Return the program that ends at this state and began at the start or the latest cut."""

@@ -23,7 +23,7 @@ import contextlib
 import logging
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -328,9 +328,11 @@ class Recording(CallRecorder):
             self.graph.cuts.add(cut)
             logger.info("graph cut: %s", cut)
         stop = self.graph.order[self.tap.node]
-        behind = Piece.of(self.graph, stop)
-        behind = behind.without_duplicates([self._resolve(node) for node in behind.inputs])
-        wanted: list[Any] = list(behind.inputs[len(self.graph.placeholders) :])
+        if self.state.behind is None:  # the state tells at which tap it is, and all that is resolved
+            piece = Piece.of(self.graph, stop)
+            piece = piece.without_duplicates([self._resolve(node) for node in piece.inputs])
+            self.state.behind = piece, piece.inputs[len(self.graph.placeholders) :]
+        behind, wanted = self.state.behind
         alive, carried = self._run_piece(stop, wanted, cut, observed)
         self.state = self.step(Cut(self.tap.index, alive))
         self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
@@ -366,11 +368,11 @@ class Recording(CallRecorder):
 
     def finish(self) -> list[Any]:
         """Run the rest of the graph and return what the captured graph returns."""
-        _, outputs = self._run_piece(len(self.graph.nodes) - 1, list(self.graph.outputs))
+        _, outputs = self._run_piece(len(self.graph.nodes) - 1, self.graph.outputs)
         return outputs
 
     def _run_piece(
-        self, stop: int, wanted: list[Any], cut: Break | None = None, observed: bool = False
+        self, stop: int, wanted: Sequence[Any], cut: Break | None = None, observed: bool = False
     ) -> tuple[tuple[int, ...], list[Any]]:
         """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
         if cut is None and self.modes.hold:
@@ -380,7 +382,7 @@ class Recording(CallRecorder):
             return self._run_in_modes(stop, wanted, cut, observed)
 
     def _run_in_modes(
-        self, stop: int, wanted: list[Any], cut: Break | None, observed: bool
+        self, stop: int, wanted: Sequence[Any], cut: Break | None, observed: bool
     ) -> tuple[tuple[int, ...], list[Any]]:
         """Run the graph from the piece's start to node number ``stop``.
 

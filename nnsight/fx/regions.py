@@ -50,7 +50,9 @@ class KnownRegions:
 def lower_in_regions(
     prepared: Prepared, inputs: Sequence[Any], binding: tuple[int | float, ...], backend: BackendCallable, known: KnownRegions
 ) -> Lowered | None:
-    """Lower a graph region by region, or return ``None`` if it cannot be cut.
+    """Lower a graph region by region, or return ``None`` if it has no borders of repeated modules.
+
+    A piece between two cuts may well be a single region, equal to that of another layer.
 
     Args:
         prepared: The graph, which is left as it is.
@@ -64,7 +66,7 @@ def lower_in_regions(
     if prepared.taken is not None:
         inputs = [inputs[position] for position in prepared.taken]
     nodes = prepared.graph_module.graph.nodes
-    if len({node.meta.get(STRETCH) for node in nodes} - {None}) < 2:
+    if not any(STRETCH in node.meta for node in nodes):
         return None
     actual = dict(zip((node for node in nodes if node.op == "placeholder"), inputs, strict=True))
     try:
@@ -75,7 +77,7 @@ def lower_in_regions(
         logger.info("not cut into regions: %s: %s", type(error).__name__, str(error).strip().split("\n", 1)[0])
         logger.debug("planning of regions failed", exc_info=True)
         return None
-    if len(regions) < 2:
+    if not regions:
         return None
     calls, conditions, compiles = [], list(prepared.symbols.conditions()), 0
     with known.lock:
@@ -92,7 +94,7 @@ def lower_in_regions(
             calls.append(lowered.direct)
     function = prepared.with_all_inputs(_assemble(plan, graphs, calls))
     partial = partial_results(prepared.graph_module.graph, plan.region.get)
-    return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial)
+    return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(regions))
 
 
 def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]) -> Callable[..., Any]:

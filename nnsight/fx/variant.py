@@ -166,7 +166,7 @@ class Variant:
                 self._keep(made, binding)
                 return made, made.compiles
             made = self._in_regions(binding, arguments, sharing)
-            if self._graph.background:
+            if self._graph.background and (made is None or made.regions > 1):
                 made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, sharing, self._partial)
                 self._first_stages[binding, sharing] = made
             else:

@@ -15,9 +15,11 @@ from ...runtime.uncompiled import leave_to_python
 from ..base import _Names
 from ..language import _folder_or_name
 from ..mixins import MetaMixin
-from .residual import ModuleEnvoy
+from .choices import Choice
+from .residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
 from .taps import Layout, tapped_modules
 from .tracing import RequestTracer
+from .vectors import Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,6 +58,7 @@ class VLLM(MetaMixin):
 
     Attributes:
         tokenizer: That of the repository.
+        vectors: Directions that blocks steer with by name, see :class:`~.vectors.Vectors`.
 
     Raises:
         ImportError: If vLLM is not installed.
@@ -103,6 +106,7 @@ class VLLM(MetaMixin):
             )
         self.__dict__["_layout"] = layout
         self.__dict__["_engine"] = None
+        self.__dict__["vectors"] = Vectors()
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
@@ -116,6 +120,7 @@ class VLLM(MetaMixin):
         from .engine import Engine
 
         engine = self.__dict__["_engine"] = Engine(repo, options, self._layout)
+        self.vectors.hidden = engine.limits.hidden
         return engine.module
 
     def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
@@ -194,6 +199,37 @@ class VLLM(MetaMixin):
         """
         return RequestTracer(self, args, kwargs, None, _Names(self)).call()
 
+    def steer(
+        self,
+        vector: str | Sequence[str] | None = None,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        remove: str | Sequence[str] | None = None,
+        layers: int | str | Sequence[int] | None = None,
+        start: int = 0,
+    ) -> None:
+        """Steer the request with vectors of :attr:`vectors`, at the top of a block; a server is asked for the same with ``vllm_xargs``.
+
+        Args:
+            vector: Name of what is added, or several.
+            scale: Its factor, or one for each.
+            remove: Names of what is projected out before.
+            layers: Numbers of layers, also as a text such as ``"2,5-8"``; by default all for which the vectors have directions.
+            start: First position, counted from the start of the prompt.
+
+        Raises:
+            ValueError: If there is no such vector, it has no direction for a layer, or a layer cannot be steered.
+        """
+        run = running_request()
+        given = {"vector": vector, "remove": remove, "layers": layers, "start": start}
+        choice = Choice.of(given if vector is None else {**given, "scale": scale})
+        limits = run.limits
+        names = [envoy.path for envoy in Envoy.modules(self) if isinstance(envoy, LayerEnvoy)]
+        locations = limits.steered if limits.steered is not None else [f"{path}.output" for path in names]
+        rank = None if limits.steered is None else limits.rank
+        for location, steering in choice.steering(self.vectors, places_of(locations), limits.hidden, rank).items():
+            run.steer(location, steering)
+
     def scan(self, *args: Any, **kwargs: Any) -> Any:
         """Not available: vLLM's layers need the engine around them.
 
@@ -231,6 +267,7 @@ class VLLM(MetaMixin):
 
     _engine: Engine | None
     _layout: Layout | None
+    vectors: Vectors
 
 
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def test_gguf_control_vectors(dtype: torch.dtype, alignment: int) -> None:
         (save({"direction.1": torch.ones(4, dtype=torch.int64)}), "file: 'direction.1' has dtype torch.int64"),
         (save({"direction.1": torch.tensor([1.0, float("nan")])}), "file: 'direction.1' has values that are not finite"),
         (gguf({"direction.1": torch.tensor([1.0, float("inf")])}), "file: 'direction.1' has values that are not finite"),
-        (gguf({"direction.1": torch.ones(4)})[:-1], "ends before its content"),
+        (gguf({"direction.1": torch.ones(4)})[:-17], "ends before its content"),
         (gguf({"direction.1": torch.ones(4)})[:40], "ends before its content"),
         (gguf({"direction.1": torch.ones(4)}, architecture="llama"), "of the architecture 'llama', not a control vector"),
         (gguf({"direction.1": torch.ones(4)}, version=1), "GGUF of version 1"),
@@ -189,9 +189,9 @@ def vectors() -> Vectors:
     return made
 
 
-def chosen(vectors: Vectors, **parameters: Any) -> dict[str, Any]:
+def chosen(registered: Vectors, /, **parameters: Any) -> dict[str, Any]:
     given = {PREFIX + name: value for name, value in parameters.items()}
-    return Choice.of(given, PREFIX).steering(vectors, PLACES, HIDDEN, 1)
+    return Choice.of(given, PREFIX).steering(registered, PLACES, HIDDEN, 1)
 
 
 def test_a_choice_is_a_sum_at_each_layer(vectors: Vectors) -> None:

@@ -157,7 +157,7 @@ class Slots:
             self._free.append(self._slots.pop(salt))
 
     def write(self, slot: int, steering: Mapping[str, Steering]) -> None:
-        """Write parameters to the entry ``slot`` of every table."""
+        """Write the parameters of ``steering`` to the tables."""
         for location, module in self._modules.items():
             self._write(module, slot, steering.get(location))
 

@@ -89,7 +89,7 @@ def prepare(args: Any) -> Vectors:
             raise ValueError(f"--vectors {given}: say what the file is called, as in `--vectors happy={given}`.")
         vectors.load(path, name)
     args.worker_cls = WORKER
-    layout = Layout((), tuple(args.edits), args.slots, args.rank)
+    layout = Layout(edits=tuple(args.edits), slots=args.slots, rank=args.rank)
     args.additional_config = {**(args.additional_config or {}), "nnsight": layout.description}
     return vectors
 
@@ -130,11 +130,11 @@ async def _serve(args: Any, vectors: Vectors) -> None:
     from .client import SteeringClient
     from .http import install
 
-    address, sock = setup_server(args, reuse_port=False)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     _refuse(config)
     _fit(vectors, config.model_config.get_hidden_size())
+    address, sock = setup_server(args, reuse_port=False)  # before the engine, which takes long: the port may be in use
     client = SteeringClient.from_vllm_config(
         config,
         usage_context=UsageContext.OPENAI_API_SERVER,

@@ -307,6 +307,7 @@ def test_what_would_be_ignored_is_refused(server: Server) -> None:
     )
     assert status == 400 and "/tokenize cannot be steered" in answer["error"]["message"]
     assert server.complete(PROMPTS[0], {"of_others": "nnsight"})[0] == 200
+    assert server.ask("POST", "/v1/completions", {"nnsight_vector": "happy"}, key=None)[0] == 401  # authentication comes first
 
 
 def test_more_edits_than_there_is_room_for(server: Server, reference: LanguageModel, offline: VLLM) -> None:
@@ -318,9 +319,9 @@ def test_more_edits_than_there_is_room_for(server: Server, reference: LanguageMo
             xargs = {"nnsight_vector": "happy", "nnsight_scale": scale}
             streams.append(server.open("POST", "/v1/completions", json.dumps({**body, "vllm_xargs": xargs}).encode()))
         _, answer = server.ask("GET", "/v1/nnsight/vectors")
-        if answer["entries"]["in_use"] == 3:  # none has ended yet
-            message = server.refusal({"nnsight_vector": "happy", "nnsight_scale": 4.0})
-            assert "All 3 entries for different edits are in use" in message
+        assert answer["entries"]["in_use"] == 3
+        message = server.refusal({"nnsight_vector": "happy", "nnsight_scale": 4.0})
+        assert "All 3 entries for different edits are in use" in message
     finally:
         for stream in streams:
             stream.close()
@@ -375,7 +376,7 @@ def test_files_that_are_refused(server: Server, data: bytes, status: int, messag
     found, answer = server.ask("PUT", "/v1/nnsight/vectors/wrong", data)
     assert found == status and message in answer["error"]["message"]
     assert server.ask("GET", "/v1/nnsight/vectors", key=None)[0] == 401
-    assert server.ask("PUT", "/v1/nnsight/vectors/wrong", data, key="another")[0] == 401
+    assert server.ask("PUT", "/v1/nnsight/vectors/wrong", b"x", key="another")[0] == 401
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Vectors from files and tensors, and what requests choose of them; no vLLM is needed."""
+"""Vectors from files and tensors, what requests choose of them, and who has which entry of a server's tables; no vLLM is needed."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors.torch import save, save_file
 
 from nnsight.modeling.vllm.choices import PREFIX, Choice
 from nnsight.modeling.vllm.residual import places_of
+from nnsight.modeling.vllm.serving.entries import Entries
 from nnsight.modeling.vllm.vectors import Vectors, load_vector, parse_vector
 
 HIDDEN = 4
@@ -266,3 +269,73 @@ def test_numbers_of_layers() -> None:
     for locations in (["model.norm.output"], ["model.h.1.output", "model.h.1.mlp.output"]):
         with pytest.raises(ValueError, match="cannot be told by a number"):
             places_of(locations)
+
+
+# -- entries of the tables --------------------------------------------------------------------------------------------
+
+
+def entries(count: int) -> tuple[Entries, list[tuple[int, Any]]]:
+    """Return entries, and the list of what is written to the tables."""
+    written: list[tuple[int, Any]] = []
+
+    async def write(slot: int, edits: Any) -> None:
+        if edits == "fails":
+            raise OSError("no engine")
+        await asyncio.sleep(0)
+        written.append((slot, edits))
+
+    return Entries(count, write), written
+
+
+def test_requests_that_are_steered_alike_share_an_entry() -> None:
+    async def main() -> None:
+        made, written = entries(2)
+        first, second, other = made.take("a", "A"), made.take("a", "A"), made.take("b", "B")  # type: ignore[arg-type]
+        assert first.slot == second.slot != other.slot and made.in_use == 2
+        await asyncio.gather(*map(made.ready, [first, second, other]))
+        assert written == [(first.slot, "A"), (other.slot, "B")]
+        with pytest.raises(ValueError, match="All 2 entries for different edits are in use"):
+            made.take("c", "C")  # type: ignore[arg-type]
+        first.release()
+        first.release()
+        with pytest.raises(ValueError, match="All 2 entries"):
+            made.take("c", "C")  # type: ignore[arg-type]
+        second.release()
+        again = made.take("a", "A")  # type: ignore[arg-type]
+        await made.ready(again)
+        assert len(written) == 2  # still there
+        again.release()
+        other.release()
+        third = made.take("c", "C")  # type: ignore[arg-type]
+        await made.ready(third)
+        assert written[2:] == [(other.slot, "C")]  # the one that was used longest ago makes room
+        assert made.in_use == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_dropped_gives_its_entry_back() -> None:
+    async def main() -> None:
+        made, _ = entries(1)
+        lease = made.take("a", "A")  # type: ignore[arg-type]
+        assert made.in_use == 1
+        del lease
+        gc.collect()
+        assert made.in_use == 0
+
+    asyncio.run(main())
+
+
+def test_a_write_that_failed_is_made_again() -> None:
+    async def main() -> None:
+        made, written = entries(1)
+        lease = made.take("a", "fails")  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(OSError, match="no engine"):
+                await made.ready(lease)
+        lease.edits = "works"  # type: ignore[assignment]
+        await made.ready(lease)
+        await made.ready(lease)
+        assert written == [(1, "works")]
+
+    asyncio.run(main())

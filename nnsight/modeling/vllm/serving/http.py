@@ -46,6 +46,7 @@ def install(app: FastAPI) -> None:
     """Add routes and guard to vLLM's application."""
     app.include_router(router)
     app.user_middleware.append(Middleware(Guard))  # the innermost one
+    app.middleware_stack = None  # what was made of them before; the first request makes it anew
 
 
 def _client(request: Request) -> SteeringClient:

@@ -34,9 +34,13 @@ class Stream:
     Outputs are vLLM's, each with all tokens so far. The last one has an attribute ``saves``, with the values that the block saved by their
     names; ``await`` gives this one. The loop raises what the block raised. Leaving ``async with``, or being cancelled while it
     waits, ends the requests.
+
+    Args:
+        close: Called when the last output has been taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
         self._lock = threading.Lock()
         self._outputs: deque[Any] = deque()
         self._last: Any = None
@@ -77,6 +81,7 @@ class Stream:
                     self._last = self._outputs.popleft()
                     return self._last
                 if self._ended:
+                    self._close()
                     if self._error is not None:
                         raise self._error
                     raise StopAsyncIteration
@@ -140,7 +145,7 @@ class AsyncBackend(Backend):
     def send(self, tracer: RequestTracer, function: Callable[[], None] | None) -> Stream:
         """Send the requests of ``tracer`` off: those of its block, or without one that of a call; return their stream."""
         self._model.dispatch()
-        self._stream = Stream()
+        self._stream = Stream(tracer._close)  # not before: the `with` statement may not have ended yet
         self._model._turns.add(_Job(tracer, function, self._stream))
         return self._stream
 
@@ -178,7 +183,7 @@ class _Job:
             for request in finished:
                 self.stream.put(request.output)
             return False
-        values, error = self._close()
+        values, error = self._conclude()
         if finished:
             finished[-1].output.saves = values
         for request in finished:
@@ -186,7 +191,7 @@ class _Job:
         self.stream.end(error)
         return True
 
-    def _close(self) -> tuple[dict[str, Any], BaseException | None]:
+    def _conclude(self) -> tuple[dict[str, Any], BaseException | None]:
         """End the blocks; return what was saved, and what a block raised."""
         tracer, scope, frame = self.tracer, self.tracer.scope, self.tracer._frame
         for request in self.requests:
@@ -200,7 +205,6 @@ class _Job:
                 show_only_users_frames(error, frame)
         self._context.run(tracer.end)
         values = {} if scope is None else {name: value for name, value in scope.items() if id(value) in self._marked}
-        tracer._close()
         return values, error
 
     def fail(self, error: BaseException, engine: Engine, pending: dict[str, Request]) -> None:
@@ -211,7 +215,6 @@ class _Job:
         for request in self.requests:
             request.run.cancel()
         self._context.run(self.tracer.end)
-        self.tracer._close()
         self.stream.end(error)
 
     def _take_out(self, engine: Engine, pending: dict[str, Request]) -> None:

@@ -1,7 +1,7 @@
 """An engine of vLLM in this process, and requests in it.
 
 The engine core runs in the caller's process and thread, so blocks and model take turns as they do elsewhere, and nothing has to
-be sent anywhere. One thread uses the engine at a time.
+be sent anywhere. One thread uses the engine at a time; :mod:`.asynchronous` has one of its own for that.
 """
 
 from __future__ import annotations

@@ -79,11 +79,12 @@ class LayerEnvoy(Envoy):
         """Return the direction that ``value`` names; if it is no name, ``value``."""
         if not isinstance(value, str):
             return value
-        (vectors, *_) = {id(root.vectors): root.vectors for root in self._tree.roots}.values()  # type: ignore[attr-defined]
+        root: Any = next(iter(self._tree.roots))  # all share them
         number = layer_number(self._path)
         if number is None:
             raise ValueError(f"steer({value!r}): `{self._path}` has no number, and directions are kept by the numbers of layers.")
-        return vectors.direction(value, number, hidden)
+        direction: torch.Tensor = root.vectors.direction(value, number, hidden)
+        return direction
 
 
 class ModuleEnvoy(Envoy):

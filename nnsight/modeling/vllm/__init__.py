@@ -12,8 +12,10 @@ of a step only says which rows belong to whom. The modules, from the bottom up:
 * :mod:`.worker`: where vLLM calls all that;
 * :mod:`.engine`: an engine in this process, and requests in it;
 * :mod:`.residual`: the residual stream of models that carry it in two parts;
+* :mod:`.gguf`, :mod:`.vectors`, :mod:`.choices`: directions for steering from files, by name, and what a request chooses of them;
 * :mod:`.prompts`, :mod:`.skeleton`: what users pass, and the model before its engine runs;
-* :mod:`.tracing`, :mod:`.model`: the traces and the root envoy.
+* :mod:`.tracing`, :mod:`.asynchronous`, :mod:`.model`: the traces, those that are awaited, and the root envoy;
+* :mod:`.serving`: vLLM's own server, for requests that are steered.
 
 vLLM itself is imported when a model is made, not with this package.
 """

@@ -1,7 +1,7 @@
 """An engine of vLLM in this process, and requests in it.
 
 The engine core runs in the caller's process and thread, so blocks and model take turns as they do elsewhere, and nothing has to
-be sent anywhere. One thread uses the engine at a time.
+be sent anywhere. One thread uses the engine at a time; :mod:`.asynchronous` has one of its own for that.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ class Request:
         sampling: vLLM's sampling parameters.
         run: The blocks that are written against it.
         output: What vLLM returned in the end.
+        on_output: Called with what vLLM returns before that, step by step.
+        internal: What the engine core calls it, once it is there.
     """
 
     prompt: dict[str, Any]
     sampling: Any
     run: RequestRun
     output: Any = None
+    on_output: Callable[[Any], None] | None = None
+    internal: str = ""
 
 
 class Engine:
@@ -109,40 +113,55 @@ class Engine:
                 self._running = False
 
     def _run_all(self, requests: Sequence[Request]) -> None:
-        engine = self.llm.llm_engine
         pending: dict[str, Request] = {}
-        ids: dict[str, str] = {}
         try:
             for request in requests:
-                if request.run.error is not None:
-                    continue
-                name = f"nnsight-{next(self._numbers)}"
-                slot = self._prepare(request, name)
-                if request.run.error is not None:
-                    continue
-                try:
-                    with refusals():
-                        ids[name] = engine.add_request(name, request.prompt, request.sampling)
-                finally:
-                    if slot and name not in ids:
-                        self._slots.give_back(request.run.steering)
-                pending[name] = request
-                if request.run.needs_stops:
-                    self._runner.runs[ids[name]] = request.run
-                if slot:
-                    self._runner.slots[ids[name]] = slot, next(iter(request.run.steering.values())).start
+                self.admit(request, pending)
             while pending:
-                for output in engine.step():
-                    if output.request_id in pending and output.finished:
-                        request = pending.pop(output.request_id)
-                        request.output = output
-                        self._detach(request, ids[output.request_id])
-                        request.run.conclude(output)
-                for name in [name for name, request in pending.items() if request.run.error is not None]:
-                    self._take_out(pending.pop(name), ids[name])
+                self.advance(pending)
         finally:
-            for name, request in pending.items():
-                self._take_out(request, ids[name])
+            for request in pending.values():
+                self.take_out(request)
+
+    def admit(self, request: Request, pending: dict[str, Request]) -> None:
+        """Send ``request`` to the engine and put it into ``pending``, unless its blocks have ended already.
+
+        Raises:
+            ValueError: If vLLM refuses it.
+        """
+        if request.run.error is not None:
+            return
+        name = f"nnsight-{next(self._numbers)}"
+        slot = self._prepare(request, name)
+        if request.run.error is not None:
+            return
+        try:
+            with refusals():
+                request.internal = self.llm.llm_engine.add_request(name, request.prompt, request.sampling)
+        finally:
+            if slot and not request.internal:
+                self._slots.give_back(request.run.steering)
+        pending[name] = request
+        if request.run.needs_stops:
+            self._runner.runs[request.internal] = request.run
+        if slot:
+            self._runner.slots[request.internal] = slot, next(iter(request.run.steering.values())).start
+
+    def advance(self, pending: dict[str, Request]) -> None:
+        """Make one step of the engine; take what has finished or failed out of ``pending``."""
+        for output in self.llm.llm_engine.step():
+            if output.request_id not in pending:
+                continue
+            request = pending[output.request_id]
+            if output.finished:
+                del pending[output.request_id]
+                request.output = output
+                self._detach(request)
+                request.run.conclude(output)
+            elif request.on_output is not None:
+                request.on_output(output)
+        for name in [name for name, request in pending.items() if request.run.error is not None]:
+            self.take_out(pending.pop(name))
 
     @property
     def _slots(self) -> Slots:
@@ -166,15 +185,16 @@ class Engine:
             run.fail(error)
             return 0
 
-    def _detach(self, request: Request, internal: str) -> None:
+    def _detach(self, request: Request) -> None:
         """Let the runner forget the request."""
-        self._runner.runs.pop(internal, None)
-        if self._runner.slots.pop(internal, None) is not None:
+        self._runner.runs.pop(request.internal, None)
+        if self._runner.slots.pop(request.internal, None) is not None:
             self._slots.give_back(request.run.steering)
 
-    def _take_out(self, request: Request, internal: str) -> None:
-        self._detach(request, internal)
-        self.llm.llm_engine.abort_request([internal], internal=True)
+    def take_out(self, request: Request) -> None:
+        """End a request before its time."""
+        self._detach(request)
+        self.llm.llm_engine.abort_request([request.internal], internal=True)
 
 
 #: Engine cores of this process that have not been shut down.

@@ -15,14 +15,17 @@ from ...runtime.uncompiled import leave_to_python
 from ..base import _Names
 from ..language import _folder_or_name
 from ..mixins import MetaMixin
-from .residual import ModuleEnvoy
+from .choices import Choice
+from .residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
 from .taps import Layout, tapped_modules
 from .tracing import RequestTracer
+from .vectors import Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ...tracing import Backend
+    from .asynchronous import Turns
     from .engine import Engine
     from .requests import Limits
 
@@ -42,7 +45,8 @@ class VLLM(MetaMixin):
     Args:
         repo: Name of a repository on the model hub, or a folder. ``"nnsight/demo"`` is the model of this package.
         dispatch: Start the engine at once. By default the first trace does.
-        mode: ``"sync"``: the engine runs in this process, while a trace runs.
+        mode: ``"sync"``: the engine runs while a trace runs, which waits for it. ``"async"``: traces do not wait, see
+            :mod:`.asynchronous`; ``tracer.backend()`` is the stream of outputs.
         tensor_parallel_size: Number of devices that share each layer; 1.
         taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop at
             what these modules return only. Without taps and edits the engine compiles nothing, and blocks can stop everywhere.
@@ -56,10 +60,11 @@ class VLLM(MetaMixin):
 
     Attributes:
         tokenizer: That of the repository.
+        vectors: Directions that blocks steer with by name, see :class:`~.vectors.Vectors`.
 
     Raises:
         ImportError: If vLLM is not installed.
-        NotImplementedError: For what vLLM can do and blocks cannot run with: several devices, an asynchronous engine.
+        NotImplementedError: For what vLLM can do and blocks cannot run with: several devices.
         ValueError: If a tap names no module.
 
     Example:
@@ -103,6 +108,9 @@ class VLLM(MetaMixin):
             )
         self.__dict__["_layout"] = layout
         self.__dict__["_engine"] = None
+        self.__dict__["vectors"] = Vectors()
+        self.__dict__["_turns"] = None
+        self.__dict__["_mode"] = mode
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
@@ -116,6 +124,11 @@ class VLLM(MetaMixin):
         from .engine import Engine
 
         engine = self.__dict__["_engine"] = Engine(repo, options, self._layout)
+        self.vectors.hidden = engine.limits.hidden
+        if self._mode == "async":
+            from .asynchronous import Turns
+
+            self.__dict__["_turns"] = Turns(engine)
         return engine.module
 
     def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
@@ -140,7 +153,7 @@ class VLLM(MetaMixin):
             engine = self._engine
             assert engine is not None
             for root in self._tree.roots:  # copies that `edit()` made before
-                root.__dict__["_engine"] = engine
+                root.__dict__.update(_engine=engine, _turns=self._turns)
             engine.stop_at(self._intercepting)
 
     @property
@@ -150,7 +163,16 @@ class VLLM(MetaMixin):
 
     @property
     def engine(self) -> Any:
-        """vLLM's own ``LLM`` object, started if it has not been."""
+        """vLLM's own ``LLM`` object, started if it has not been.
+
+        Raises:
+            ValueError: In ``mode="async"``, where a thread uses it at any time.
+        """
+        if self._mode == "async":
+            raise ValueError(
+                "The engine of VLLM(mode='async') is used by a thread of its own, and is not for others: call the model, as in "
+                "`await model(prompt)`, or make it with mode='sync'."
+            )
         self.dispatch()
         assert self._engine is not None
         return self._engine.llm
@@ -183,16 +205,59 @@ class VLLM(MetaMixin):
                 raise NotImplementedError(
                     f"trace({name}=...) is not available on a vLLM engine, which runs its model itself."
                 )
+        if self._mode == "async":
+            from .asynchronous import AsyncBackend
+
+            if backend is not None:
+                raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
+            backend = AsyncBackend(self)
         return RequestTracer(self, args, kwargs, backend, _Names(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a request with the model's edits, and return vLLM's ``RequestOutput``.
+        """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
 
         Args:
             *args: The prompt, as for :meth:`trace`.
             **kwargs: Sampling parameters.
         """
-        return RequestTracer(self, args, kwargs, None, _Names(self)).call()
+        tracer = RequestTracer(self, args, kwargs, None, _Names(self))
+        if self._mode == "async":
+            from .asynchronous import AsyncBackend
+
+            tracer._entered = True
+            return AsyncBackend(self).send(tracer, None)
+        return tracer.call()
+
+    def steer(
+        self,
+        vector: str | Sequence[str] | None = None,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        remove: str | Sequence[str] | None = None,
+        layers: int | str | Sequence[int] | None = None,
+        start: int = 0,
+    ) -> None:
+        """Steer the request with vectors of :attr:`vectors`, at the top of a block; a server is asked for the same with ``vllm_xargs``.
+
+        Args:
+            vector: Name of what is added, or several.
+            scale: Its factor, or one for each.
+            remove: Names of what is projected out before.
+            layers: Numbers of layers, also as a text such as ``"2,5-8"``; by default all for which the vectors have directions.
+            start: First position, counted from the start of the prompt.
+
+        Raises:
+            ValueError: If there is no such vector, it has no direction for a layer, or a layer cannot be steered.
+        """
+        run = running_request()
+        given = {"vector": vector, "remove": remove, "layers": layers, "start": start}
+        choice = Choice.of(given if vector is None else {**given, "scale": scale})
+        limits = run.limits
+        names = [envoy.path for envoy in Envoy.modules(self) if isinstance(envoy, LayerEnvoy)]
+        locations = limits.steered if limits.steered is not None else [f"{path}.output" for path in names]
+        rank = None if limits.steered is None else limits.rank
+        for location, steering in choice.steering(self.vectors, places_of(locations), limits.hidden, rank).items():
+            run.steer(location, steering)
 
     def scan(self, *args: Any, **kwargs: Any) -> Any:
         """Not available: vLLM's layers need the engine around them.
@@ -231,16 +296,15 @@ class VLLM(MetaMixin):
 
     _engine: Engine | None
     _layout: Layout | None
+    _turns: Turns | None
+    _mode: str
+    vectors: Vectors
 
 
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
     """Raise for options that blocks cannot run with."""
-    if mode != "sync":
-        if mode != "async":
-            raise ValueError(f"mode= is 'sync' or 'async', not {mode!r}.")
-        raise NotImplementedError(
-            "VLLM(mode='async') is not implemented: traces run on an engine in this process, mode='sync'."
-        )
+    if mode not in ("sync", "async"):
+        raise ValueError(f"mode= is 'sync' or 'async', not {mode!r}.")
     if tensor_parallel_size != 1:
         raise NotImplementedError(
             f"VLLM(tensor_parallel_size={tensor_parallel_size}) is not implemented: blocks run in one process, on one device."

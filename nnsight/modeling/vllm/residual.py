@@ -10,6 +10,7 @@ An edit goes back as ``(edited, zeros)``: the next addition then gives the edite
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,19 +61,30 @@ class LayerEnvoy(Envoy):
         Written at the top of a block. In a compiled engine it is a part of the graph, and no Python runs at the layer.
 
         Args:
-            add: What is added in the end, ``[hidden]`` or a number.
-            scale: What it is multiplied with before, likewise.
-            remove: Direction, or directions, that are projected out before that, ``[hidden]`` or ``[directions, hidden]``.
+            add: What is added in the end, ``[hidden]`` or a number; or the name of a vector in ``model.vectors``.
+            scale: What it is multiplied with before, ``[hidden]`` or a number.
+            remove: Direction, or directions, that are projected out before that, ``[hidden]`` or ``[directions, hidden]``; or a name.
             start: First position, counted from the start of the prompt.
 
         Raises:
-            ValueError: For another size, after the block has read a value, or where a compiled engine has no room for it.
+            ValueError: For another size or an unknown name, after the block has read a value, or where a compiled engine has no
+                room for it.
             TypeError: For what is no number or tensor.
         """
-        run = running_mediator("steer()").interleaver
-        if not isinstance(run, RequestRun):
-            raise ValueError("steer() is for traces on a vLLM engine.")
+        run = running_request()
+        add, remove = (self._named(value, run.limits.hidden) for value in (add, remove))
         run.steer(f"{self._path}.output", Steering.of(run.limits.hidden, add, scale, remove, start))
+
+    def _named(self, value: Any, hidden: int) -> Any:
+        """Return the direction that ``value`` names; if it is no name, ``value``."""
+        if not isinstance(value, str):
+            return value
+        root: Any = next(iter(self._tree.roots))  # all share them
+        number = layer_number(self._path)
+        if number is None:
+            raise ValueError(f"steer({value!r}): `{self._path}` has no number, and directions are kept by the numbers of layers.")
+        direction: torch.Tensor = root.vectors.direction(value, number, hidden)
+        return direction
 
 
 class ModuleEnvoy(Envoy):
@@ -80,6 +92,42 @@ class ModuleEnvoy(Envoy):
 
     def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
         return LayerEnvoy if _LAYERS.search(self._path) else super()._class_for(module, path)
+
+
+def running_request() -> RequestRun:
+    """Return the run of the request whose block is running.
+
+    Raises:
+        ValueError: If no block is running, or not on an engine.
+    """
+    run = running_mediator("steer()").interleaver
+    if not isinstance(run, RequestRun):
+        raise ValueError("steer() is for traces on a vLLM engine.")
+    return run
+
+
+def layer_number(path: str) -> int | None:
+    """Return the number of the layer that ``path`` leads to or into; ``None`` if there is none in it."""
+    numbers = [int(name) for name in path.split(".") if name.isdecimal()]
+    return numbers[-1] if numbers else None
+
+
+def places_of(locations: Iterable[str]) -> dict[int, str]:
+    """Return locations of layers by the numbers of the layers.
+
+    Raises:
+        ValueError: If two have one number, or one has none.
+    """
+    places: dict[int, str] = {}
+    for location in locations:
+        number = layer_number(location)
+        if number is None or number in places:
+            raise ValueError(
+                f"`{location}` cannot be told by a number of a layer"
+                + ("." if number is None else f": `{places[number]}` is {number}, too. Steer it through `layer.steer(...)`.")
+            )
+        places[number] = location
+    return places
 
 
 def _sum_of(value: Any, location: str) -> torch.Tensor:

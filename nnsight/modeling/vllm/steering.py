@@ -144,8 +144,7 @@ class Slots:
                     "more, as in `edits={'modules': [...], 'slots': 32}`, or trace fewer requests at once."
                 )
             slot = self._slots[salt] = self._free.pop()
-            for location, module in self._modules.items():
-                self._write(module, slot, steering.get(location))
+            self.write(slot, steering)
         self._users[salt] = self._users.get(salt, 0) + 1
         return self._slots[salt]
 
@@ -156,6 +155,11 @@ class Slots:
         if not self._users[salt]:
             del self._users[salt]
             self._free.append(self._slots.pop(salt))
+
+    def write(self, slot: int, steering: Mapping[str, Steering]) -> None:
+        """Write the parameters of ``steering`` to the tables."""
+        for location, module in self._modules.items():
+            self._write(module, slot, steering.get(location))
 
     def _write(self, module: Any, slot: int, steering: Steering | None) -> None:
         for name in ("add", "gain", "down", "up"):

@@ -65,41 +65,50 @@ class RequestTracer(InterleavingTracer):
     ) -> None:
         super().__init__(_no_driver, model, args, kwargs, backend, named)
         self.report: EngineReport = EngineReport()
+        self._main: RequestRun | None = None
 
     def execute(self, function: Callable[[], None]) -> None:
         """Run the requests, with ``function`` as the block of the one, or as what opens their blocks."""
-        assert self._call is not None
-        _, model, args, sampling = self._call
-        self.note_start()
-        self._invokes = None if args else []
-        self._open_mentioned()
-        main = self._run_of([Mediator(function, self.info, "trace")], "the request")
-        main.begin()
         try:
-            requests = self._requests(model, main, args, sampling)
-            self._run_requests(model, requests)
+            self._run_requests(self.begin(function))
         finally:
-            main.cancel()
-            for action in self._at_end:
-                action()
+            self.end()
 
     def call(self) -> Any:
         """Run the request with the model's edits and no other block; return vLLM's output."""
-        assert self._call is not None
-        _, model, args, sampling = self._call
-        self._entered = True
-        self._open_mentioned()
-        run = self._run_of([], "the request")
-        run.begin(self._edits())
         token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
         try:
-            request = Request(prompt_of(args), sampling_of(sampling), run)
-            self._run_requests(model, [request])
+            requests = self.begin()
+            self._run_requests(requests)
         finally:
-            run.cancel()
+            self.end()
             saves.reset(token)
             self._close()
-        return request.output
+        return requests[0].output
+
+    def begin(self, function: Callable[[], None] | None = None) -> list[Request]:
+        """Return the requests of this trace, their blocks begun; without ``function`` the one of a call."""
+        assert self._call is not None
+        _, model, args, sampling = self._call
+        if function is None:
+            self._entered = True
+            self._open_mentioned()
+            run = self._main = self._run_of([], "the request")
+            run.begin(self._edits())
+            return [Request(prompt_of(args), sampling_of(sampling), run)]
+        self.note_start()
+        self._invokes = None if args else []
+        self._open_mentioned()
+        main = self._main = self._run_of([Mediator(function, self.info, "trace")], "the request")
+        main.begin()
+        return self._requests(model, main, args, sampling)
+
+    def end(self) -> None:
+        """Let go of what :meth:`begin` made."""
+        if self._main is not None:
+            self._main.cancel()
+        for action in self._at_end:
+            action()
 
     def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
         assert self._call is not None
@@ -139,17 +148,27 @@ class RequestTracer(InterleavingTracer):
             request.run.begin(self._edits())
         return requests
 
-    def _run_requests(self, model: Any, requests: list[Request]) -> None:
+    def _run_requests(self, requests: list[Request]) -> None:
         """Run ``requests``; raise the first error of a block when all have finished."""
-        report = self.report
-        report.mode = "engine"
-        report.tiers = [request.run.tier for request in requests]
+        assert self._call is not None
+        model: Any = self._call[1]
+        self.note_tiers(requests)
         try:
             model.dispatch()
             model._engine.run(requests)
         finally:
             for request in requests:
                 request.run.cancel()
+        self.conclude(requests)
+
+    def note_tiers(self, requests: list[Request]) -> None:
+        """Say in the report how the blocks run."""
+        self.report.mode = "engine"
+        self.report.tiers = [request.run.tier for request in requests]
+
+    def conclude(self, requests: list[Request]) -> None:
+        """Say in the report how the blocks ran, and raise the first of their errors."""
+        report = self.report
         report.steps = [request.run.steps for request in requests]
         report.spliced = list(dict.fromkeys(location for request in requests for location in request.run.visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]

@@ -1,0 +1,169 @@
+"""Routes for vectors on vLLM's server, and a guard in front of its own.
+
+vLLM ignores fields of a request that it does not know, and some of its endpoints and modes ignore extra parameters, too. For a
+request that asks to be steered this would mean an answer that is not, and does not say so. The guard refuses such requests with the
+status 400. It stands behind vLLM's authentication.
+
+========  =======================  =====================================================
+method    path                     what
+========  =======================  =====================================================
+`GET`     /v1/nnsight/vectors      names, layers with tables, and entries of the tables
+`PUT`     /v1/nnsight/vectors/x    register the file in the body as `x`
+`DELETE`  /v1/nnsight/vectors/x    forget `x`
+========  =======================  =====================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
+
+from .client import SteeringClient, is_ours, refused
+
+#: The endpoints that look at ``vllm_xargs``.
+STEERABLE = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+)
+
+#: What a file may have beside its numbers.
+_HEADER_BYTES = 1 << 20
+
+router = APIRouter(prefix="/v1/nnsight/vectors")
+
+
+def install(app: FastAPI) -> None:
+    """Add routes and guard to vLLM's application."""
+    app.include_router(router)
+    app.user_middleware.append(Middleware(Guard))  # the innermost one
+    app.middleware_stack = None  # what was made of them before; the first request makes it anew
+
+
+def _client(request: Request) -> SteeringClient:
+    client: SteeringClient = request.app.state.engine_client
+    return client
+
+
+@router.get("")
+async def list_vectors(request: Request) -> dict[str, Any]:
+    """Say what can be asked for."""
+    client = _client(request)
+    return {
+        "vectors": [{"name": name, "layers": client.vectors.layers(name)} for name in client.vectors],
+        "layers": sorted(client.places),
+        "entries": {"count": client.entries.count, "in_use": client.entries.in_use},
+    }
+
+
+@router.put("/{name}")
+async def register(name: str, request: Request) -> dict[str, Any]:
+    """Register the vector in the body: a safetensors file, or a control vector in GGUF."""
+    client = _client(request)
+    if name in client.vectors:
+        raise HTTPException(409, f"There is a vector {name!r} already: remove it first, or choose another name.")
+    config = client.vllm_config.model_config
+    most = 8 * config.get_hidden_size() * config.get_total_num_hidden_layers() + _HEADER_BYTES
+    data = bytearray()
+    async for chunk in request.stream():  # to its end, so that a sender hears the answer
+        if len(data) <= most:
+            data += chunk
+    if len(data) > most:
+        raise HTTPException(413, f"The file has more than {most} bytes, which no vector of this model needs.")
+    try:
+        client.vectors.add_parsed(name, bytes(data), f"the file for {name!r}")
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+    client.vectors_changed()
+    return {"name": name, "layers": client.vectors.layers(name)}
+
+
+@router.delete("/{name}")
+async def remove(name: str, request: Request) -> dict[str, Any]:
+    """Forget a vector. Requests that run go on with it."""
+    client = _client(request)
+    try:
+        client.vectors.remove(name)
+    except KeyError as error:
+        raise HTTPException(404, error.args[0]) from error
+    client.vectors_changed()
+    return {"name": name}
+
+
+class Guard:
+    """Refuses requests that ask to be steered where it would be ignored, or ask for what is not there.
+
+    Args:
+        app: The application behind.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Look at a JSON request, and hand it on."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        body, receive = await _read(receive)
+        if b"nnsight" in body.lower():
+            try:
+                _check(scope, body)
+            except VLLMValidationError as error:
+                answer = JSONResponse(create_error_response(error).model_dump(), status_code=400)
+                return await answer(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+async def _read(receive: Callable[[], Awaitable[Any]]) -> tuple[bytes, Callable[[], Awaitable[Any]]]:
+    """Return the body of a request, and what tells it once more."""
+    messages = []
+    while True:
+        messages.append(await receive())
+        if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body"):
+            break
+    told: Iterator[Any] = iter(messages)
+
+    async def again() -> Any:
+        for message in told:
+            return message
+        return await receive()
+
+    return b"".join(message.get("body", b"") for message in messages), again
+
+
+def _check(scope: Any, body: bytes) -> None:
+    """Raise if the request asks to be steered and would not be.
+
+    Raises:
+        VLLMValidationError: With what is wrong.
+    """
+    try:
+        request = json.loads(body)
+    except ValueError:
+        return  # vLLM says so
+    if not isinstance(request, dict):
+        return
+    misplaced = sorted(filter(is_ours, request))
+    if misplaced:
+        raise refused(
+            f"{', '.join(misplaced)}: parameters for steering belong into `vllm_xargs`, as in "
+            '{"vllm_xargs": {"nnsight_vector": "name"}}.'
+        )
+    extra = request.get("vllm_xargs")
+    if not isinstance(extra, dict) or not any(map(is_ours, extra)):
+        return
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path not in STEERABLE:
+        raise refused(f"{path} cannot be steered; these can: {', '.join(STEERABLE)}.")
+    if request.get("use_beam_search"):
+        raise refused("Beam search cannot be steered: vLLM does not hand on the parameters.")
+    scope["app"].state.engine_client.edits_of(extra)

@@ -151,6 +151,11 @@ class ModuleTree:
         """How many functions were looked into; it only grows."""
         return len(self._operations.opened)
 
+    @property
+    def sources(self) -> frozenset[str]:
+        """Paths of the functions that were looked into."""
+        return frozenset(self._operations.opened)
+
     def open_mentioned(self, chains: Chains) -> None:
         """Let runs stop at the operations that ``chains`` may mean: those with such a name, in any module."""
         if (self.version, chains) in self._mentioned:

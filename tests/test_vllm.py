@@ -29,12 +29,12 @@ PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, pro
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="session", params=[None, ["model.layers.*", "model.layers.*.mlp"]], ids=["everywhere", "tapped"])
+@pytest.fixture(scope="module", params=[None, ["model.layers.*", "model.layers.*.mlp"]], ids=["everywhere", "tapped"])
 def model(folder: Path, request: pytest.FixtureRequest) -> VLLM:
     """An engine that stops between all modules; and a compiled one, that stops where it is tapped."""
     return VLLM(folder, **OPTIONS, taps=request.param)
@@ -44,12 +44,12 @@ everywhere = pytest.mark.parametrize("model", [None], ids=["everywhere"], indire
 tapped = pytest.mark.parametrize("model", [["model.layers.*", "model.layers.*.mlp"]], ids=["tapped"], indirect=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def reference(folder: Path) -> LanguageModel:
     return LanguageModel(folder, dtype="float32", dispatch=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vector() -> torch.Tensor:
     return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
@@ -608,8 +608,10 @@ def test_a_split_prompt_is_an_error(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_parallel_size": 2},
+        {"mode": "async", "tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"enable_expert_parallel": True},
         {"speculative_config": {"method": "ngram"}},
         {"compile": True},
     ],

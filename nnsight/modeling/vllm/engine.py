@@ -11,10 +11,10 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,11 @@ from .prompts import refusals
 from .requests import Limits, RequestRun
 from .steering import Slots, salt_of
 from .taps import HANDOFF, Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...tree import ModuleTree
 
 WORKER = f"{__package__}.worker.Worker"
 
@@ -66,11 +71,17 @@ class Engine:
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         if layout is not None:
             options = _with_layout(options, layout)
+        parallel = options.get("tensor_parallel_size", 1) > 1
+        _check_alone(parallel)
+        if parallel:
+            from .parallel import ParallelExecutor
+
+            options = {**options, "distributed_executor_backend": ParallelExecutor}
         with _in_this_process():
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
         client = self.llm.llm_engine.engine_core
         client._finalizer.detach()
-        _living.add(id(client.engine_core))
+        _living[id(client.engine_core)] = parallel
         weakref.finalize(self, _shut_down, client.engine_core)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
@@ -90,9 +101,9 @@ class Engine:
             return Limits(hidden)
         return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank)
 
-    def stop_at(self, instrumentation: Callable[[], Any]) -> None:
-        """Say what intercepts the model's calls: a function that returns a context manager."""
-        self._runner.instrumentation = instrumentation
+    def stop_at(self, tree: ModuleTree) -> None:
+        """Say by which tree the model's calls are intercepted."""
+        self._runner.tree = tree
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed; errors of blocks stay with their runs.
@@ -197,13 +208,28 @@ class Engine:
         self.llm.llm_engine.abort_request([request.internal], internal=True)
 
 
-#: Engine cores of this process that have not been shut down.
-_living: set[int] = set()
+#: Engine cores of this process that have not been shut down, and whether they have several devices.
+_living: dict[int, bool] = {}
+
+
+def _check_alone(parallel: bool) -> None:
+    """Raise if there is an engine that another one cannot be beside.
+
+    Raises:
+        ValueError: If this process is one of several of an engine: vLLM has one group of devices in a process.
+    """
+    if _living and (parallel or any(_living.values())):
+        gc.collect()  # what nobody uses any more ends now
+    if _living and (parallel or any(_living.values())):
+        raise ValueError(
+            "An engine with `tensor_parallel_size` above 1 has the process for itself, and this process has another engine "
+            "already. Delete the model that it belongs to, and what refers to it, or use another process."
+        )
 
 
 def _shut_down(core: Any) -> None:
     """Shut an engine core down. Parallel groups belong to the process: they stay until its last engine ends."""
-    _living.discard(id(core))
+    _living.pop(id(core), None)
     if not _living:
         core.shutdown()
         return

@@ -22,7 +22,7 @@ from .tracing import RequestTracer
 from .vectors import Vectors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ...tracing import Backend
     from .asynchronous import Turns
@@ -47,7 +47,8 @@ class VLLM(MetaMixin):
         dispatch: Start the engine at once. By default the first trace does.
         mode: ``"sync"``: the engine runs while a trace runs, which waits for it. ``"async"``: traces do not wait, see
             :mod:`.asynchronous`; ``tracer.backend()`` is the stream of outputs.
-        tensor_parallel_size: Number of devices that share each layer; 1.
+        tensor_parallel_size: Number of devices that share each layer; 1. With more, blocks see all of each value as with one, the
+            process has no other engine, and ``mode`` is ``"sync"``.
         taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop at
             what these modules return only. Without taps and edits the engine compiles nothing, and blocks can stop everywhere.
         edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
@@ -64,7 +65,7 @@ class VLLM(MetaMixin):
 
     Raises:
         ImportError: If vLLM is not installed.
-        NotImplementedError: For what vLLM can do and blocks cannot run with: several devices.
+        NotImplementedError: For what vLLM can do and blocks cannot run with: other kinds of parallelism.
         ValueError: If a tap names no module.
 
     Example:
@@ -101,6 +102,8 @@ class VLLM(MetaMixin):
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
         # A step may begin when the one before has ended: a block can write the tokens that it begins with.
         engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
+        if tensor_parallel_size != 1:
+            engine_options["tensor_parallel_size"] = tensor_parallel_size
         if layout is None and not engine_options["enforce_eager"]:
             raise ValueError(
                 "VLLM(enforce_eager=False) needs taps: a compiled engine stops at the modules that it was made with only, as in "
@@ -114,7 +117,7 @@ class VLLM(MetaMixin):
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
-            self._engine.stop_at(self._intercepting)
+            self._engine.stop_at(self._tree)
         self.tokenizer = _tokenizer_of(repo, engine_options)
 
     # -- loading ---------------------------------------------------------------------------------------------
@@ -154,12 +157,7 @@ class VLLM(MetaMixin):
             assert engine is not None
             for root in self._tree.roots:  # copies that `edit()` made before
                 root.__dict__.update(_engine=engine, _turns=self._turns)
-            engine.stop_at(self._intercepting)
-
-    @property
-    def _intercepting(self) -> Callable[[], Any]:
-        tree = self._tree
-        return lambda: tree.instrumentation
+            engine.stop_at(self._tree)
 
     @property
     def engine(self) -> Any:
@@ -301,18 +299,35 @@ class VLLM(MetaMixin):
     vectors: Vectors
 
 
+#: Ways to use several devices that blocks cannot run with, and why.
+_OTHER_PARALLELISM = {
+    "pipeline_parallel_size": "layers would be in different processes, and a block runs in one",
+    "data_parallel_size": "requests would be in different engines, and the blocks of a trace are in one",
+    "prefill_context_parallel_size": "each device would have other tokens of a prompt, and a block sees it whole",
+    "decode_context_parallel_size": "each device would have other tokens in its cache",
+    "enable_expert_parallel": "tokens would travel between devices inside of a layer",
+    "enable_dbo": "a step would be run in two halves, and a block sees a request whole",
+    "nnodes": "blocks run on one machine",
+}
+
+
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
     """Raise for options that blocks cannot run with."""
     if mode not in ("sync", "async"):
         raise ValueError(f"mode= is 'sync' or 'async', not {mode!r}.")
-    if tensor_parallel_size != 1:
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size= is a number of devices, from 1, not {tensor_parallel_size!r}.")
+    if mode == "async" and tensor_parallel_size != 1:
         raise NotImplementedError(
-            f"VLLM(tensor_parallel_size={tensor_parallel_size}) is not implemented: blocks run in one process, on one device."
+            f"VLLM(mode='async', tensor_parallel_size={tensor_parallel_size}) is not implemented: a thread makes the steps there, and "
+            "several devices were not tried from one. Use mode='sync'."
         )
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if options.get(name, 1) != 1:
-            raise NotImplementedError(f"VLLM({name}={options[name]}) is not implemented: blocks run on one device.")
-    for name in ("speculative_config", "spec_method", "enable_lora", "worker_cls"):
+    for name, reason in _OTHER_PARALLELISM.items():
+        if options.get(name) not in (None, False, 1):
+            raise NotImplementedError(
+                f"VLLM({name}={options[name]}) is not implemented: {reason}. Use `tensor_parallel_size=` for several devices."
+            )
+    for name in ("speculative_config", "spec_method", "enable_lora", "worker_cls", "distributed_executor_backend"):
         if options.get(name):
             raise NotImplementedError(
                 f"VLLM({name}=...) is not implemented: blocks would not see the rows they are written against."

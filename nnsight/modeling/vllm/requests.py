@@ -182,6 +182,10 @@ class RequestRun(Interleaver):
         mediator.start(self)
         self.run_ready()
 
+    def wants(self, location: str) -> bool:
+        """Whether something is done at the passage of ``location`` that comes next."""
+        return self.error is None and (location in self.steered_here or self.is_waited(location))
+
     def meet(self, location: str, value: Any, rows: Rows) -> Any:
         """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it."""
         if location in self.steered_here:

@@ -15,7 +15,7 @@ engine that stops between its modules the same sum is added there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,9 @@ class Slots:
     Args:
         modules: The modules that have tables, by the location of their output.
         count: Entries of each table, without the first.
+
+    Attributes:
+        elsewhere: Called with a slot and what is written there, if there are other tables that have to be the same.
     """
 
     def __init__(self, modules: Mapping[str, Any], count: int) -> None:
@@ -129,6 +132,7 @@ class Slots:
         self._free = list(range(count, 0, -1))
         self._users: dict[str, int] = {}
         self._slots: dict[str, int] = {}
+        self.elsewhere: Callable[[int, Mapping[str, Steering]], None] | None = None
 
     def take(self, steering: Mapping[str, Steering]) -> int:
         """Return the slot of ``steering``, whose parameters are in the tables from then on.
@@ -145,6 +149,8 @@ class Slots:
                 )
             slot = self._slots[salt] = self._free.pop()
             self.write(slot, steering)
+            if self.elsewhere is not None:
+                self.elsewhere(slot, steering)
         self._users[salt] = self._users.get(salt, 0) + 1
         return self._slots[salt]
 

@@ -167,7 +167,7 @@ def _tapped(base: Any) -> Any:
             output = _handed_over(output, self.nnsight_location)
         return output
 
-    return type(f"Tapped{base.__name__}", (base,), {"forward": forward, "__module__": __name__})
+    return type(f"Tapped{base.__name__}", (base,), {"forward": forward, "nnsight_base": base, "__module__": __name__})
 
 
 def _handed_over(output: Any, location: str) -> Any:

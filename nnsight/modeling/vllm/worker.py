@@ -7,6 +7,7 @@ it, with the tokens. A step without blocks runs as it would without this package
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
-from .requests import LOGITS, SAMPLES, RequestRun
+from .ranks import Alone
+from .requests import LOGITS, RequestRun
 from .rows import Rows
-from .steps import Part, Step
+from .steering import Steering
+from .steps import Part
 from .taps import Layout, tap
 
 
@@ -55,7 +58,8 @@ class Worker(_Base):  # type: ignore[misc]
             )
         runner.__class__ = type(type(runner).__name__, (type(runner),), dict(_hooks(type(runner))))
         runner.runs = {}
-        runner.instrumentation = None
+        runner.tree = None
+        runner.link = Alone()
         runner.step = None
         runner.slots = {}
         runner.steered = 0
@@ -70,13 +74,17 @@ class Worker(_Base):  # type: ignore[misc]
             layout = Layout.described(description)
             runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
 
+    def write_slot(self, slot: int, steering: Mapping[str, Steering]) -> None:
+        """Write what another rank has taken a slot for to the tables of this one."""
+        self.model_runner.tapped.slots.write(slot, steering)
+
 
 def _hooks(base: Any) -> dict[str, Any]:
     """Return the methods that a model runner of the class ``base`` gets."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
-        if not self.runs and not self.slots and not self.steered:
+        if not (self.runs or self.slots or self.steered or self.link.attended):
             return base.execute_model(self, scheduler_output, *args, **kwargs)
         self.scheduled = scheduler_output
         with ExitStack() as self.stack:
@@ -85,13 +93,12 @@ def _hooks(base: Any) -> dict[str, Any]:
     def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.slots or self.steered:
             _fill_rows(self)
-        if self.runs:
-            first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
-            self.step = _step(self, first.shape[0])
-            if self.step is not None:
-                if self.tapped is None:
-                    self.stack.enter_context(self.instrumentation())
-                self.stack.enter_context(self.step.active())
+        first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        self.step = self.link.step(self, _parts(self, first.shape[0]) if self.runs else [])
+        if self.step is not None:
+            if self.tapped is None:
+                self.stack.enter_context(self.tree.instrumentation)
+            self.stack.enter_context(self.step.active())
         output = base._model_forward(self, input_ids, positions, *args, **kwargs)
         if self.step is not None:
             self.step.rows_are_requests()
@@ -99,17 +106,18 @@ def _hooks(base: Any) -> dict[str, Any]:
 
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         step, self.step = self.step, None
-        if step is None or logits is None:
-            return base._sample(self, logits, spec_decode_metadata)
-        sampled = base._sample(self, step.meet(LOGITS, logits), spec_decode_metadata)
-        sampled.sampled_token_ids = step.meet(SAMPLES, sampled.sampled_token_ids)
+        if step is not None and logits is not None:
+            logits = step.meet(LOGITS, logits)
+        sampled = base._sample(self, logits, spec_decode_metadata)
+        if logits is not None:
+            sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
         return sampled
 
     return {"execute_model": execute_model, "_model_forward": _model_forward, "_sample": _sample}
 
 
-def _step(runner: Any, total: int) -> Step | None:
-    """Return the step that ``runner`` is about to make, or ``None`` if no request with blocks takes part.
+def _parts(runner: Any, total: int) -> list[Part]:
+    """Return what requests with blocks have in the step that ``runner`` is about to make.
 
     Args:
         runner: The model runner, its inputs being prepared.
@@ -132,7 +140,7 @@ def _step(runner: Any, total: int) -> Step | None:
                 run.steps += 1
                 parts.append(Part(run, Rows(start, size, total, done), Rows(index, 1, len(batch.req_ids))))
         start += size
-    return Step(parts) if parts else None
+    return parts
 
 
 def _fill_rows(runner: Any) -> None:

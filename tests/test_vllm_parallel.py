@@ -1,0 +1,379 @@
+"""Traces on an engine with two devices, against the transformers model and against an engine with one.
+
+Such an engine has the process for itself, so it is made when those of other tests are gone.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import LanguageModel
+from nnsight.modeling.vllm import VLLM
+
+from .vllm_llama import HIDDEN, save_tiny_llama
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
+
+PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, prompt, temperature=0.0):"]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+COMPILED = {
+    "taps": ["model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"],
+    "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> LanguageModel:
+    return LanguageModel(folder, dtype="float32", dispatch=True)
+
+
+@pytest.fixture(scope="module")
+def vector() -> torch.Tensor:
+    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, torch.Tensor]:
+    """What an engine with one device has at many places."""
+    return everything(VLLM(folder, **OPTIONS))
+
+
+@pytest.fixture(scope="module", params=[{}, COMPILED], ids=["everywhere", "compiled"])
+def model(folder: Path, alone: dict[str, torch.Tensor], request: pytest.FixtureRequest) -> Iterator[VLLM]:
+    """An engine with two devices, which stops everywhere; and a compiled one, with taps and tables."""
+    gc.collect()
+    yield VLLM(folder, **OPTIONS, **request.param, tensor_parallel_size=2)
+    gc.collect()
+
+
+everywhere = pytest.mark.parametrize("model", [{}], ids=["everywhere"], indirect=True)
+compiled = pytest.mark.parametrize("model", [COMPILED], ids=["compiled"], indirect=True)
+
+
+def everything(model: VLLM) -> dict[str, torch.Tensor]:
+    """Return values from all over the model."""
+    layer = model.model.layers[1]
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        qkv = layer.self_attn.qkv_proj.output[0].save()
+        attention_input = list(layer.self_attn.attn.inputs[0][:3]).save()
+        attended = layer.self_attn.o_proj.input.save()
+        projected = layer.self_attn.o_proj.output[0].save()
+        gate_up = layer.mlp.gate_up_proj.output[0].save()
+        activated = layer.mlp.act_fn.output.save()
+        down = layer.mlp.down_proj.input.save()
+        hidden = layer.residual.save()
+        logits = model.logits.output.save()
+        result = tracer.result.save()
+    query, key, value = attention_input
+    return {
+        "qkv": qkv, "query": query, "key": key, "value": value, "attended": attended, "projected": projected,
+        "gate_up": gate_up, "activated": activated, "down": down, "hidden": hidden, "logits": logits,
+        "tokens": torch.tensor([tokens(result)]),
+    }  # fmt: skip
+
+
+def tokens(result: Any) -> list[int]:
+    return list(result.outputs[0].token_ids)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert equality to a relative 1e-5 of the largest value."""
+    assert found.shape == expected.shape
+    assert expected.numel()
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
+
+
+def plain(model: VLLM, prompts: list[Any], **sampling: Any) -> list[list[int]]:
+    """Return what the engine generates by itself."""
+    from vllm import SamplingParams
+
+    outputs = model.engine.generate(prompts, SamplingParams(**{**GREEDY, **sampling}), use_tqdm=False)
+    return [tokens(output) for output in outputs]
+
+
+def by_hand(reference: LanguageModel, ids: list[int], path: str, edit: Any, side: str = "output") -> list[int]:
+    """Return six tokens that follow ``ids`` greedily, by a plain hook that edits what goes into or comes out of a module."""
+    module = reference._module.get_submodule(path)
+    if side == "output":
+        handle = module.register_forward_hook(lambda module, args, output: edit(output))
+    else:
+        handle = module.register_forward_pre_hook(lambda module, args: (edit(args[0]),))
+    made = list(ids)
+    with torch.no_grad():
+        for _ in range(6):
+            made.append(int(reference._module(torch.tensor([made]), use_cache=False).logits[0, -1].argmax()))
+    handle.remove()
+    return made[-6:]
+
+
+# -- reads ------------------------------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_values_are_those_of_one_device_and_of_transformers(
+    model: VLLM, alone: dict[str, torch.Tensor], reference: LanguageModel
+) -> None:
+    found = everything(model)
+    assert found.keys() == alone.keys()
+    for name, value in found.items():
+        close(value, alone[name])
+    with torch.no_grad(), reference.trace([model.tokenizer(PROMPTS[0])["input_ids"]]):
+        layer = reference.model.layers[1]
+        queries = [getattr(layer.self_attn, f"{name}_proj").output[0].save() for name in "qkv"]
+        attended = layer.self_attn.o_proj.input[0].save()
+        gate, up = layer.mlp.gate_proj.output[0].save(), layer.mlp.up_proj.output[0].save()
+        down = layer.mlp.down_proj.input[0].save()
+        hidden = layer.output[0].save()
+        logits = reference.lm_head.output[0, -1:].save()
+    expected = {
+        "qkv": torch.cat(queries, -1), "value": queries[2], "attended": attended, "gate_up": torch.cat([gate, up], -1),
+        "activated": down, "down": down, "hidden": hidden, "logits": logits,
+    }  # fmt: skip
+    for name, value in expected.items():
+        close(found[name], value)
+
+
+@compiled
+def test_taps_have_whole_values(model: VLLM, alone: dict[str, torch.Tensor]) -> None:
+    layer = model.model.layers[1]
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        qkv = layer.self_attn.qkv_proj.output[0].save()
+        gate_up = layer.mlp.gate_up_proj.output[0].save()
+        hidden = layer.residual.save()
+        logits = model.logits.output.save()
+        result = tracer.result.save()
+    for name, value in {"qkv": qkv, "gate_up": gate_up, "hidden": hidden, "logits": logits}.items():
+        close(value, alone[name])
+    assert tokens(result) == alone["tokens"][0].tolist()
+
+
+@everywhere
+def test_a_cache_and_operations(model: VLLM, alone: dict[str, torch.Tensor]) -> None:
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        cache = tracer.cache([model.model.layers[1].mlp.gate_up_proj])
+        projected = model.model.layers[1].self_attn.source.self_o_proj_0.output[0].save()
+    close(cache["model.model.layers.1.mlp.gate_up_proj"].output[0][0], alone["gate_up"])
+    close(projected, alone["projected"])
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def test_steering_equals_transformers(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        for _ in tracer.iter[:6]:
+            model.model.layers[2].residual += vector
+        result = tracer.result.save()
+    expected = by_hand(reference, result.prompt_token_ids, "model.layers.2", lambda hidden: hidden + vector)
+    assert tokens(result) == expected != plain(model, [PROMPTS[0]])[0]
+
+
+def normed(value: torch.Tensor) -> torch.Tensor:
+    """Return rows of the same length: what no part of a row can say for itself."""
+    return value * 3 / value.norm(dim=-1, keepdim=True)
+
+
+@everywhere
+@pytest.mark.parametrize("form", ["in place", "replaced", "both"])
+@pytest.mark.parametrize(
+    ("path", "side"),
+    [("self_attn.o_proj", "input"), ("mlp.down_proj", "input"), ("self_attn.o_proj", "output"), ("mlp", "output")],
+)
+def test_edits_of_whole_values_equal_transformers(
+    model: VLLM, reference: LanguageModel, path: str, side: str, form: str
+) -> None:
+    module = model.model.layers[1].get(path)
+    pair = path == "self_attn.o_proj" and side == "output"
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        for _ in tracer.iter[:6]:
+            value = module.input if side == "input" else module.output
+            value = value[0] if pair else value
+            new = normed(value)
+            if form != "replaced":
+                value[:] = new
+            if form == "both":
+                new = value * 1.0
+            if form != "in place":
+                if side == "input":
+                    module.input = new
+                else:
+                    module.output = (new, module.output[1]) if pair else new
+        result = tracer.result.save()
+    expected = by_hand(reference, result.prompt_token_ids, f"model.layers.1.{path}", normed, side)
+    assert tokens(result) == expected != plain(model, [PROMPTS[0]])[0]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "up"])
+def test_parts_of_merged_layers_equal_transformers(model: VLLM, reference: LanguageModel, name: str) -> None:
+    layer, start, size = {
+        "q": ("self_attn.qkv_proj", 0, 128),
+        "k": ("self_attn.qkv_proj", 128, 64),
+        "v": ("self_attn.qkv_proj", 192, 64),
+        "gate": ("mlp.gate_up_proj", 0, 256),
+        "up": ("mlp.gate_up_proj", 256, 256),
+    }[name]
+    factors = torch.linspace(-3, 3, size)
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        for _ in tracer.iter[:6]:
+            model.model.layers[1].get(layer).output[0][:, start : start + size] *= factors
+        result = tracer.result.save()
+    path = f"model.layers.1.{layer.partition('.')[0]}.{name}_proj"
+    expected = by_hand(reference, result.prompt_token_ids, path, lambda value: value * factors)
+    assert tokens(result) == expected != plain(model, [PROMPTS[0]])[0]
+
+
+def test_logits_and_samples_can_be_written(model: VLLM, reference: LanguageModel) -> None:
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        for _ in tracer.iter[:2]:
+            model.logits.output[:, 77] = 1e9
+        for _ in tracer.iter[2:4]:
+            model.samples.output = torch.tensor([[78]])
+        result = tracer.result.save()
+    assert tokens(result)[:4] == [77, 77, 78, 78]
+    ids = [*result.prompt_token_ids, 77, 77, 78, 78]
+    with torch.no_grad():
+        assert tokens(result)[4] == int(reference._module(torch.tensor([ids])).logits[0, -1].argmax())
+
+
+def test_tokens_that_are_drawn_are_the_same_on_all_devices(model: VLLM, reference: LanguageModel) -> None:
+    """The block draws random numbers in the process of one device; the keys of the other have to be of the same tokens."""
+    torch.manual_seed(5)
+    sampling = {"temperature": 3.0, "max_tokens": 20, "ignore_eos": True}
+    with model.trace(PROMPTS[0], **sampling) as tracer:
+        states = [].save()
+        for _ in tracer.iter[:20]:
+            torch.rand(3)
+            states.append(model.model.layers[3].residual)
+        result = tracer.result.save()
+    assert len(set(tokens(result))) > 10
+    ids = [*result.prompt_token_ids, *tokens(result)[:-1]]
+    close(torch.cat(states), by_layers(reference, ids))
+
+
+def by_layers(reference: LanguageModel, ids: list[int]) -> torch.Tensor:
+    """Return the hidden state after the last layer, by a plain hook."""
+    seen: list[torch.Tensor] = []
+    handle = reference._module.model.layers[3].register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        reference._module(torch.tensor([ids]), use_cache=False)
+    handle.remove()
+    return seen[0][0]
+
+
+# -- several requests -------------------------------------------------------------------------------------------------
+
+
+def test_a_mixed_batch_with_an_error(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """Steered, reading, failing and plain requests of different lengths, in the same steps."""
+    expected = plain(model, PROMPTS, max_tokens=5)
+    results = []
+    lines = []
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                for _ in tracer.iter[:6]:
+                    model.model.layers[2].residual += vector
+                results.append(tracer.result)
+            with tracer.invoke(PROMPTS[1]):
+                model.model.layers[1].output  # noqa: B018
+                lines.append("once")
+                1 / 0  # noqa: B018
+            with tracer.invoke(PROMPTS[1], max_tokens=5):
+                results.append(tracer.result)
+            with tracer.invoke(PROMPTS[2], max_tokens=5):
+                for _ in tracer.iter[:5]:
+                    model.model.layers[3].residual  # noqa: B018
+                results.append(tracer.result)
+    ids = results[0].prompt_token_ids
+    assert tokens(results[0]) == by_hand(reference, ids, "model.layers.2", lambda hidden: hidden + vector)
+    assert [tokens(result) for result in results[1:]] == expected[1:]
+    assert lines == ["once"]
+
+
+def test_edits_as_parameters(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """More edits than the tables have room for, one batch after the other, beside requests without."""
+    plane = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(2))
+    projector = torch.eye(HIDDEN) - plane.T @ torch.linalg.inv(plane @ plane.T) @ plane
+    unsteered = plain(model, [PROMPTS[0]])[0]
+    for sign in (1.0, -1.0):
+        results: list[Any] = []
+        with model.trace(**GREEDY) as tracer:
+            for coefficient in (0.0, sign, 2 * sign, sign):
+                with tracer.invoke(PROMPTS[0]):
+                    if coefficient:
+                        model.model.layers[2].steer(add=coefficient * vector, scale=0.5, remove=plane)
+                    results.append(tracer.result)
+        ids = results[0].prompt_token_ids
+        once, twice = (
+            by_hand(reference, ids, "model.layers.2", lambda hidden, c=c: hidden @ projector * 0.5 + c * vector)
+            for c in (sign, 2 * sign)
+        )
+        assert [tokens(result) for result in results] == [unsteered, once, twice, once]
+        assert len({tuple(unsteered), tuple(once), tuple(twice)}) == 3
+    place = "between modules" if model._layout is None else "in the compiled model, as parameters"
+    assert tracer.report.tiers == ["beside", place, place, place]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_trace_leaves_the_engine_usable(model: VLLM) -> None:
+    before = plain(model, PROMPTS)
+    with pytest.raises(KeyboardInterrupt):
+        with model.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                model.model.layers[1].output  # noqa: B018
+                raise KeyboardInterrupt
+            with tracer.invoke(PROMPTS[1]):
+                model.model.layers[2].output  # noqa: B018
+    with pytest.raises(KeyboardInterrupt):
+        with model.trace(PROMPTS[0], **GREEDY):
+            model.samples.output  # noqa: B018
+            raise KeyboardInterrupt
+    assert not model.engine.llm_engine.has_unfinished_requests()
+    assert plain(model, PROMPTS) == before
+    with model.trace(PROMPTS[0], **GREEDY):
+        hidden = model.model.layers[1].residual.save()
+    assert hidden.shape[1] == HIDDEN
+
+
+@everywhere
+def test_parts_are_not_taken_for_the_whole(model: VLLM) -> None:
+    results = []
+    with pytest.raises(ValueError, match=r"split_0.output` is not the same on all 2 devices") as caught:
+        with model.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                model.model.layers[1].self_attn.source.qkv_split_0.output  # noqa: B018
+            with tracer.invoke(PROMPTS[1]):
+                results.append(tracer.result)
+    assert "qkv_split_0" in str(caught.traceback[-1].statement)
+    assert tokens(results[0]) == plain(model, [PROMPTS[1]])[0]
+
+
+@everywhere
+def test_a_block_cannot_call_what_all_devices_compute_together(model: VLLM) -> None:
+    with pytest.raises(NotImplementedError, match="weights are spread over 2 devices"):
+        with model.trace(PROMPTS[0], **GREEDY):
+            hidden = model.model.layers[1].mlp.output
+            model.model.layers[1].mlp(hidden)
+    assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
+
+
+@everywhere
+def test_no_other_engine_beside_it(model: VLLM, folder: Path) -> None:
+    for size in (1, 2):
+        with pytest.raises(ValueError, match="has the process for itself"):
+            VLLM(folder, **OPTIONS, tensor_parallel_size=size, dispatch=True)
+    assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]

@@ -535,14 +535,12 @@ def decomposing(model: Any) -> None:
 
 def differentiating(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
-        hidden = model.transformer.h[0].output
-        with model.lm_head.output.sum().backward():
-            gradient = hidden.grad.save()
+        model.lm_head.output.sum().backward()
 
 
-def requiring(model: Any) -> None:
+def hooking(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
-        model.transformer.h[0].output.requires_grad_()
+        model.transformer.h[0].output.register_hook(print)
 
 
 def writing_to_weights(model: Any) -> None:
@@ -578,8 +576,8 @@ REFUSED = {
     selecting: "depends on values",
     drawing: "`bernoulli` draws random numbers",
     decomposing: "no operator",
-    differentiating: "Gradients cannot be sent",
-    requiring: "Gradients cannot be sent",
+    differentiating: "A bare `.backward",
+    hooking: "`register_hook` cannot be sent",
     writing_to_weights: "edits a weight in place",
     writing_to_weights_without_values: "edits a weight in place",
     editing_late: "after the model has gone on",

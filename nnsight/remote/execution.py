@@ -1,7 +1,8 @@
 """Runs payloads on a model of this process.
 
 The program of a payload becomes the blocks of an ordinary run (:mod:`.interpreter`), so it runs as any trace does: eagerly, or compiled if
-the model was wrapped that way. Edits of the model's owner do not run along. Nothing is differentiated.
+the model was wrapped that way. Edits of the model's owner do not run along. Autograd follows the runs of programs with backward passes
+only, which run eagerly, and no weight accumulates a gradient.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
         model.dispatch()
     device = device_of(model._module)
     interpreter = interpreter_of(model, job, limits, Interpreter)
-    with torch.no_grad():
+    with torch.set_grad_enabled(interpreter.differentiates):
         interpreter.place_constants()
         for number, run in enumerate(job.runs):
             try:
@@ -74,7 +75,7 @@ def interpreter_of(
     def weight(name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")
         found: torch.Tensor = getattr(model._module.get_submodule(path), attribute)
-        return found.detach()
+        return found if torch.is_grad_enabled() else found.detach()
 
     interpreter = kind(job, device_of(model._module), apply, weight, limits.seconds)
     interpreter.on_write = guard(model._tree.paths) if on_write is None else on_write
@@ -101,7 +102,7 @@ def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
 
 def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
     generation: Any = Generation(model) if interpreter.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
-    driver = model._driver(None, generation)
+    driver = model._driver(False if interpreter.differentiates else None, generation)
     interleaver = Interleaver(interpreter.mediators(number))
     interleaver.tree = model._tree
     with interleaver:

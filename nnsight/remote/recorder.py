@@ -44,6 +44,7 @@ from .binding import Binding
 from .counts import counts
 from .errors import NotExpressibleError
 from .fake_runs import FakeModel, fake_model_of, generation_size, places_of, tensors_at
+from .gradients import SET_GRAD_MODE, Gradients
 from .listening import (
     OBSERVERS,
     TORCH,
@@ -62,7 +63,7 @@ from .refusals import here, is_sober, why_demand
 from .taking import called_by, draw, input_tree, snapshot
 from .trees import write_tree
 
-_GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
+_GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
@@ -166,10 +167,12 @@ class Recorder:
     Attributes:
         nodes: What they did so far.
         block: The block whose turn it is, or ``None``.
+        gradients: Writes down what they do with gradients.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.nodes: list[Node] = []
+        self.gradients = Gradients(self)
         self.journal = Journal() if journal is None else journal
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -213,6 +216,7 @@ class Recorder:
             assert self.model is not None
             return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
 
+        self.gradients.begin_run()
         self.runs.append({})
         self._outer.update(self._outer_containers(tracer))
         numbers = self._blocks
@@ -319,6 +323,7 @@ class Recorder:
 
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
         """Append a node to the block whose turn it is; return its number."""
+        self.gradients.check_node(do)
         line = (position_of_block.get() or user_position_now(skip=TORCH))[1]
         number = len(self.nodes)
         self.nodes.append(
@@ -326,6 +331,15 @@ class Recorder:
         )
         self._roots.append(number if root is None else root)
         return number
+
+    def made_by(self, node: int, tensor: torch.Tensor) -> None:
+        """Note that ``tensor`` stands for what a node makes."""
+        self._refs[tensor] = (node, 0)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a value of the model, or one of the block's own that has met one."""
+        assert self.model is not None
+        return isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights or tensor in self._constants
 
     def reference(self, tensor: torch.Tensor) -> Any:
         """Return the reference to a tensor."""
@@ -376,6 +390,8 @@ class Recorder:
         self.tensors[name] = copied
         self._constants[tensor] = (tensor._version, fake)
         self._refs[fake] = (self.emit("const", tensor=name), 0)
+        if tensor.requires_grad:
+            self.gradients.require(fake)
         return fake
 
     # -- calls of the block ----------------------------------------------------------------------------------------
@@ -399,6 +415,8 @@ class Recorder:
         assert self.model is not None
         if function in METADATA:
             return function(*args, **kwargs)
+        if function is SET_GRAD_MODE:
+            return self.gradients.set_mode(*args)
         name = getattr(function, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
@@ -406,8 +424,14 @@ class Recorder:
                 result = function(*args, **kwargs)
                 self.journal.outside(function, args, kwargs, result)
                 return result
+        if name == "requires_grad_":
+            return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
         if name in _GRADIENTS:
-            self.refuse_gradients()
+            raise NotExpressibleError(
+                here(
+                    f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block."
+                )
+            )
         if name in DEMANDS:
             raise NotExpressibleError(here(why_demand(name)))
         if function in DRAWN_LIKE:
@@ -676,14 +700,6 @@ class Recorder:
                 if tensor.untyped_storage()._cdata in given:
                     self.nodes[number]["shares"] = True
         return result
-
-    def refuse_gradients(self) -> None:
-        """Raise: a program has no gradients."""
-        raise NotExpressibleError(
-            here(
-                "Gradients cannot be sent: the server runs without. Save the activations, or trace a model that is here."
-            )
-        )
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:

@@ -5,8 +5,8 @@ The inputs of the jobs are joined as those of invokes are, and the blocks of eac
 gets: jobs go together only if their inputs differ in nothing but the number of rows, so nothing is padded.
 
 Seeing only one's own rows is a promise here, and no convenience. A tensor in which no dimension has the rows is not handed out: it may be
-a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules or end the run, are
-run alone; so is every job of a group that fails, for one program must not make another's fail.
+a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules, end the run or compute
+gradients, are run alone; so is every job of a group that fails, for one program must not make another's fail.
 
 What a model itself computes across rows (statistics of a batch, experts with a limited capacity) is not undone by this. A server of such a
 model runs each job alone.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("nnsight.remote")
 
 #: What only a program that runs alone may do.
-_ALONE = frozenset({"skip", "stop"})
+_ALONE = frozenset({"skip", "stop", "requires_grad", "backward"})
 
 
 class _NotTogetherError(Exception):
@@ -79,9 +79,9 @@ class _TenantInterpreter(Interpreter):
             raise _NotTogetherError
         return leaf
 
-    def _do(self, number: int, node: Any) -> None:
+    def _do(self, number: int, node: Any, along: Any) -> None:
         try:
-            super()._do(number, node)
+            super()._do(number, node, along)
         except Exception as error:  # what is wrong, and whether anything is, is seen when the job runs alone
             raise _NotTogetherError from error
 

@@ -481,11 +481,6 @@ def refused(model: Any, block: Callable[[Any], None], match: str, error: type[Ex
         assert f"{__file__}:" in str(raised.value)
 
 
-def printing(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        print(model.transformer.h[0].output)
-
-
 def formatting(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
         text = f"{model.transformer.h[0].output.mean():.2f}"
@@ -566,7 +561,6 @@ def another_structure(model: Any) -> None:
 
 
 REFUSED = {
-    printing: "Printing a tensor needs values",
     formatting: "Formatting a tensor",
     deciding: "A condition on a tensor",
     asking: "`item` needs values",

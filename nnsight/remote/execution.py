@@ -17,6 +17,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import device_of
+from .formats import limited
 from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Interpreter)
 
 
-def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None) -> bytes:
+def execute_payload(
+    model: NNsight, payload: bytes, limits: Limits | None = None, log: Callable[[str], None] | None = None
+) -> bytes:
     """Decode, validate and run a payload; return the results as a container (see :func:`.results.decode_results`).
+
+    ``log`` is called with each line that the program prints.
 
     Thread-safe: several threads may run payloads on one model. ``model`` is loaded (dispatched) if it is not.
 
@@ -41,15 +46,16 @@ def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None
     limits = limits or Limits()
     job = decode(payload, limits)
     validate(job, model, limits)
-    return execute(model, job, limits)
+    return execute(model, job, limits, log)
 
 
-def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
+def execute(model: NNsight, job: Job, limits: Limits, log: Callable[[str], None] | None = None) -> bytes:
     """Run a validated job; as :func:`execute_payload`."""
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
     interpreter = interpreter_of(model, job, limits, Interpreter)
+    interpreter.on_log = None if log is None else limited(log, limits.log_characters)
     with torch.set_grad_enabled(interpreter.differentiates):
         interpreter.place_constants()
         for number, run in enumerate(job.runs):

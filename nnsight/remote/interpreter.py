@@ -28,6 +28,7 @@ from ..runtime.invoker import Barrier
 from ..runtime.mediator import EarlyStopException, Mediator
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import leaf_at, tensors_at, with_leaf
+from .formats import text_of
 from .nodes import Node, read_argument
 from .operators import OPERATORS
 from .payload import Job
@@ -54,6 +55,7 @@ class Interpreter:
     Attributes:
         values: What each node made, as a tuple of tensors.
         on_done: Called with each node that is an operator or applies a module, its arguments and what it made.
+        on_log: Called with each line that is printed; ``None`` on fakes, which have no text.
         on_write: Called with the tensor of the model that a node is about to write to.
         differentiates: Whether there is a backward pass in the program, so that autograd has to follow the run.
     """
@@ -72,6 +74,7 @@ class Interpreter:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self.values: dict[int, tuple[Any, ...]] = {}
         self.on_done: Callable[[Node, Any, Any], None] = lambda node, args, result: None
+        self.on_log: Callable[[str], None] | None = None
         self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self._uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
         for node in job.nodes:
@@ -199,6 +202,8 @@ class Interpreter:
                 known()
             case "stop":
                 raise EarlyStopException
+            case "log":
+                self._log(node["text"])
             case "requires_grad":
                 self._require_grad(node)
             case "backward":
@@ -246,6 +251,11 @@ class Interpreter:
         result = operator(*args, **kwargs)
         self.on_done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
+
+    def _log(self, pieces: list[Any]) -> None:
+        values = {piece["value"]["ref"][0]: self._read(piece["value"]) for piece in pieces if type(piece) is dict}
+        if self.on_log is not None:
+            self.on_log(text_of(pieces, lambda reference: values[reference["ref"][0]]))
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -327,7 +337,7 @@ def _used_by(node: Node) -> Counter[int]:
 
 def references_of(node: Node) -> list[int]:
     """Return the nodes that a node refers to, as often as it does."""
-    return [found for key in ("args", "kwargs", "value", "gradient", "wrt") for found in _references(node.get(key))]
+    return [found for key in ("args", "kwargs", "value", "gradient", "wrt", "text") for found in _references(node.get(key))]
 
 
 def _references(value: Any) -> list[int]:

@@ -22,6 +22,7 @@ its position in the list, so a reference can point backwards only.
 ``grad``           the gradient with respect to ``wrt``: a copy, which flows on with what is written to it
 ``set_grad``       ``value`` flows on in place of the gradient with respect to ``wrt``
 ``end``            ends what runs along with the pass
+``log``            prints a line: ``text`` is a list of strings, and of values with the ``format`` of a number, if they have one
 =================  ======================================================================================================
 
 Every node may have ``line``, the user's, for messages. ``loop`` says that ``site`` is waited for in a loop over passages, which may
@@ -40,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import InvalidProgramError
+from .formats import is_format
 from .limits import Limits
 from .operators import NAMES, OPERATORS, STRINGS, is_in_place, is_view
 from .trees import DTYPES, FLOATS, Budget, check_tree, is_int, is_text, references
@@ -68,17 +70,21 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "grad": ({"wrt"}, set()),
     "set_grad": ({"wrt", "value"}, set()),
     "end": (set(), set()),
+    "log": ({"text"}, set()),
 }
 
 #: Kinds of nodes that make nothing.
-_EFFECTS = frozenset({"write", "skip", "barrier", "stop", "requires_grad", "backward", "set_grad", "end"})
+_EFFECTS = frozenset({"write", "skip", "barrier", "stop", "requires_grad", "backward", "set_grad", "end", "log"})
 
 #: Kinds of nodes that stand within a backward pass only, and those that may stand there besides.
 _OF_PASS = frozenset({"grad", "set_grad", "end"})
-IN_PASS = _OF_PASS | {"op", "const", "weight", "apply"}
+IN_PASS = _OF_PASS | {"op", "const", "weight", "apply", "log"}
 
 _VALUES = frozenset({"ref", "list", "tuple", "dict", "float"})
 _SITE = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*|\d+)(?:\.(?:[A-Za-z_][A-Za-z0-9_]*|\d+))*", re.ASCII)
+
+#: Text between two values that are printed.
+_LONGEST_TEXT = 10_000
 
 MEMORY_FORMATS = {
     "preserve_format": torch.preserve_format,
@@ -114,6 +120,8 @@ def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
         raise InvalidProgramError("The program is no list of nodes.")
     if len(job.nodes) > limits.nodes:
         raise InvalidProgramError(f"The program has {len(job.nodes)} nodes; the limit is {limits.nodes}.")
+    if sum(type(node) is dict and node.get("do") == "log" for node in job.nodes) > limits.logs:
+        raise InvalidProgramError(f"The program prints more than {limits.logs} lines, which is the limit.")
     owned: list[bool] = []
     before: list[Node] = []
     stopped: set[tuple[int, int]] = set()
@@ -204,6 +212,24 @@ def _check_gradients(node: Node, job: Job, budget: Budget, before: list[Node], o
                 raise InvalidProgramError(f"`{key}` is no reference to a tensor")
             check_references(node[key], before)
     return node["do"] == "grad"
+
+
+def _check_log(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
+    if type(node["text"]) is not list:
+        raise InvalidProgramError("`text` is no list")
+    for piece in node["text"]:
+        budget.spend(0)
+        if type(piece) is str and len(piece) <= _LONGEST_TEXT:
+            continue
+        if type(piece) is not dict or not {"value"} <= piece.keys() <= {"value", "format"}:
+            raise InvalidProgramError("`text` has something in it that cannot be printed")
+        if "format" in piece and not is_format(piece["format"]):
+            raise InvalidProgramError("a number is to be formatted as none can be")
+        check_tree(piece["value"], frozenset({"ref"}), budget)
+        if type(piece["value"]) is not dict:
+            raise InvalidProgramError("`text` has a value that is no reference to a tensor")
+        check_references(piece["value"], before)
+    return False
 
 
 def _check_skip(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
@@ -354,6 +380,7 @@ _CHECKS = {
     "barrier": _check_barrier,
     "apply": _check_apply,
     "op": _check_op,
+    "log": _check_log,
     **dict.fromkeys(("requires_grad", "backward", "grad", "set_grad"), _check_gradients),
 }
 

@@ -113,7 +113,7 @@ class Program:
 
         run = {**self._job.runs[0], "args": write_tree(list(args), leaf), "kwargs": write_tree(kwargs, leaf)}
         job = Job([run], self._job.nodes, self._job.saves, tensors)
-        return decode_results(execute_payload(model, encode(job)))
+        return decode_results(execute_payload(model, encode(job), log=print))
 
     def block_for(self, model: NNsight) -> Callable[[], None]:
         """Return a function that does in a block of ``model`` what this program does.
@@ -141,6 +141,7 @@ class Program:
                 job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf")
             )
             interpreter.on_write = guard(model._tree.paths)
+            interpreter.on_log = print
             interpreter.place_constants()
             interpreter.run_nodes(list(enumerate(job.nodes)))
 

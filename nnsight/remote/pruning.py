@@ -31,7 +31,7 @@ def pruned(
         if node["do"] == "op" and is_in_place(node["name"]):
             edits.setdefault(roots[number], []).append(number)
     needed: set[int] = set()
-    pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop")]
+    pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop", "log")]
     pending += [number for tree in trees.values() for number, _ in references(tree)]
     while pending:
         number = pending.pop()

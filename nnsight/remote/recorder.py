@@ -58,6 +58,7 @@ from .listening import (
 from .nodes import Node, why_not, write_argument
 from .operators import NAMES, is_in_place, is_view
 from .payload import Job, encode
+from .printing import Prints, listening
 from .pruning import pruned
 from .refusals import here, is_sober, why_demand
 from .taking import called_by, draw, input_tree, snapshot
@@ -168,11 +169,13 @@ class Recorder:
         nodes: What they did so far.
         block: The block whose turn it is, or ``None``.
         gradients: Writes down what they do with gradients.
+        prints: Writes down what they print.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.nodes: list[Node] = []
         self.gradients = Gradients(self)
+        self.prints = Prints(self)
         self.journal = Journal() if journal is None else journal
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -228,7 +231,7 @@ class Recorder:
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             try:
-                with Operators(self), Functions(self):
+                with Operators(self), Functions(self), listening(self.prints):
                     InterleavingTracer.execute(tracer, function)
             finally:
                 del tracer.make_mediator, tracer.make_interleaver
@@ -267,6 +270,7 @@ class Recorder:
 
     def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
         """Return the job that gives ``values`` back."""
+        self.prints.check()
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
         references = {
@@ -324,6 +328,8 @@ class Recorder:
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
         """Append a node to the block whose turn it is; return its number."""
         self.gradients.check_node(do)
+        if do == "stop":
+            self.prints.end()
         line = (position_of_block.get() or user_position_now(skip=TORCH))[1]
         number = len(self.nodes)
         self.nodes.append(
@@ -432,6 +438,8 @@ class Recorder:
                     f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block."
                 )
             )
+        if name in ("__repr__", "__format__"):
+            return self.prints.mark(self.substitute(args[0]), args[1] if name == "__format__" else None)
         if name in DEMANDS:
             raise NotExpressibleError(here(why_demand(name)))
         if function in DRAWN_LIKE:

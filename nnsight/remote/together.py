@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from ..runtime.report import Report
 from .errors import ExecutionFailedError, InvalidProgramError
 from .execution import execute, guard, interpreter_of, results_of
 from .fake_runs import device_of
+from .formats import limited
 from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
@@ -106,9 +107,14 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
 
 
 def execute_payloads(
-    model: NNsight, payloads: Sequence[bytes], limits: Limits | None = None
+    model: NNsight,
+    payloads: Sequence[bytes],
+    limits: Limits | None = None,
+    logs: Sequence[Callable[[str], None]] | None = None,
 ) -> list[bytes | Exception]:
     """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or what is wrong with it alone.
+
+    ``logs`` are called with the lines that each prints, after the batch has run: a batch that fails has printed nothing.
 
     The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.
     """
@@ -124,26 +130,33 @@ def execute_payloads(
             outcomes[index] = error
     if len(jobs) > 1:
         try:
-            outcomes_together = _execute_together(model, list(jobs.values()), limits)
-            for index, outcome in zip(list(jobs), outcomes_together, strict=True):
+            outcomes_together, lines = _execute_together(model, list(jobs.values()), limits)
+            for index, outcome, printed in zip(list(jobs), outcomes_together, lines, strict=True):
+                for line in printed if logs is not None else ():
+                    logs[index](line)  # type: ignore[index]
                 outcomes[index] = outcome
                 del jobs[index]
         except Exception as error:  # whose fault it is shows when each runs alone
             _log.debug("jobs run one by one after all: %r", error)
     for index, job in jobs.items():
         try:
-            outcomes[index] = execute(model, job, limits)
+            outcomes[index] = execute(model, job, limits, None if logs is None else logs[index])
         except Exception as error:
             outcomes[index] = error
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> list[bytes | Exception]:
+def _execute_together(
+    model: NNsight, jobs: Sequence[Job], limits: Limits
+) -> tuple[list[bytes | Exception], list[list[str]]]:
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
     on_write = guard(model._tree.paths)
     interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
+    lines: list[list[str]] = [[] for _ in jobs]
+    for interpreter, printed in zip(interpreters, lines, strict=True):
+        interpreter.on_log = limited(printed.append, limits.log_characters)
     parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []
@@ -172,7 +185,7 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
             interleaver.handle("result", output)
             for interpreter in interpreters:
                 interpreter.finish(interleaver)
-    return [_outcome(interpreter, limits) for interpreter in interpreters]
+    return [_outcome(interpreter, limits) for interpreter in interpreters], lines
 
 
 def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:

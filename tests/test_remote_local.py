@@ -520,7 +520,7 @@ def selecting(model: Any) -> None:
 
 def drawing(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
-        drawn = torch.bernoulli(model.transformer.h[0].output.sigmoid()).save()
+        drawn = torch.bernoulli(model.transformer.h[0].output.sigmoid(), generator=torch.Generator()).save()
 
 
 def decomposing(model: Any) -> None:
@@ -568,7 +568,7 @@ REFUSED = {
     converting: "`numpy` needs values",
     indexing: "needs values",
     selecting: "depends on values",
-    drawing: "`bernoulli` draws random numbers",
+    drawing: "A generator of your own cannot be sent, as to `bernoulli`",
     decomposing: "no operator",
     differentiating: "A bare `.backward",
     hooking: "`register_hook` cannot be sent",

@@ -7,6 +7,7 @@ only, which run eagerly, and no weight accumulates a gradient.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from ..modeling.generation import Generation
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
+from .draws import Drawing, generator_of, samples
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import device_of
 from .formats import limited
@@ -55,6 +57,7 @@ def execute(model: NNsight, job: Job, limits: Limits, log: Callable[[str], None]
         model.dispatch()
     device = device_of(model._module)
     interpreter = interpreter_of(model, job, limits, Interpreter)
+    interpreter.generator = generator_of(job.seed, device)
     interpreter.on_log = None if log is None else limited(log, limits.log_characters)
     with torch.set_grad_enabled(interpreter.differentiates):
         interpreter.place_constants()
@@ -108,10 +111,11 @@ def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
 
 def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
     generation: Any = Generation(model) if interpreter.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
-    driver = model._driver(False if interpreter.differentiates else None, generation)
+    drawing = interpreter.generator is not None and samples(model._module, interpreter.job.runs[number]["call"], kwargs)
+    driver = model._driver(False if interpreter.differentiates or drawing else None, generation)
     interleaver = Interleaver(interpreter.mediators(number))
     interleaver.tree = model._tree
-    with interleaver:
+    with interleaver, Drawing(interpreter.generator) if drawing else contextlib.nullcontext():
         output = driver(interleaver, args, kwargs, Report())
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure

@@ -26,11 +26,12 @@ from ..runtime.gradients import Gradient, differentiate
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.invoker import Barrier
 from ..runtime.mediator import EarlyStopException, Mediator
+from .draws import check_parameters
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import leaf_at, tensors_at, with_leaf
 from .formats import text_of
 from .nodes import Node, read_argument
-from .operators import OPERATORS
+from .operators import DRAWING, OPERATORS
 from .payload import Job
 from .trees import ABSENT, NONE, read_tree, references
 
@@ -55,6 +56,7 @@ class Interpreter:
     Attributes:
         values: What each node made, as a tuple of tensors.
         on_done: Called with each node that is an operator or applies a module, its arguments and what it made.
+        generator: What operators that draw get; ``None`` for that of the process.
         on_log: Called with each line that is printed; ``None`` on fakes, which have no text.
         on_write: Called with the tensor of the model that a node is about to write to.
         differentiates: Whether there is a backward pass in the program, so that autograd has to follow the run.
@@ -74,6 +76,7 @@ class Interpreter:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self.values: dict[int, tuple[Any, ...]] = {}
         self.on_done: Callable[[Node, Any, Any], None] = lambda node, args, result: None
+        self.generator: torch.Generator | None = None
         self.on_log: Callable[[str], None] | None = None
         self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self._uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
@@ -248,6 +251,9 @@ class Interpreter:
         args = read_argument(node["args"], self._lookup, self.device)
         kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
         check_indices(operator, args, kwargs)
+        if node["name"] in DRAWING:
+            check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
+            kwargs["generator"] = self.generator
         result = operator(*args, **kwargs)
         self.on_done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))

@@ -153,7 +153,7 @@ _open: list[Any] = []
 def listening(prints: Prints) -> Iterator[None]:
     """Let ``prints`` hear what this context prints while it is the turn of a block."""
     with _lock:
-        if not _open:
+        if not _open and sys.stdout is not None:
             sys.stdout = _Console(sys.stdout)
         console = _open[0] if _open else sys.stdout
         _open.append(console)
@@ -165,5 +165,5 @@ def listening(prints: Prints) -> Iterator[None]:
         _recorded.reset(token)
         with _lock:
             _open.pop()
-            if not _open and sys.stdout is console:  # else somebody has replaced it meanwhile
+            if not _open and isinstance(console, _Console) and sys.stdout is console:  # else somebody has replaced it meanwhile
                 sys.stdout = console.stream

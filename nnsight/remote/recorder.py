@@ -42,6 +42,7 @@ from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
 from .binding import Binding
 from .counts import counts
+from .draws import drawn_seed, samples
 from .errors import NotExpressibleError
 from .fake_runs import FakeModel, fake_model_of, generation_size, places_of, tensors_at
 from .gradients import SET_GRAD_MODE, Gradients
@@ -56,17 +57,20 @@ from .listening import (
     position_of_block,
 )
 from .nodes import Node, why_not, write_argument
-from .operators import NAMES, is_in_place, is_view
+from .operators import DRAWING, NAMES, is_in_place, is_view
 from .payload import Job, encode
 from .printing import Prints, listening
 from .pruning import pruned
-from .refusals import here, is_sober, why_demand
+from .refusals import here, why_demand
 from .taking import called_by, draw, input_tree, snapshot
 from .trees import write_tree
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+#: Memory that nobody has written to is zeros.
+_INSTEAD = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default}
 
 #: Index types of scalar tensors that index as the integer in them does.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -192,6 +196,7 @@ class Recorder:
         self._storages: dict[int, StorageWeakRef] = {}
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
         self._barriers: dict[int, int] = {}
+        self._samples = False
         self._keep: list[Any] = []
         self._outer: dict[str, Any] = {}
 
@@ -215,6 +220,7 @@ class Recorder:
                 "blocks": 0,
             }
             self.runs[-1].update(run)
+            self._samples = self._samples or samples(root._module, call, kwargs)
             steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
             return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
@@ -273,6 +279,8 @@ class Recorder:
         self.prints.check()
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
+        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
+            job.seed = drawn_seed()
         references = {
             id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
         }
@@ -444,12 +452,11 @@ class Recorder:
             raise NotExpressibleError(here(why_demand(name)))
         if function in DRAWN_LIKE:
             return self._draw_like(function, args, kwargs)
-        if name in RANDOM and not is_sober(name, args, kwargs):
+        if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
+            raise NotExpressibleError(here("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns."))
+        if name in RANDOM and kwargs.get("generator") is not None:
             raise NotExpressibleError(
-                here(
-                    f"`{name}` draws random numbers of values that are not here. Draw before the trace, "
-                    "or with `torch.randn_like` and its kin."
-                )
+                here(f"A generator of your own cannot be sent, as to `{name}`: leave it out, or draw before the trace.")
             )
         function = READ_AS.get(function, function)
         if name in ("__getitem__", "__setitem__"):
@@ -529,6 +536,7 @@ class Recorder:
         if not any("Tensor" in str(returned.type) for returned in operator._schema.returns):
             return operator(*args, **kwargs)  # about sizes and types, or an error of fakes
         args, kwargs = (pytree.tree_map_only(torch.Tensor, self.substitute, part) for part in (args, kwargs))
+        operator = _INSTEAD.get(operator, operator)
         name = NAMES.get(operator)
         if name is None:
             refused = why_not("aten." + str(operator).removeprefix("aten."))

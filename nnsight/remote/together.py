@@ -26,6 +26,7 @@ from ..runtime.batching import BatchGroup, View
 from ..runtime.interleaver import Interleaver
 from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
+from .draws import drops, generator_of
 from .errors import ExecutionFailedError, InvalidProgramError
 from .execution import execute, guard, interpreter_of, results_of
 from .fake_runs import device_of
@@ -101,6 +102,8 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         return None  # a compiled model would be compiled anew for each company in which a program finds itself
     if any(node["do"] in _ALONE for node in job.nodes):
         return None
+    if drops(model._tree.paths):
+        return None  # what is drawn for the batch would depend on who else is in it
     run = job.runs[0]
     described = [_described(run[part], job.tensors) for part in ("args", "kwargs")]
     return None if any("scalar" in text for text in described) else "\n".join(described)
@@ -156,6 +159,7 @@ def _execute_together(
     interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
     lines: list[list[str]] = [[] for _ in jobs]
     for interpreter, printed in zip(interpreters, lines, strict=True):
+        interpreter.generator = generator_of(interpreter.job.seed, device)
         interpreter.on_log = limited(printed.append, limits.log_characters)
     parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
     batched: Any = None

@@ -29,13 +29,13 @@ from ..operators import OPERATORS_HASH
 from ..payload import VERSION
 from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER, is_id
 from .gateway import Gateway, RefusedError
-from .keys import Account, Door
+from .keys import Account, Door, OpenDoor
 from .sessions import Sessions
 
 _log = logging.getLogger("nnsight.remote.server")
 
 #: What a multipart body has besides the payload.
-_FRAME = 128 * 1024
+_FRAME = 512 * 1024
 
 #: What payloads of other clients begin with.
 _OTHER_FORMATS = {
@@ -185,7 +185,9 @@ def _add_facts(app: FastAPI, gateway: Gateway, door: Door) -> None:
     @app.get("/whoami")
     async def whoami(request: Request) -> Any:
         account = _account(request, door)
-        return {"name": account.name, "limits": account.limits()}
+        # `email` and `tags` are what clients of nnsight 0.8 look for.
+        email = None if isinstance(door, OpenDoor) else account.name
+        return {"name": account.name, "limits": account.limits(), "email": email, "tags": []}
 
     @app.get("/health")
     async def health() -> Response:

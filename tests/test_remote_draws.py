@@ -29,7 +29,6 @@ from .remoting import running
 from .test_remote_hostile import LIMITS, MODEL, job, op, read, ref
 
 PROMPT = "The Eiffel Tower is in the city of"
-OTHER = "The Colosseum is in the city of"
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +116,11 @@ def test_no_generator_of_the_server_moves(model: Any) -> None:
 
 
 def test_a_job_draws_the_same_alone_and_among_others(model: Any) -> None:
-    payloads = [payload(model), payload(model, OTHER), payload(model)]
+    payloads = [payload(model) for _ in range(3)]
     alone = [decode_results(execute_payload(model, sent)) for sent in payloads]
-    kinds = {kind_of(model, sent) for sent in payloads}
+    (kind,) = {kind_of(model, sent) for sent in payloads}
     together = [decode_results(result) for result in execute_payloads(model, payloads)]  # type: ignore[arg-type]
-    assert None not in kinds
+    assert kind is not None
     for one, other in zip(alone, together, strict=True):
         torch.testing.assert_close(one["logits"], other["logits"])
         assert torch.equal(one["mask"], other["mask"])

@@ -101,15 +101,16 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
     @app.post("/request")
     async def submit(request: Request) -> Any:
         account, began = _account(request, door), time.time()
+        version = request.headers.get(VERSION_HEADER, "unknown")
         body = _Body(request, account.bytes)
         try:
             async with gateway.uploading(account), asyncio.timeout(gateway.settings.upload), body.form() as form:
-                envelope, blob = _envelope(form.get("data")), form.get("blob")
+                envelope, blob = _envelope(form.get("data"), version), form.get("blob")
                 if not isinstance(blob, UploadFile):
                     raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
                 if (blob.size or 0) > account.bytes:
                     body.too_large()
-                await _check_payload(blob, request.headers.get(VERSION_HEADER, "unknown"))
+                await _check_payload(blob, version)
                 nonce = envelope.get("nonce", "")
                 job = await gateway.submit(account, envelope["model_key"], nonce, blob.file, blob.size or 0)
         except ClientDisconnect:
@@ -261,7 +262,7 @@ class _Body:
         return limited
 
 
-def _envelope(data: Any) -> dict[str, Any]:
+def _envelope(data: Any, version: str) -> dict[str, Any]:
     """Return the envelope of a request.
 
     Raises:
@@ -279,7 +280,7 @@ def _envelope(data: Any) -> dict[str, Any]:
     if envelope.get("nonce", "") and not is_id(envelope["nonce"]):
         raise RefusedError(400, "envelope", "`nonce` has to be a UUID in lower case, or be left out.")
     if envelope.get("compress"):
-        raise RefusedError(415, "format", _format_message("compressed", "unknown"))
+        raise RefusedError(415, "format", _format_message("compressed", version))
     return envelope
 
 

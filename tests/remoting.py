@@ -67,8 +67,10 @@ class Orders:
         self.gate = threading.Event()
         self.started = threading.Event()
 
-    def __call__(self, payload: bytes) -> bytes:
+    def __call__(self, payload: bytes, log: Callable[[str], None]) -> bytes:
         what = read_order(payload)
+        for line in what.get("print", []):
+            log(line)
         self.seen.append(what.get("say"))
         self.threads.append(threading.get_ident())
         self.started.set()
@@ -86,7 +88,7 @@ class Orders:
             raise SystemExit
         return str(what.get("say", "")).encode() * what.get("times", 1)
 
-    def together(self, payloads: Sequence[bytes]) -> list[bytes | Exception]:
+    def together(self, payloads: Sequence[bytes], logs: Sequence[Callable[[str], None]]) -> list[bytes | Exception]:
         self.seen.append([read_order(payload).get("say") for payload in payloads])
         if any(read_order(payload).get("spoils") for payload in payloads):
             raise RuntimeError("the group failed")

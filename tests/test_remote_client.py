@@ -230,7 +230,8 @@ def test_refusals_are_raised_with_what_the_server_says(orders: Orders, tmp_path:
                 list(client.run(order(say="x"), str(MODEL)))
             assert refused.value.code == 401
         with client_of(server.url, "a") as client:
-            assert client.whoami() == {"name": "alice", "limits": {"queue": 1, "bytes": 1000, "seconds": 60.0}}
+            limits = {"queue": 1, "bytes": 1000, "seconds": 60.0}
+            assert client.whoami() == {"name": "alice", "limits": limits, "email": "alice", "tags": []}
             for payload, model, code, word in [
                 (order(say="x" * 2000), MODEL, 413, "1,000 bytes"),
                 (b"\x80\x04", MODEL, 415, "a pickle"),

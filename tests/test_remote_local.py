@@ -481,11 +481,6 @@ def refused(model: Any, block: Callable[[Any], None], match: str, error: type[Ex
         assert f"{__file__}:" in str(raised.value)
 
 
-def printing(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        print(model.transformer.h[0].output)
-
-
 def formatting(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
         text = f"{model.transformer.h[0].output.mean():.2f}"
@@ -525,7 +520,7 @@ def selecting(model: Any) -> None:
 
 def drawing(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
-        drawn = torch.bernoulli(model.transformer.h[0].output.sigmoid()).save()
+        drawn = torch.bernoulli(model.transformer.h[0].output.sigmoid(), generator=torch.Generator()).save()
 
 
 def decomposing(model: Any) -> None:
@@ -535,14 +530,12 @@ def decomposing(model: Any) -> None:
 
 def differentiating(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
-        hidden = model.transformer.h[0].output
-        with model.lm_head.output.sum().backward():
-            gradient = hidden.grad.save()
+        model.lm_head.output.sum().backward()
 
 
-def requiring(model: Any) -> None:
+def hooking(model: Any) -> None:
     with model.trace(PROMPT, remote="local"):
-        model.transformer.h[0].output.requires_grad_()
+        model.transformer.h[0].output.register_hook(print)
 
 
 def writing_to_weights(model: Any) -> None:
@@ -568,7 +561,6 @@ def another_structure(model: Any) -> None:
 
 
 REFUSED = {
-    printing: "Printing a tensor needs values",
     formatting: "Formatting a tensor",
     deciding: "A condition on a tensor",
     asking: "`item` needs values",
@@ -576,10 +568,10 @@ REFUSED = {
     converting: "`numpy` needs values",
     indexing: "needs values",
     selecting: "depends on values",
-    drawing: "`bernoulli` draws random numbers",
+    drawing: "A generator of your own cannot be sent, as to `bernoulli`",
     decomposing: "no operator",
-    differentiating: "Gradients cannot be sent",
-    requiring: "Gradients cannot be sent",
+    differentiating: "A bare `.backward",
+    hooking: "`register_hook` cannot be sent",
     writing_to_weights: "edits a weight in place",
     writing_to_weights_without_values: "edits a weight in place",
     editing_late: "after the model has gone on",

@@ -47,7 +47,7 @@ class LocalBackend(ProgramBackend):
         self._model, self._limits = model, limits
 
     def send(self, payload: bytes) -> bytes:
-        return execute_payload(self._model, payload, self._limits)
+        return execute_payload(self._model, payload, self._limits, print)
 
 
 class RecordingBackend(ProgramBackend):

@@ -1,11 +1,13 @@
 """Runs payloads on a model of this process.
 
 The program of a payload becomes the blocks of an ordinary run (:mod:`.interpreter`), so it runs as any trace does: eagerly, or compiled if
-the model was wrapped that way. Edits of the model's owner do not run along. Nothing is differentiated.
+the model was wrapped that way. Edits of the model's owner do not run along. Autograd follows the runs of programs with backward passes
+only, which run eagerly, and no weight accumulates a gradient.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,8 +16,10 @@ import torch
 from ..modeling.generation import Generation
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
+from .draws import Drawing, generator_of, samples
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import device_of
+from .formats import limited
 from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
@@ -28,8 +32,12 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Interpreter)
 
 
-def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None) -> bytes:
+def execute_payload(
+    model: NNsight, payload: bytes, limits: Limits | None = None, log: Callable[[str], None] | None = None
+) -> bytes:
     """Decode, validate and run a payload; return the results as a container (see :func:`.results.decode_results`).
+
+    ``log`` is called with each line that the program prints.
 
     Thread-safe: several threads may run payloads on one model. ``model`` is loaded (dispatched) if it is not.
 
@@ -40,16 +48,18 @@ def execute_payload(model: NNsight, payload: bytes, limits: Limits | None = None
     limits = limits or Limits()
     job = decode(payload, limits)
     validate(job, model, limits)
-    return execute(model, job, limits)
+    return execute(model, job, limits, log)
 
 
-def execute(model: NNsight, job: Job, limits: Limits) -> bytes:
+def execute(model: NNsight, job: Job, limits: Limits, log: Callable[[str], None] | None = None) -> bytes:
     """Run a validated job; as :func:`execute_payload`."""
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
     interpreter = interpreter_of(model, job, limits, Interpreter)
-    with torch.no_grad():
+    interpreter.generator = generator_of(job.seed, device)
+    interpreter.on_log = None if log is None else limited(log, limits.log_characters)
+    with torch.set_grad_enabled(interpreter.differentiates):
         interpreter.place_constants()
         for number, run in enumerate(job.runs):
             try:
@@ -74,7 +84,7 @@ def interpreter_of(
     def weight(name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")
         found: torch.Tensor = getattr(model._module.get_submodule(path), attribute)
-        return found.detach()
+        return found if torch.is_grad_enabled() else found.detach()
 
     interpreter = kind(job, device_of(model._module), apply, weight, limits.seconds)
     interpreter.on_write = guard(model._tree.paths) if on_write is None else on_write
@@ -101,10 +111,11 @@ def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
 
 def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
     generation: Any = Generation(model) if interpreter.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
-    driver = model._driver(None, generation)
+    drawing = interpreter.generator is not None and samples(model._module, interpreter.job.runs[number]["call"], kwargs)
+    driver = model._driver(False if interpreter.differentiates or drawing else None, generation)
     interleaver = Interleaver(interpreter.mediators(number))
     interleaver.tree = model._tree
-    with interleaver:
+    with interleaver, Drawing(interpreter.generator) if drawing else contextlib.nullcontext():
         output = driver(interleaver, args, kwargs, Report())
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure

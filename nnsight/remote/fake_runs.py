@@ -204,7 +204,7 @@ class FakeModel:
     def _run_once(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, meter: Meter | None) -> Any:
         """Call the model, or offer what passed in an earlier call."""
         key: Any = None
-        if self.like is not None:
+        if self.like is not None and not torch.is_grad_enabled():  # autograd would not know where kept fakes come from
             with contextlib.suppress(TypeError):
                 key = tree.opened, meter is None, key_of((args, kwargs))
 

@@ -10,6 +10,7 @@ bad index takes the process down.
 
 from __future__ import annotations
 
+import itertools
 import time
 import types
 from collections import Counter
@@ -21,13 +22,16 @@ from greenlet import GreenletExit
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..runtime.errors import OutOfOrderError
+from ..runtime.gradients import Gradient, differentiate
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.invoker import Barrier
 from ..runtime.mediator import EarlyStopException, Mediator
+from .draws import check_parameters
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import leaf_at, tensors_at, with_leaf
+from .formats import text_of
 from .nodes import Node, read_argument
-from .operators import OPERATORS
+from .operators import DRAWING, OPERATORS
 from .payload import Job
 from .trees import ABSENT, NONE, read_tree, references
 
@@ -52,7 +56,10 @@ class Interpreter:
     Attributes:
         values: What each node made, as a tuple of tensors.
         on_done: Called with each node that is an operator or applies a module, its arguments and what it made.
+        generator: What operators that draw get; ``None`` for that of the process.
+        on_log: Called with each line that is printed; ``None`` on fakes, which have no text.
         on_write: Called with the tensor of the model that a node is about to write to.
+        differentiates: Whether there is a backward pass in the program, so that autograd has to follow the run.
     """
 
     def __init__(
@@ -69,10 +76,14 @@ class Interpreter:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self.values: dict[int, tuple[Any, ...]] = {}
         self.on_done: Callable[[Node, Any, Any], None] = lambda node, args, result: None
+        self.generator: torch.Generator | None = None
+        self.on_log: Callable[[str], None] | None = None
         self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self._uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
         for node in job.nodes:
             self._uses.update(_used_by(node))
+        self.differentiates = any(node["do"] == "backward" for node in job.nodes)
+        self._copied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._waiting: dict[Mediator, Node] = {}
         self._barriers: dict[tuple[int, int], Barrier] = {}
 
@@ -145,10 +156,14 @@ class Interpreter:
 
     def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
         """Do nodes, in the block that is running."""
-        for number, node in nodes:
+        pending = iter(nodes)
+        for number, node in pending:
+            along: list[tuple[int, Node]] = []
+            if node["do"] == "backward":
+                along = list(itertools.takewhile(lambda item: item[1]["do"] != "end", pending))
             try:
                 self.check_time()
-                self._do(number, node)
+                self._do(number, node, along)
             except (EarlyStopException, GreenletExit):
                 raise
             except (ExecutionFailedError, InvalidProgramError) as error:
@@ -158,7 +173,7 @@ class Interpreter:
             except Exception as error:
                 raise ExecutionFailedError(f"{_what(node)}{_line(node)} failed: {error}") from error
 
-    def _do(self, number: int, node: Node) -> None:
+    def _do(self, number: int, node: Node, along: list[tuple[int, Node]]) -> None:
         run: Any = active_interleaver()
         mediator = run.current
         match node["do"]:
@@ -190,6 +205,16 @@ class Interpreter:
                 known()
             case "stop":
                 raise EarlyStopException
+            case "log":
+                self._log(node["text"])
+            case "requires_grad":
+                self._require_grad(node)
+            case "backward":
+                self._differentiate(node, along)
+            case "grad":
+                self._keep(number, (Gradient(self._differentiable(node["wrt"])).grad,))
+            case "set_grad":
+                Gradient(self._differentiable(node["wrt"])).grad = self._read(node["value"])
         for used, count in _used_by(node).items():
             self._uses[used] -= count
             if self._uses[used] <= 0:
@@ -213,6 +238,8 @@ class Interpreter:
             source, output = node["value"]["ref"]
             if output == 0 and self.job.nodes[source]["do"] == "read" and source in self.values:
                 self.values[source] = (old,)  # from here on it follows what the model does to it
+                if self.differentiates:
+                    self._copied[source] = old, old._version, new
         else:
             mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node["leaf"], new))
 
@@ -224,9 +251,56 @@ class Interpreter:
         args = read_argument(node["args"], self._lookup, self.device)
         kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
         check_indices(operator, args, kwargs)
+        if node["name"] in DRAWING:
+            check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
+            kwargs["generator"] = self.generator
         result = operator(*args, **kwargs)
         self.on_done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
+
+    def _log(self, pieces: list[Any]) -> None:
+        values = {piece["value"]["ref"][0]: self._read(piece["value"]) for piece in pieces if type(piece) is dict}
+        if self.on_log is not None:
+            self.on_log(text_of(pieces, lambda reference: values[reference["ref"][0]]))
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def _require_grad(self, node: Node) -> None:
+        source, output = node["value"]["ref"]
+        tensor = self._lookup(source, output)
+        if self.job.nodes[source]["do"] == "const":  # one of this run: the values may be another's, too
+            self.values[source] = (tensor.detach().requires_grad_(),)
+        elif not tensor.requires_grad:
+            self.on_write(tensor)  # what outlives the run would go on requiring gradients
+            tensor.requires_grad_()
+
+    def _differentiate(self, node: Node, along: list[tuple[int, Node]]) -> None:
+        asked = []
+        for source, output in (item["wrt"]["ref"] for _, item in along if "wrt" in item):
+            if source in self.values:
+                asked.append(self._differentiable({"ref": [source, output]}))
+            elif self.job.nodes[source]["do"] == "weight":  # one that is first named in the block of the pass
+                asked.append(self._weight(self.job.nodes[source]["name"]))
+        differentiate(
+            self._lookup(*node["value"]["ref"]),
+            asked,
+            lambda: self.run_nodes(along),
+            self._read(node.get("gradient")),
+            retain_graph=node.get("retain_graph"),
+            create_graph=node.get("create_graph", False),
+        )
+
+    def _differentiable(self, reference: dict[str, Any]) -> torch.Tensor:
+        """Return the tensor to which all gradients of a value flow.
+
+        An edited value of the model was computed in a copy, so what was made of the copy at its location does not come from the
+        model's tensor. The copy is it, unless the model has gone on to edit its own.
+        """
+        source, output = reference["ref"]
+        old, version, copied = self._copied.get(source, (None, 0, None))
+        if old is not None and copied is not None and output == 0 and old._version == version:
+            return copied
+        return self._lookup(source, output)
 
     def _keep(self, number: int, made: tuple[Any, ...]) -> None:
         if self._uses[number]:
@@ -269,7 +343,7 @@ def _used_by(node: Node) -> Counter[int]:
 
 def references_of(node: Node) -> list[int]:
     """Return the nodes that a node refers to, as often as it does."""
-    return _references(node.get("args")) + _references(node.get("kwargs")) + _references(node.get("value"))
+    return [found for key in ("args", "kwargs", "value", "gradient", "wrt", "text") for found in _references(node.get(key))]
 
 
 def _references(value: Any) -> list[int]:

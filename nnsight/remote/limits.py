@@ -23,6 +23,8 @@ class Limits:
         new_tokens: Tokens of a generation.
         rows: Rows of the batch, and blocks of a run.
         runs: Runs of the model.
+        logs: Lines that it prints.
+        log_characters: Characters of all of them together.
     """
 
     payload_bytes: int = 256 * 2**20
@@ -38,3 +40,5 @@ class Limits:
     new_tokens: int = 4096
     rows: int = 1024
     runs: int = 64
+    logs: int = 1000
+    log_characters: int = 2**20

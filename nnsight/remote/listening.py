@@ -50,6 +50,10 @@ class RecordingInterleaver(Interleaver):
         super().__init__(*args, **kwargs)
         self.recorder = recorder
 
+    def check_request(self, location: str) -> None:
+        self.recorder.gradients.check_node(f"read `{location}`")
+        super().check_request(location)
+
     def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
         recorder, group = self.recorder, (mediator or self.current).batch_group  # type: ignore[union-attr]
 
@@ -76,6 +80,8 @@ class RecordingMediator(Mediator):
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
+        if self.batch_group is not None:
+            self.batch_group = recorder.gradients.following(self.batch_group)
         recorder._keep.append(self)
         recorder.number_of(self)
 

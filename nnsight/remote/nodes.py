@@ -4,18 +4,26 @@ A program is a list of nodes in the order in which the client recorded them. Eac
 that run; the nodes of a block are done in their order, those of several blocks take turns as blocks do. What a node makes is named by
 its position in the list, so a reference can point backwards only.
 
-===========  ============================================================================================================
-``read``     the tensor ``leaf`` of the value at ``site``, at its passage number ``at``; ``inside``: the number of a tensor in
-             that leaf, if it is a cache; ``copy``: a copy of it
-``const``    the tensor ``tensor`` of the container
-``weight``   the parameter or buffer ``name`` of the model
-``op``       the operator ``name`` of the table, applied to ``args`` and ``kwargs``
-``apply``    the module ``module``, applied to ``args`` and ``kwargs``; ``copy``: copies of what it returns
-``write``    ``value`` takes the place of tensor ``leaf`` at ``site``; ``in_place``: its values do, in the memory of that tensor
-``skip``     the module whose input is ``site`` returns ``value`` without running
-``barrier``  waits until ``of`` blocks are at the barrier ``id``
-``stop``     ends the run
-===========  ============================================================================================================
+=================  ======================================================================================================
+``read``           the tensor ``leaf`` of the value at ``site``, at its passage number ``at``; ``inside``: the number of a
+                   tensor in that leaf, if it is a cache; ``copy``: a copy of it
+``const``          the tensor ``tensor`` of the container
+``weight``         the parameter or buffer ``name`` of the model
+``op``             the operator ``name`` of the table, applied to ``args`` and ``kwargs``
+``apply``          the module ``module``, applied to ``args`` and ``kwargs``; ``copy``: copies of what it returns
+``write``          ``value`` takes the place of tensor ``leaf`` at ``site``; ``in_place``: its values do, in the memory of
+                   that tensor
+``skip``           the module whose input is ``site`` returns ``value`` without running
+``barrier``        waits until ``of`` blocks are at the barrier ``id``
+``stop``           ends the run
+``requires_grad``  from here on, gradients flow to ``value``
+``backward``       a backward pass from ``value``, with ``gradient`` unless that is a scalar, ``retain_graph`` and
+                   ``create_graph``; the nodes of the block from here to ``end`` run along with it
+``grad``           the gradient with respect to ``wrt``: a copy, which flows on with what is written to it
+``set_grad``       ``value`` flows on in place of the gradient with respect to ``wrt``
+``end``            ends what runs along with the pass
+``log``            prints a line: ``text`` is a list of strings, and of values with the ``format`` of a number, if they have one
+=================  ======================================================================================================
 
 Every node may have ``line``, the user's, for messages. ``loop`` says that ``site`` is waited for in a loop over passages, which may
 turn out shorter.
@@ -33,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import InvalidProgramError
+from .formats import is_format
 from .limits import Limits
 from .operators import NAMES, OPERATORS, STRINGS, is_in_place, is_view
 from .trees import DTYPES, FLOATS, Budget, check_tree, is_int, is_text, references
@@ -56,13 +65,26 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "skip": ({"site", "at", "value"}, {"loop"}),
     "barrier": ({"id", "of"}, set()),
     "stop": (set(), set()),
+    "requires_grad": ({"value"}, set()),
+    "backward": ({"value"}, {"gradient", "retain_graph", "create_graph"}),
+    "grad": ({"wrt"}, set()),
+    "set_grad": ({"wrt", "value"}, set()),
+    "end": (set(), set()),
+    "log": ({"text"}, set()),
 }
 
 #: Kinds of nodes that make nothing.
-_EFFECTS = frozenset({"write", "skip", "barrier", "stop"})
+_EFFECTS = frozenset({"write", "skip", "barrier", "stop", "requires_grad", "backward", "set_grad", "end", "log"})
+
+#: Kinds of nodes that stand within a backward pass only, and those that may stand there besides.
+_OF_PASS = frozenset({"grad", "set_grad", "end"})
+IN_PASS = _OF_PASS | {"op", "const", "weight", "apply", "log"}
 
 _VALUES = frozenset({"ref", "list", "tuple", "dict", "float"})
 _SITE = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*|\d+)(?:\.(?:[A-Za-z_][A-Za-z0-9_]*|\d+))*", re.ASCII)
+
+#: Text between two values that are printed.
+_LONGEST_TEXT = 10_000
 
 MEMORY_FORMATS = {
     "preserve_format": torch.preserve_format,
@@ -77,10 +99,6 @@ _DENIED = {
     "set_": "it replaces the memory of a tensor",
     "resize_": "it gives uninitialised memory",
     "rand": "it draws from the random numbers of the server",
-    "bernoulli": "it draws from the random numbers of the server",
-    "multinomial": "it draws from the random numbers of the server",
-    "normal": "it draws from the random numbers of the server",
-    "uniform": "it draws from the random numbers of the server",
     "from_file": "it reads files",
     "nonzero": "the size of its result depends on values",
     "masked_select": "the size of its result depends on values",
@@ -98,9 +116,12 @@ def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
         raise InvalidProgramError("The program is no list of nodes.")
     if len(job.nodes) > limits.nodes:
         raise InvalidProgramError(f"The program has {len(job.nodes)} nodes; the limit is {limits.nodes}.")
+    if sum(type(node) is dict and node.get("do") == "log" for node in job.nodes) > limits.logs:
+        raise InvalidProgramError(f"The program prints more than {limits.logs} lines, which is the limit.")
     owned: list[bool] = []
     before: list[Node] = []
     stopped: set[tuple[int, int]] = set()
+    differentiating: set[tuple[int, int]] = set()
     for number, node in enumerate(job.nodes):
         try:
             _check_node(node, job, budget, before, owned)
@@ -111,12 +132,28 @@ def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
                 raise InvalidProgramError("its block has stopped before")
             if node["do"] == "stop":
                 stopped.add((node["run"], node["block"]))
+            _check_pass(node, differentiating)
         except InvalidProgramError as error:
             what = node.get("do") if type(node) is dict else None
             line = node.get("line") if type(node) is dict else None
             raise InvalidProgramError(
                 f"Node {number}{f' ({what})' if is_text(what) else ''}{f', line {line}' if is_int(line) else ''}: {error}"
             ) from None
+    if differentiating:
+        raise InvalidProgramError("A backward pass has no end.")
+
+
+def _check_pass(node: Node, differentiating: set[tuple[int, int]]) -> None:
+    """Note where backward passes begin and end, and refuse what may not stand there."""
+    do, block = node["do"], (node["run"], node["block"])
+    if block in differentiating and do not in IN_PASS:
+        raise InvalidProgramError("it stands within a backward pass")
+    if block not in differentiating and do in _OF_PASS:
+        raise InvalidProgramError("it stands outside of a backward pass")
+    if do == "backward":
+        differentiating.add(block)
+    elif do == "end":
+        differentiating.remove(block)
 
 
 def _check_node(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> None:
@@ -129,7 +166,7 @@ def _check_node(node: Node, job: Job, budget: Budget, before: list[Node], owned:
         raise InvalidProgramError("it belongs to no run")
     if not (is_int(node["block"]) and 0 <= node["block"] < job.runs[node["run"]]["blocks"]):
         raise InvalidProgramError("it belongs to no block of its run")
-    for key in ("copy", "loop", "in_place"):
+    for key in ("copy", "loop", "in_place", "retain_graph", "create_graph"):
         if key in node and type(node[key]) is not bool:
             raise InvalidProgramError(f"`{key}` is no boolean")
     for key in ("at", "leaf", "inside", "line", "id"):
@@ -160,6 +197,34 @@ def _check_write(node: Node, job: Job, budget: Budget, before: list[Node], owned
     check_references(node["value"], before)
     if "inside" in node and not node.get("in_place"):
         raise InvalidProgramError("a tensor inside of a cache is written to in place only")
+    return False
+
+
+def _check_gradients(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
+    for key in ("value", "gradient", "wrt"):
+        if key in node:
+            check_tree(node[key], frozenset({"ref"}), budget)
+            if type(node[key]) is not dict:
+                raise InvalidProgramError(f"`{key}` is no reference to a tensor")
+            check_references(node[key], before)
+    return node["do"] == "grad"
+
+
+def _check_log(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
+    if type(node["text"]) is not list:
+        raise InvalidProgramError("`text` is no list")
+    for piece in node["text"]:
+        budget.spend(0)
+        if type(piece) is str and len(piece) <= _LONGEST_TEXT:
+            continue
+        if type(piece) is not dict or not {"value"} <= piece.keys() <= {"value", "format"}:
+            raise InvalidProgramError("`text` has something in it that cannot be printed")
+        if "format" in piece and not is_format(piece["format"]):
+            raise InvalidProgramError("a number is to be formatted as none can be")
+        check_tree(piece["value"], frozenset({"ref"}), budget)
+        if type(piece["value"]) is not dict:
+            raise InvalidProgramError("`text` has a value that is no reference to a tensor")
+        check_references(piece["value"], before)
     return False
 
 
@@ -311,6 +376,8 @@ _CHECKS = {
     "barrier": _check_barrier,
     "apply": _check_apply,
     "op": _check_op,
+    "log": _check_log,
+    **dict.fromkeys(("requires_grad", "backward", "grad", "set_grad"), _check_gradients),
 }
 
 

@@ -1,7 +1,7 @@
 """The operators that programs may use: a fixed table of names, written out.
 
 What a program names is looked up in this dictionary and nowhere else. Not in it, on purpose: uninitialised memory (``empty``,
-``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from the generator of the process, results
+``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, results
 whose size depends on values (``nonzero``, masks that select), values for Python (``_local_scalar_dense``), ``out=`` arguments, and
 decompositions whose cost nothing counts. A few of these arguments are strings; each has its list of values.
 
@@ -94,7 +94,14 @@ addmm_.default baddbmm_.default silu_.default gelu_.default leaky_relu_.default 
 nan_to_num_.default eq_.Scalar ne_.Scalar lt_.Scalar le_.Scalar gt_.Scalar ge_.Scalar
 """
 
-_NAMES = " ".join((_POINTWISE, _REDUCTIONS, _LINEAR_ALGEBRA, _INDEXING, _SHAPES, _VIEWS, _IN_PLACE)).split()
+_DRAWING = """
+bernoulli.default bernoulli.p multinomial.default poisson.default
+normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor
+bernoulli_.float bernoulli_.Tensor normal_.default uniform_.default exponential_.default cauchy_.default geometric_.default
+log_normal_.default random_.default random_.from random_.to
+"""
+
+_NAMES = " ".join((_POINTWISE, _REDUCTIONS, _LINEAR_ALGEBRA, _INDEXING, _SHAPES, _VIEWS, _IN_PLACE, _DRAWING)).split()
 
 
 def _find(name: str) -> Any:
@@ -127,7 +134,10 @@ STRINGS: dict[tuple[str, str], frozenset[str]] = {
 }
 
 _VIEW_NAMES = frozenset(f"aten.{name}" for name in _VIEWS.split())
-_IN_PLACE_NAMES = frozenset(f"aten.{name}" for name in _IN_PLACE.split())
+_IN_PLACE_NAMES = frozenset(f"aten.{name}" for name in (_IN_PLACE + _DRAWING).split() if name.split(".")[0].endswith("_"))
+
+#: Names of the operators that draw; programs give them no generator, the interpreter does.
+DRAWING = frozenset(f"aten.{name}" for name in _DRAWING.split())
 
 
 def is_view(name: str) -> bool:

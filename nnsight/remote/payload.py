@@ -46,6 +46,7 @@ class Job:
         saves: What comes back: a tree by name.
         tensors: Constants and inputs, by name.
         header: The header it was read from, if it was.
+        seed: Where its random numbers begin, if it draws some.
     """
 
     runs: list[dict[str, Any]]
@@ -53,6 +54,7 @@ class Job:
     saves: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     header: bytes = b""
+    seed: int | None = None
 
     def content(self) -> dict[str, Any]:
         """Return the job without its tensors, as JSON."""
@@ -62,6 +64,7 @@ class Job:
             "runs": self.runs,
             "nodes": self.nodes,
             "saves": self.saves,
+            **({} if self.seed is None else {"seed": self.seed}),
         }
 
 
@@ -78,7 +81,7 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
     """
     limits = limits or Limits()
     content, tensors, header = unpack(payload, limits.payload_bytes, limits.header_bytes)
-    if type(content) is not dict or set(content) != {"version", "operators", "runs", "nodes", "saves"}:
+    if type(content) is not dict or content.keys() - {"seed"} != {"version", "operators", "runs", "nodes", "saves"}:
         raise InvalidProgramError("The payload is no job.")
     if type(content["version"]) is not int or content["version"] != VERSION:
         raise InvalidProgramError(
@@ -86,7 +89,10 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
         )
     if not (is_text(content["operators"]) and content["operators"].isalnum() and content["operators"].isascii()):
         raise InvalidProgramError("The payload does not say which operators its client has.")
-    job = Job(content["runs"], content["nodes"], content["saves"], tensors, header)
+    seed = content.get("seed")
+    if "seed" in content and not (is_int(seed) and seed >= 0):
+        raise InvalidProgramError("The seed of the payload is no natural number.")
+    job = Job(content["runs"], content["nodes"], content["saves"], tensors, header, seed)
     key = hashlib.sha256(header).digest(), limits
     if key in _checked:  # the header says everything about a job but the values of its tensors
         return job

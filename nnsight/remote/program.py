@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..modeling.generation import Generation
+from .draws import drawn_seed, samples
 from .execution import execute_payload, guard
 from .fake_runs import device_of
 from .interpreter import Interpreter, references_of
+from .operators import DRAWING
 from .payload import Job, decode, encode
 from .results import decode_results
 from .trees import references, write_tree
@@ -57,6 +59,11 @@ class Program:
         run = {**job.runs[0], "args": {"list": []}, "kwargs": {"dict": []}}
         used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
         self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the program draws random numbers."""
+        return any(node.get("name") in DRAWING for node in self._job.nodes)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -112,8 +119,9 @@ class Program:
             return {"tensor": name}
 
         run = {**self._job.runs[0], "args": write_tree(list(args), leaf), "kwargs": write_tree(kwargs, leaf)}
-        job = Job([run], self._job.nodes, self._job.saves, tensors)
-        return decode_results(execute_payload(model, encode(job)))
+        draws = self._draws or samples(model._module, run["call"], kwargs)
+        job = Job([run], self._job.nodes, self._job.saves, tensors, seed=drawn_seed() if draws else None)
+        return decode_results(execute_payload(model, encode(job), log=print))
 
     def block_for(self, model: NNsight) -> Callable[[], None]:
         """Return a function that does in a block of ``model`` what this program does.
@@ -141,6 +149,7 @@ class Program:
                 job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf")
             )
             interpreter.on_write = guard(model._tree.paths)
+            interpreter.on_log = print
             interpreter.place_constants()
             interpreter.run_nodes(list(enumerate(job.nodes)))
 

@@ -42,8 +42,10 @@ from ..tracing.errors import user_position_now
 from ..tracing.saving import saves
 from .binding import Binding
 from .counts import counts
+from .draws import drawn_seed, samples
 from .errors import NotExpressibleError
 from .fake_runs import FakeModel, fake_model_of, generation_size, places_of, tensors_at
+from .gradients import SET_GRAD_MODE, Gradients
 from .listening import (
     OBSERVERS,
     TORCH,
@@ -55,16 +57,20 @@ from .listening import (
     position_of_block,
 )
 from .nodes import Node, why_not, write_argument
-from .operators import NAMES, is_in_place, is_view
+from .operators import DRAWING, NAMES, is_in_place, is_view
 from .payload import Job, encode
+from .printing import Prints, listening
 from .pruning import pruned
-from .refusals import here, is_sober, why_demand
+from .refusals import here, why_demand
 from .taking import called_by, draw, input_tree, snapshot
 from .trees import write_tree
 
-_GRADIENTS = frozenset("backward requires_grad_ register_hook retain_grad detach_".split())
+_GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+#: Memory that nobody has written to is zeros.
+_INSTEAD = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default}
 
 #: Index types of scalar tensors that index as the integer in them does.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -166,10 +172,14 @@ class Recorder:
     Attributes:
         nodes: What they did so far.
         block: The block whose turn it is, or ``None``.
+        gradients: Writes down what they do with gradients.
+        prints: Writes down what they print.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.nodes: list[Node] = []
+        self.gradients = Gradients(self)
+        self.prints = Prints(self)
         self.journal = Journal() if journal is None else journal
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -186,6 +196,7 @@ class Recorder:
         self._storages: dict[int, StorageWeakRef] = {}
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
         self._barriers: dict[int, int] = {}
+        self._samples = False
         self._keep: list[Any] = []
         self._outer: dict[str, Any] = {}
 
@@ -209,10 +220,12 @@ class Recorder:
                 "blocks": 0,
             }
             self.runs[-1].update(run)
+            self._samples = self._samples or samples(root._module, call, kwargs)
             steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
             return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
 
+        self.gradients.begin_run()
         self.runs.append({})
         self._outer.update(self._outer_containers(tracer))
         numbers = self._blocks
@@ -224,7 +237,7 @@ class Recorder:
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             try:
-                with Operators(self), Functions(self):
+                with Operators(self), Functions(self), listening(self.prints):
                     InterleavingTracer.execute(tracer, function)
             finally:
                 del tracer.make_mediator, tracer.make_interleaver
@@ -263,8 +276,11 @@ class Recorder:
 
     def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
         """Return the job that gives ``values`` back."""
+        self.prints.check()
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
+        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
+            job.seed = drawn_seed()
         references = {
             id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
         }
@@ -319,6 +335,9 @@ class Recorder:
 
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
         """Append a node to the block whose turn it is; return its number."""
+        self.gradients.check_node(do)
+        if do == "stop":
+            self.prints.end()
         line = (position_of_block.get() or user_position_now(skip=TORCH))[1]
         number = len(self.nodes)
         self.nodes.append(
@@ -326,6 +345,15 @@ class Recorder:
         )
         self._roots.append(number if root is None else root)
         return number
+
+    def made_by(self, node: int, tensor: torch.Tensor) -> None:
+        """Note that ``tensor`` stands for what a node makes."""
+        self._refs[tensor] = (node, 0)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a value of the model, or one of the block's own that has met one."""
+        assert self.model is not None
+        return isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights or tensor in self._constants
 
     def reference(self, tensor: torch.Tensor) -> Any:
         """Return the reference to a tensor."""
@@ -376,6 +404,8 @@ class Recorder:
         self.tensors[name] = copied
         self._constants[tensor] = (tensor._version, fake)
         self._refs[fake] = (self.emit("const", tensor=name), 0)
+        if tensor.requires_grad:
+            self.gradients.require(fake)
         return fake
 
     # -- calls of the block ----------------------------------------------------------------------------------------
@@ -399,6 +429,8 @@ class Recorder:
         assert self.model is not None
         if function in METADATA:
             return function(*args, **kwargs)
+        if function is SET_GRAD_MODE:
+            return self.gradients.set_mode(*args)
         name = getattr(function, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
@@ -406,18 +438,25 @@ class Recorder:
                 result = function(*args, **kwargs)
                 self.journal.outside(function, args, kwargs, result)
                 return result
+        if name == "requires_grad_":
+            return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
         if name in _GRADIENTS:
-            self.refuse_gradients()
+            raise NotExpressibleError(
+                here(
+                    f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block."
+                )
+            )
+        if name in ("__repr__", "__format__"):
+            return self.prints.mark(self.substitute(args[0]), args[1] if name == "__format__" else None)
         if name in DEMANDS:
             raise NotExpressibleError(here(why_demand(name)))
         if function in DRAWN_LIKE:
             return self._draw_like(function, args, kwargs)
-        if name in RANDOM and not is_sober(name, args, kwargs):
+        if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
+            raise NotExpressibleError(here("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns."))
+        if name in RANDOM and kwargs.get("generator") is not None:
             raise NotExpressibleError(
-                here(
-                    f"`{name}` draws random numbers of values that are not here. Draw before the trace, "
-                    "or with `torch.randn_like` and its kin."
-                )
+                here(f"A generator of your own cannot be sent, as to `{name}`: leave it out, or draw before the trace.")
             )
         function = READ_AS.get(function, function)
         if name in ("__getitem__", "__setitem__"):
@@ -497,6 +536,7 @@ class Recorder:
         if not any("Tensor" in str(returned.type) for returned in operator._schema.returns):
             return operator(*args, **kwargs)  # about sizes and types, or an error of fakes
         args, kwargs = (pytree.tree_map_only(torch.Tensor, self.substitute, part) for part in (args, kwargs))
+        operator = _INSTEAD.get(operator, operator)
         name = NAMES.get(operator)
         if name is None:
             refused = why_not("aten." + str(operator).removeprefix("aten."))
@@ -676,14 +716,6 @@ class Recorder:
                 if tensor.untyped_storage()._cdata in given:
                     self.nodes[number]["shares"] = True
         return result
-
-    def refuse_gradients(self) -> None:
-        """Raise: a program has no gradients."""
-        raise NotExpressibleError(
-            here(
-                "Gradients cannot be sent: the server runs without. Save the activations, or trace a model that is here."
-            )
-        )
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..tracing.errors import user_position_now
 from .listening import TORCH, position_of_block
 
@@ -29,13 +27,3 @@ def why_demand(name: str) -> str:
         f"{shown[0].upper()}{shown[1:]} needs values, and they are where the model runs. Save the tensor and use it after the block; "
         "decide with `torch.where`, select with `gather` or `index_select`."
     )
-
-
-def is_sober(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function that can draw random numbers draws none."""
-    if name == "scaled_dot_product_attention":
-        return not (kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0))
-    if "dropout" in name:
-        training = kwargs.get("training", args[2] if len(args) > 2 else True)
-        return training is False
-    return False

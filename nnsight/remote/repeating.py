@@ -29,6 +29,7 @@ from ..fx.replay import Attempt, Replays
 from ..tracing.saving import saves
 from .binding import Binding
 from .counts import counts
+from .draws import drawn_seed
 from .likeness import describe, key_of
 from .passages import fake_like
 from .payload import Job
@@ -133,7 +134,8 @@ class _Remembered:
 
         trees = {name: write_tree(value, leaf) for name, value in values.items()}
         binding = Binding(values, {id(fake): fake for fake in fakes}, references, trees, tracer.scope)
-        return Recorded(Job([run], template.job.nodes, trees, content), binding)
+        seed = None if template.job.seed is None else drawn_seed()
+        return Recorded(Job([run], template.job.nodes, trees, content, seed=seed), binding)
 
     def _values(
         self, template: Template, known: list[torch.Tensor], slots: list[Any], tracer: ModelTracer
@@ -199,7 +201,7 @@ class _Remembered:
         fakes = [fake for number, fake in enumerate(binding.fakes.values()) if number in saved]
         kept = Python(python.steps, {}, _numbered(python.saved, numbers), _numbered(python.appended, numbers))
         references = [binding.references[id(fake)] for fake in fakes]
-        return Template(Job(job.runs, job.nodes), kept, constants, names, fakes, references, sharing)
+        return Template(Job(job.runs, job.nodes, seed=job.seed), kept, constants, names, fakes, references, sharing)
 
     def _obstacle(self, tracer: ModelTracer) -> str:
         """Return why the tensors from outside do not allow a repetition; empty if they do."""

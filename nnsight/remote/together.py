@@ -5,8 +5,8 @@ The inputs of the jobs are joined as those of invokes are, and the blocks of eac
 gets: jobs go together only if their inputs differ in nothing but the number of rows, so nothing is padded.
 
 Seeing only one's own rows is a promise here, and no convenience. A tensor in which no dimension has the rows is not handed out: it may be
-a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules or end the run, are
-run alone; so is every job of a group that fails, for one program must not make another's fail.
+a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules, end the run or compute
+gradients, are run alone; so is every job of a group that fails, for one program must not make another's fail.
 
 What a model itself computes across rows (statistics of a batch, experts with a limited capacity) is not undone by this. A server of such a
 model runs each job alone.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,11 @@ from ..runtime.batching import BatchGroup, View
 from ..runtime.interleaver import Interleaver
 from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
+from .draws import drops, generator_of
 from .errors import ExecutionFailedError, InvalidProgramError
 from .execution import execute, guard, interpreter_of, results_of
 from .fake_runs import device_of
+from .formats import limited
 from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("nnsight.remote")
 
 #: What only a program that runs alone may do.
-_ALONE = frozenset({"skip", "stop"})
+_ALONE = frozenset({"skip", "stop", "requires_grad", "backward"})
 
 
 class _NotTogetherError(Exception):
@@ -79,9 +81,9 @@ class _TenantInterpreter(Interpreter):
             raise _NotTogetherError
         return leaf
 
-    def _do(self, number: int, node: Any) -> None:
+    def _do(self, number: int, node: Any, along: Any) -> None:
         try:
-            super()._do(number, node)
+            super()._do(number, node, along)
         except Exception as error:  # what is wrong, and whether anything is, is seen when the job runs alone
             raise _NotTogetherError from error
 
@@ -100,15 +102,22 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         return None  # a compiled model would be compiled anew for each company in which a program finds itself
     if any(node["do"] in _ALONE for node in job.nodes):
         return None
+    if drops(model._tree.paths):
+        return None  # what is drawn for the batch would depend on who else is in it
     run = job.runs[0]
     described = [_described(run[part], job.tensors) for part in ("args", "kwargs")]
     return None if any("scalar" in text for text in described) else "\n".join(described)
 
 
 def execute_payloads(
-    model: NNsight, payloads: Sequence[bytes], limits: Limits | None = None
+    model: NNsight,
+    payloads: Sequence[bytes],
+    limits: Limits | None = None,
+    logs: Sequence[Callable[[str], None]] | None = None,
 ) -> list[bytes | Exception]:
     """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or what is wrong with it alone.
+
+    ``logs`` are called with the lines that each prints, after the batch has run: a batch that fails has printed nothing.
 
     The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.
     """
@@ -124,26 +133,34 @@ def execute_payloads(
             outcomes[index] = error
     if len(jobs) > 1:
         try:
-            outcomes_together = _execute_together(model, list(jobs.values()), limits)
-            for index, outcome in zip(list(jobs), outcomes_together, strict=True):
+            outcomes_together, lines = _execute_together(model, list(jobs.values()), limits)
+            for index, outcome, printed in zip(list(jobs), outcomes_together, lines, strict=True):
+                for line in printed if logs is not None else ():
+                    logs[index](line)  # type: ignore[index]
                 outcomes[index] = outcome
                 del jobs[index]
         except Exception as error:  # whose fault it is shows when each runs alone
             _log.debug("jobs run one by one after all: %r", error)
     for index, job in jobs.items():
         try:
-            outcomes[index] = execute(model, job, limits)
+            outcomes[index] = execute(model, job, limits, None if logs is None else logs[index])
         except Exception as error:
             outcomes[index] = error
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> list[bytes | Exception]:
+def _execute_together(
+    model: NNsight, jobs: Sequence[Job], limits: Limits
+) -> tuple[list[bytes | Exception], list[list[str]]]:
     if hasattr(model, "dispatch"):
         model.dispatch()
     device = device_of(model._module)
     on_write = guard(model._tree.paths)
     interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
+    lines: list[list[str]] = [[] for _ in jobs]
+    for interpreter, printed in zip(interpreters, lines, strict=True):
+        interpreter.generator = generator_of(interpreter.job.seed, device)
+        interpreter.on_log = limited(printed.append, limits.log_characters)
     parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []
@@ -172,7 +189,7 @@ def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> li
             interleaver.handle("result", output)
             for interpreter in interpreters:
                 interpreter.finish(interleaver)
-    return [_outcome(interpreter, limits) for interpreter in interpreters]
+    return [_outcome(interpreter, limits) for interpreter in interpreters], lines
 
 
 def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:

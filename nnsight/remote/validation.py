@@ -307,7 +307,7 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     with quiet_fakes:
         fakes = fake_model_of(model._tree)
     device, costs = fakes.device, Costs(limits.flops)
-    with torch.no_grad(), quiet_fakes, fakes.mode, costs:
+    with quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:
         constants = {}
         for name, tensor in job.tensors.items():
             fake = constants[name] = torch.empty_strided(
@@ -318,6 +318,9 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
         memory = _Memory(fakes, constants, limits)
         interpreter = Interpreter(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
         interpreter.on_done, interpreter.on_write = memory.done, memory.check_write
+        modes.enter_context(torch.set_grad_enabled(interpreter.differentiates))
+        if interpreter.differentiates:
+            modes.enter_context(torch.autograd.graph.saved_tensors_hooks(memory.keep, lambda tensor: tensor))
         try:
             for number, run in enumerate(job.runs):
                 args, kwargs = inputs_of_fakes(run, constants)
@@ -393,6 +396,7 @@ class _Memory:
     def __init__(self, fakes: FakeModel, constants: dict[str, torch.Tensor], limits: Limits) -> None:
         self._fakes, self._limits = fakes, limits
         self._kept = fakes.storages() | {tensor.untyped_storage()._cdata for tensor in constants.values()}
+        self._saved: dict[int, torch.UntypedStorage] = {}
         self.made = 0
 
     def done(self, node: Node, arguments: Any, result: Any) -> None:
@@ -405,11 +409,27 @@ class _Memory:
                 raise InvalidProgramError(
                     f"`{node.get('name', node['do'])}` makes a tensor of {size} bytes; the limit is {self._limits.tensor_bytes}."
                 )
-            self.made += size
-        if self.made > self._limits.total_bytes:
-            raise InvalidProgramError(f"The program makes more bytes than the limit, {self._limits.total_bytes}.")
+            self.count(size)
         if node["do"] == "op" and node["name"].split(".")[1].endswith("_"):
             self.check_write(arguments[0][0])
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that autograd keeps for a backward pass."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._kept and storage._cdata not in self._saved:
+            self._saved[storage._cdata] = storage  # kept, so that its identity stays its own
+            self.count(storage.nbytes())
+        return tensor
+
+    def count(self, size: int) -> None:
+        """Count bytes.
+
+        Raises:
+            InvalidProgramError: If there are too many.
+        """
+        self.made += size
+        if self.made > self._limits.total_bytes:
+            raise InvalidProgramError(f"The program makes more bytes than the limit, {self._limits.total_bytes}.")
 
     def check_write(self, tensor: torch.Tensor) -> None:
         """Raise if a tensor shares memory with what the model keeps."""

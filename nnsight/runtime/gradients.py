@@ -11,7 +11,7 @@ tensors keep their ordinary attribute everywhere else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Gradient:
     @grad.setter
     def grad(self, value: Any) -> None:
         mediator = self._mediator()
-        _check_gradient(self._tensor, value)
+        check_gradient(self._tensor, value)
         location = self._offer()
         mediator.request_once(location)
         mediator.swap_here(value)
@@ -72,7 +72,7 @@ class Gradient:
                 )
             run.check_flows_through(tensor)
             run.locations[id(tensor)] = tensor, location
-            run.hooks.append(tensor.register_hook(lambda gradient: run.handle(location, _own(gradient))))
+            run.hooks.append(tensor.register_hook(lambda gradient: run.offer_gradient(location, gradient)))
         return location
 
 
@@ -111,6 +111,8 @@ def _known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
 def gradient_of(value: Any) -> Any:
     """Return what ``value.grad`` is looked up on inside a block."""
     run = active_interleaver()
+    if run is not None and run.recorder is not None:
+        return run.recorder.gradients.location_of(value)
     if isinstance(run, _BackwardInterleaver) and run.current is not None and isinstance(value, torch.Tensor):
         return Gradient(value)
     return value
@@ -127,6 +129,10 @@ class _BackwardInterleaver(Interleaver):
         self.locations: dict[int, tuple[torch.Tensor, str]] = {}
         self._loss = loss
         self._edges: set[tuple[Any, int]] | None = None
+
+    def offer_gradient(self, location: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Offer a gradient to the block; a pass of another run through the same tensor, a weight, say, goes on undisturbed."""
+        return self.handle(location, _own(gradient)) if active_interleaver() is self else None
 
     def check_flows_through(self, tensor: torch.Tensor) -> None:
         """Raise if the gradient does not flow through ``tensor``, where a hook would be given zeros or nothing."""
@@ -152,7 +158,7 @@ class _BackwardInterleaver(Interleaver):
             )
 
 
-def _check_gradient(tensor: torch.Tensor, value: Any) -> None:
+def check_gradient(tensor: torch.Tensor, value: Any) -> None:
     """Raise unless ``value`` can flow on in place of the gradient of ``tensor``."""
     wanted = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
     if not isinstance(value, torch.Tensor):
@@ -191,22 +197,48 @@ class BackwardsTracer(Tracer):
         """Run the backward pass with ``function`` as its block."""
         assert self._call is not None
         loss, args, kwargs = self._call
-        if not isinstance(loss, FakeTensor):
-            computed(loss)
-        run = _BackwardInterleaver([Mediator(function, self.info, "backward")], loss)
-        try:
-            # Hooks have to run on this thread, where the block is.
-            with run, torch.autograd.set_multithreading_enabled(False):
-                _plain_backward(loss, *args, **kwargs)
-                run.finish()
-        finally:
-            for hook in run.hooks:
-                hook.remove()
-            run.locations.clear()
+        _run_along(loss, function, self.info, lambda: _plain_backward(loss, *args, **kwargs))
 
     def _close(self) -> None:
         super()._close()
         self._call = None
+
+
+def _run_along(loss: torch.Tensor, block: Callable[[], None], info: Any, flow: Callable[[], Any]) -> None:
+    """Run ``block`` along with a backward pass from ``loss``; ``flow()`` is the pass."""
+    if not isinstance(loss, FakeTensor):
+        computed(loss)
+    run = _BackwardInterleaver([Mediator(block, info, "backward")], loss)
+    try:
+        # Hooks have to run on this thread, where the block is.
+        with run, torch.autograd.set_multithreading_enabled(False):
+            flow()
+            run.finish()
+    finally:
+        for hook in run.hooks:
+            hook.remove()
+        run.locations.clear()
+
+
+def differentiate(
+    loss: torch.Tensor, tensors: Sequence[torch.Tensor], block: Callable[[], None], gradient: torch.Tensor | None, **how: Any
+) -> None:
+    """Run ``block`` along with a backward pass that goes as far as ``tensors`` and accumulates nothing, in no weight either.
+
+    Args:
+        loss: Where the pass begins.
+        tensors: Those whose gradients ``block`` asks for.
+        block: What runs along.
+        gradient: That of ``loss``; needed if it has several entries.
+        **how: ``retain_graph`` and ``create_graph``, as for :func:`torch.autograd.grad`.
+    """
+
+    def flow() -> None:
+        inputs = [known for tensor in tensors if (known := _known_to_autograd(tensor)).requires_grad]
+        if inputs:
+            torch.autograd.grad(loss, inputs, gradient, allow_unused=True, **how)
+
+    _run_along(loss, block, None, flow)
 
 
 def computed(loss: torch.Tensor) -> torch.Tensor:
@@ -223,7 +255,7 @@ def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """
     run = active_interleaver()
     if run is not None and run.recorder is not None and run.current is not None:
-        run.recorder.refuse_gradients()
+        return run.recorder.gradients.begin(self, args, kwargs, calls_for_with(sys._getframe(1)))
     if calls_for_with(sys._getframe(1)):
         return BackwardsTracer(self, args, kwargs)
     return _plain_backward(self, *args, **kwargs)

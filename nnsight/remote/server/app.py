@@ -29,13 +29,13 @@ from ..operators import OPERATORS_HASH
 from ..payload import VERSION
 from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER, is_id
 from .gateway import Gateway, RefusedError
-from .keys import Account, Door
+from .keys import Account, Door, OpenDoor
 from .sessions import Sessions
 
 _log = logging.getLogger("nnsight.remote.server")
 
 #: What a multipart body has besides the payload.
-_FRAME = 128 * 1024
+_FRAME = 512 * 1024
 
 #: What payloads of other clients begin with.
 _OTHER_FORMATS = {
@@ -101,15 +101,16 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
     @app.post("/request")
     async def submit(request: Request) -> Any:
         account, began = _account(request, door), time.time()
+        version = request.headers.get(VERSION_HEADER, "unknown")
         body = _Body(request, account.bytes)
         try:
             async with gateway.uploading(account), asyncio.timeout(gateway.settings.upload), body.form() as form:
-                envelope, blob = _envelope(form.get("data")), form.get("blob")
+                envelope, blob = _envelope(form.get("data"), version), form.get("blob")
                 if not isinstance(blob, UploadFile):
                     raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
                 if (blob.size or 0) > account.bytes:
                     body.too_large()
-                await _check_payload(blob, request.headers.get(VERSION_HEADER, "unknown"))
+                await _check_payload(blob, version)
                 nonce = envelope.get("nonce", "")
                 job = await gateway.submit(account, envelope["model_key"], nonce, blob.file, blob.size or 0)
         except ClientDisconnect:
@@ -185,7 +186,9 @@ def _add_facts(app: FastAPI, gateway: Gateway, door: Door) -> None:
     @app.get("/whoami")
     async def whoami(request: Request) -> Any:
         account = _account(request, door)
-        return {"name": account.name, "limits": account.limits()}
+        # `email` and `tags` are what clients of nnsight 0.8 look for.
+        email = None if isinstance(door, OpenDoor) else account.name
+        return {"name": account.name, "limits": account.limits(), "email": email, "tags": []}
 
     @app.get("/health")
     async def health() -> Response:
@@ -259,7 +262,7 @@ class _Body:
         return limited
 
 
-def _envelope(data: Any) -> dict[str, Any]:
+def _envelope(data: Any, version: str) -> dict[str, Any]:
     """Return the envelope of a request.
 
     Raises:
@@ -277,7 +280,7 @@ def _envelope(data: Any) -> dict[str, Any]:
     if envelope.get("nonce", "") and not is_id(envelope["nonce"]):
         raise RefusedError(400, "envelope", "`nonce` has to be a UUID in lower case, or be left out.")
     if envelope.get("compress"):
-        raise RefusedError(415, "format", _format_message("compressed", "unknown"))
+        raise RefusedError(415, "format", _format_message("compressed", version))
     return envelope
 
 

@@ -16,6 +16,7 @@ falls into four kinds, each an exception that the queue acts upon:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import queue
 import threading
@@ -25,6 +26,9 @@ from typing import Any, Protocol
 
 #: How long an interrupted thread has to come back, in seconds.
 _PATIENCE = 2.0
+
+#: Takes a line that a program prints.
+Log = Callable[[str], None]
 
 #: What came of a payload: its result, or what went wrong with it alone.
 Outcome = bytes | Exception
@@ -44,8 +48,8 @@ class Engine(Protocol):
     def kind_of(self, payload: bytes) -> Hashable | None:
         """Return what programs have in common that can run as one batch; ``None`` for one that runs alone."""
 
-    async def execute(self, payloads: Sequence[bytes], seconds: float) -> list[Outcome]:
-        """Run payloads of one kind and return what came of each.
+    async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
+        """Run payloads of one kind and return what came of each; ``logs`` are told what each prints, in the loop of the caller.
 
         Raises:
             EngineLostError: If the engine died.
@@ -159,18 +163,19 @@ class ThreadEngine:
     """The engine of a model in this process.
 
     Args:
-        run: Turns a payload into a result; raises what is wrong with the payload.
+        run: Turns a payload into a result, and calls its second argument with each line that is printed; raises what is wrong
+            with the payload.
         name: Of the thread, for debuggers.
-        run_together: Turns payloads of one kind into what came of each.
+        run_together: Turns payloads of one kind into what came of each; likewise, with a function for each.
         kind_of: See :meth:`Engine.kind_of`; by default no two programs run together.
         most_stuck: How many threads may be given up before the engine is not healthy any more.
     """
 
     def __init__(
         self,
-        run: Callable[[bytes], bytes],
+        run: Callable[[bytes, Log], bytes],
         name: str = "nnsight-engine",
-        run_together: Callable[[Sequence[bytes]], list[Outcome]] | None = None,
+        run_together: Callable[[Sequence[bytes], Sequence[Log]], list[Outcome]] | None = None,
         kind_of: Callable[[bytes], Hashable | None] | None = None,
         most_stuck: int = 2,
     ) -> None:
@@ -192,11 +197,12 @@ class ThreadEngine:
         self._stuck = [worker for worker in self._stuck if worker.alive]
         return len(self._stuck) < self._most_stuck
 
-    async def execute(self, payloads: Sequence[bytes], seconds: float) -> list[Outcome]:
+    async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
         """Run payloads of one kind and return what came of each; see :meth:`Engine.execute`."""
         if not self._worker.alive:
             self._worker = _Worker(self._name)
-        future = self._worker.submit(lambda: self._outcomes(payloads))
+        told = [_in_loop(log) for log in logs]
+        future = self._worker.submit(lambda: self._outcomes(payloads, told))
         try:
             return await asyncio.wait_for(asyncio.shield(future), seconds)
         except TimeoutError:
@@ -218,13 +224,24 @@ class ThreadEngine:
         """End the thread once it is idle."""
         self._worker.close()
 
-    def _outcomes(self, payloads: Sequence[bytes]) -> list[Outcome]:
+    def _outcomes(self, payloads: Sequence[bytes], logs: Sequence[Log]) -> list[Outcome]:
         if len(payloads) > 1 and self._run_together is not None:
-            return self._run_together(payloads)
+            return self._run_together(payloads, logs)
         outcomes: list[Outcome] = []
-        for payload in payloads:
+        for payload, log in zip(payloads, logs, strict=True):
             try:
-                outcomes.append(self._run(payload))
+                outcomes.append(self._run(payload, log))
             except Exception as error:
                 outcomes.append(error)
         return outcomes
+
+
+def _in_loop(log: Log) -> Log:
+    """Return a function for other threads that has ``log`` called in the loop of this one."""
+    loop = asyncio.get_running_loop()
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            loop.call_soon_threadsafe(log, line)
+
+    return tell

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import time
@@ -368,7 +369,8 @@ class Gateway:
         self.metrics.together.labels(str(served.key)).observe(len(jobs))
         payloads = await asyncio.to_thread(lambda: [self.spool.begin(job) for job in jobs])
         try:
-            outcomes: list[Outcome] = await served.engine.execute(payloads, max(job.seconds for job in jobs))
+            logs = [functools.partial(job.tell, JobStatus.LOG) for job in jobs]
+            outcomes: list[Outcome] = await served.engine.execute(payloads, max(job.seconds for job in jobs), logs)
         except Exception as error:
             if len(jobs) > 1:
                 _log.warning("a group of jobs failed", extra={"jobs": [job.id for job in jobs], "error": repr(error)})

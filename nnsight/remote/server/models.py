@@ -20,9 +20,9 @@ def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-eng
         name: Of its thread.
     """
     return ThreadEngine(
-        lambda payload: execute_payload(model, payload, limits),
+        lambda payload, log: execute_payload(model, payload, limits, log),
         name,
-        run_together=lambda payloads: execute_payloads(model, payloads, limits),
+        run_together=lambda payloads, logs: execute_payloads(model, payloads, limits, logs),
         kind_of=lambda payload: kind_of(model, payload, limits),
     )
 

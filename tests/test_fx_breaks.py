@@ -562,7 +562,9 @@ class Layer(torch.nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once() -> None:
+@pytest.mark.parametrize("factor", [1.5, None], ids=["edited", "read"])
+def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once(factor: float | None) -> None:
+    """A piece that is only read is one layer and nothing else: a single region."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(Layer() for _ in range(8)))
     model = NNsight(net, compile={"backend": "eager", "regions": True})
@@ -572,7 +574,8 @@ def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once() -> None:
         with torch.no_grad(), model.trace(X):
             for layer in model:
                 norms.append(layer.output.norm().item())
-                layer.output *= 1.5
+                if factor is not None:
+                    layer.output *= factor
             out = model.output.save()
         return norms, out
 
@@ -589,7 +592,7 @@ def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once() -> None:
         for layer in net:
             value = layer(value)
             expected.append(value.norm().item())
-            value = value * 1.5
+            value = value if factor is None else value * factor
     for norms, out in (found, again):
         assert norms == expected
         assert torch.equal(out, value)
@@ -745,3 +748,104 @@ def test_a_piece_that_cannot_be_lowered_runs_node_by_node(caplog: pytest.LogCapt
         assert lowered, "other pieces are lowered"
         warned = [message for message in caplog.messages if "lowering" in message]
         assert warned and all("NotImplementedError: no relu here" in message for message in warned)
+
+
+# -- edits in place of tensors that are real already -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_a_name_that_is_saved_survives_an_operator_in_place(model: NNsight, grad: bool) -> None:
+    """`h *= 2` binds the name anew; with a tensor that is real by then it is the same one, which is saved."""
+    net = model._module
+    with torch.set_grad_enabled(grad):
+        for compile in (False, True, True):
+            kept: Log = []
+            with model.trace(X, compile=compile) as tracer:
+                total = torch.zeros(3, 4).save()
+                total += model[0].output
+                state = model[1].output.save()
+                kept.append(state)
+                if state.sum() > -1e9:
+                    state *= 2.0
+                total += state
+                kept.append(state)
+                out = model.output.save()
+            first = net[0](X)
+            hidden = net[1](first) * 2.0
+            same((total, state, out), (first + hidden, hidden, net[3](net[2](hidden))))
+            assert all(torch.equal(item, hidden) for item in kept)
+            assert grad or kept[0] is kept[1] is state
+            assert total.requires_grad == state.requires_grad == grad
+            assert len(tracer.report.breaks) == compile
+
+
+class Rectified(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.last = torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["needs the value", "has the value"])
+@pytest.mark.parametrize("show", [torch.Tensor.numpy, np.asarray, np.from_dlpack], ids=lambda show: show.__name__)
+def test_an_array_shows_each_later_edit_of_its_memory(show: Callable[[Any], Any], early: bool) -> None:
+    torch.manual_seed(0)
+    net = Rectified()
+    model = NNsight(net, compile={"backend": "eager"})
+    with torch.no_grad():
+        hidden = net.first(X)
+        expected = [hidden.clone(), hidden.relu_().clone(), (hidden + 1.0) * 3.0]
+        for compile in (False, True, True):
+            seen: Log = []
+            with model.trace(X, compile=compile):
+                first = model.first.output
+                if not early:
+                    first.tolist()
+                array = show(first)
+                seen.append(torch.tensor(array))
+                behind = model.relu.output
+                seen.append(torch.tensor(array))
+                array += 1.0
+                row = first[0]
+                row *= 3.0
+                first[1:] *= 3.0
+                seen.append(torch.tensor(array))
+                out = model.output.save()
+            same(seen, expected)
+            same(out, net.last(expected[-1]))
+
+
+def test_an_array_that_shows_other_memory_asks_for_no_cut(model: NNsight) -> None:
+    net = model._module
+    with torch.no_grad():
+        for _ in range(2):
+            with model.trace(X) as tracer:
+                array = model[0].output.numpy()
+                model[1].output += 1.0
+                model[1].output[:, 0] = 0.0
+                model[2].output *= 2.0
+                out = model.output.save()
+            hidden = net[1](net[0](X)) + 1.0
+            hidden[:, 0] = 0.0
+            same(out, net[3](net[2](hidden) * 2.0))
+            assert len(tracer.report.breaks) == 1
+
+
+def test_gradients_by_autograd_grad(model: NNsight) -> None:
+    net = model._module
+    for compile in (False, True, True):
+        with model.trace(X, compile=compile) as tracer:
+            hidden = model[0].output
+            loss = model[2].output.pow(2).sum()
+            (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+            model[2].output += gradient
+            gradient.save()
+            out = model.output.save()
+        first = net[0](X)
+        third = net[2](net[1](first))
+        (expected,) = torch.autograd.grad(third.pow(2).sum(), first, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
+        torch.testing.assert_close(out, net[3](third + expected))
+        assert len(tracer.report.breaks) == compile

@@ -127,3 +127,19 @@ def test_regions_are_called_directly_and_a_profile_shows_them() -> None:
         around = [event.name for event in profile.events() or () if "CompiledFxGraph" in event.name]
     assert len(around) == 7
     assert fx.counters.compiles + fx.counters.loads == 3
+
+
+@pytest.mark.slow
+def test_pieces_of_a_graph_that_is_cut_are_called_directly() -> None:
+    net = Stack()
+    model = NNsight(net, compile={"backend": "inductor", "regions": False})
+    norms: list[float] = []
+    with torch.no_grad():
+        for _ in range(2):
+            with model.trace(X) as tracer:
+                state = model.blocks[1].output
+                norms.append(state.norm().item())
+                out = model.output.save()
+        close(out, net(X))
+    assert len(tracer.report.breaks) == 1 and norms[0] == norms[1]
+    assert [is_direct(piece.lowered.direct) for piece in tracer.report.pieces] == [True, True]

@@ -23,6 +23,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.mode_stacks import ModeStacks
 from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
+from ..tracing.saving import keep_mark
 from . import control
 from .control import ControlOperator, Inside
 from .demands import name_of
@@ -62,6 +63,7 @@ from .program import (
     Symbol,
     Value,
 )
+from .showing import Shown
 from .splice import references
 
 if TYPE_CHECKING:
@@ -105,6 +107,7 @@ class CallRecorder(TorchFunctionMode):
         run: The run.
         lifted: Tensors that stand for Python floats.
         filled: Lazy tensors that have a value but could not become it.
+        shown: Memory that is seen outside of torch.
         inside: The function of an operator, such as ``torch.cond``, that is being recorded, if one is.
     """
 
@@ -128,6 +131,7 @@ class CallRecorder(TorchFunctionMode):
         self.random = False
         self.closed = False
         self.filled: list[LazyTensor] = []
+        self.shown = Shown()
         self.inside: Inside | None = None
         self.start_tables(list(inputs))
 
@@ -153,6 +157,14 @@ class CallRecorder(TorchFunctionMode):
         """Make the lazy tensors real, because the block of a run inside this one uses one of them."""
         raise NotImplementedError
 
+    def _object(self, reference: Reference) -> torch.Tensor:
+        """Return the tensor the block gets for ``reference``."""
+        raise NotImplementedError
+
+    def _is_shown(self, edited: Any) -> bool:
+        """Whether an edit of a tensor, or of several in a list, may be seen out of sight of torch."""
+        raise NotImplementedError
+
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -167,6 +179,7 @@ class CallRecorder(TorchFunctionMode):
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
         result = function(*args, **kwargs)
+        self.shown.note(function, args, result)
         if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
             self.journal.outside(function, args, kwargs, result)
         return result
@@ -242,6 +255,8 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(function, ControlOperator):
             return control.run(self, function, args, kwargs)
         reason = self._needs_values(function)
+        if reason is None and args and edits_in_place(function) and self._is_shown(args[0]):
+            reason = "an array outside of torch has the memory that is edited"
         event = None
         if reason is None:
             try:
@@ -269,7 +284,10 @@ class CallRecorder(TorchFunctionMode):
         if self.inside is not None:
             control.check(self.inside, event, outcome)
         self.random = self.random or getattr(function, "__name__", "") in RANDOM
-        return self._take(outcome, lifted, sizes)
+        result = self._take(outcome, lifted, sizes)
+        if isinstance(result, LazyTensor) and args and result is not args[0] and edits_in_place(function):
+            keep_mark(args[0], result)  # `h += 1` binds the name to another object than eagerly
+        return result
 
     def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
         """Go on to the state after a call, and return what the block gets for it."""
@@ -284,7 +302,14 @@ class CallRecorder(TorchFunctionMode):
         outcomes.setdefault(sizes, outcome)
         if not outcome.structure.is_leaf():
             self.step(outcome.results)
-        leaves = [self.lazy(leaf) if isinstance(leaf, int) else leaf[0] for leaf in outcome.leaves]
+        leaves = [
+            self.lazy(leaf)
+            if isinstance(leaf, int)
+            else self._object(leaf)
+            if isinstance(leaf, (Input, External))
+            else leaf[0]
+            for leaf in outcome.leaves
+        ]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
     def take(self, event: Event, fakes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -531,6 +556,8 @@ class CallRecorder(TorchFunctionMode):
             return self.fakes[argument.index]
         if isinstance(argument, (Input, External)):
             real = (self.inputs if isinstance(argument, Input) else self.externals)[argument.index]
+            if real.requires_grad:  # what torch remembers of a tensor, or of its base, may be older than that
+                return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
             return self.graph.fake_mode.from_tensor(real, static_shapes=True)
         if isinstance(argument, Constant):
             return argument.value
@@ -544,16 +571,21 @@ class CallRecorder(TorchFunctionMode):
         differentiated = self._is_differentiated(call)
         leaves: list[Any] = []
         fresh: list[torch.Tensor] = []
+        edited = call.args[0] if call.args and edits_in_place(call.function) else None
+        # Whether a tensor from outside requires a gradient is seen at a value only, before the graph has run.
+        own = self.fake_of(edited) if isinstance(edited, (Input, External)) and not differentiated else None
         for _, leaf in flat:
             if not isinstance(leaf, torch.Tensor):
                 leaves.append((leaf,))
+                continue
+            if leaf is own:
+                leaves.append(edited)
                 continue
             known = next((index for index, fake in enumerate((*self.fakes, *fresh)) if fake is leaf), None)
             if known is None:
                 known = len(self.fakes) + len(fresh)
                 fresh.append(leaf)
             leaves.append(known)
-        edited = call.args[0] if call.args and edits_in_place(call.function) else None
         return Outcome(
             structure,
             tuple(leaves),

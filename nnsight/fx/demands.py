@@ -13,7 +13,7 @@ _COMPARED = "`(a == b).all()` or `torch.isclose(a, b).all()`, which stay tensors
 _AFTERWARDS = "`.save()`, and do this behind the block"
 
 #: What is called on a tensor before its gradient is asked for, or on a loss.
-ABOUT_BACKWARD = frozenset("backward register_hook retain_grad requires_grad_ grad_fn computed".split())
+ABOUT_BACKWARD = frozenset("backward grad register_hook retain_grad requires_grad_ grad_fn computed".split())
 
 #: What does the same without a value, by the name of what needs one.
 _INSTEAD = {

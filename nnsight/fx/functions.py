@@ -31,7 +31,7 @@ ABOUT_GRADIENTS = {getattr(torch.Tensor, name).__get__: name for name in ("requi
 DEMANDS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __repr__ __str__ __format__ __array__ __deepcopy__ "
     "__reduce_ex__ item tolist numpy data_ptr storage untyped_storage equal allclose is_nonzero "
-    "requires_grad_ detach_ retain_grad backward computed register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
+    "requires_grad_ detach_ retain_grad backward grad computed register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
     "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ is_set_to".split()
 )
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.report import Break
 from .compat import BackendCallable
+from .effects import Memory
 from .program import State
 from .switches import Switched, switched_at
 from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
@@ -151,6 +152,11 @@ class CapturedGraph:
             leaf_number = made.tensor_leaves[position]  # type: ignore[index]
             self.tapped[user] = (index, leaf_number)
             made.outputs.setdefault(leaf_number, []).append(user)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Which nodes may share memory."""
+        return Memory(self.graph_module.graph)
 
     def binding(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the sizes that the graph's symbols have for these inputs."""

@@ -187,7 +187,8 @@ class Outcome:
 
     Attributes:
         structure: ``TreeSpec`` of the result.
-        leaves: For each leaf the number of its value, or a leaf that is no tensor wrapped in a one-element tuple.
+        leaves: For each leaf the number of its value, or a leaf that is no tensor wrapped in a one-element tuple, or, for an edit
+            in place of a tensor from outside, the reference to that.
         paths: For each leaf the indices (or attribute names) that lead to it.
         fakes: Fake tensors of the new values, in order of their numbers.
         requires_grad: Whether they require gradients.

@@ -23,7 +23,7 @@ import contextlib
 import logging
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,7 @@ from .compat import run_compiled_functions_as_written, watch_autograd_functions
 from .control import StaysOutside
 from .counters import counters
 from .demands import ABOUT_BACKWARD, instead_of, name_of
+from .effects import Kind, kind_of
 from .explaining import RanPiece
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, real_of
@@ -141,6 +142,8 @@ class Recording(CallRecorder):
     def _stop_at(self, tap: Tap) -> None:
         self.tap = tap
         leaves = self._visit(tap)
+        if self._shows_edits(tap):
+            self.cut("an array outside of torch has memory that the model may have edited", instead_of("numpy"))
         value = leaves[0] if tap.is_single else pytree.tree_unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
         switched = self.graph.switched.get(tap.node)
@@ -296,14 +299,41 @@ class Recording(CallRecorder):
             raise StaysOutside(reason or f"`{name_of(function)}` in one of its functions needs a value")
         if self.journal is not None:
             self.journal.spoil("a value is needed")
-        pending = any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        pending = LazyTensor in map(type, args) or any(
+            isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))
+        )
         at_start = self.graph.order[self.tap.node] == self.piece.start
         if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
             name = name_of(function)
             self.cut(reason or f"`{name}` needs a concrete value", instead_of(name), self.grad_enabled and name in ABOUT_BACKWARD)
         if self.filled:
             args, kwargs = pytree.tree_map(real_of, (args, kwargs))
-        return function(*args, **kwargs)
+        if function is torch.autograd.grad:
+            args = (args[0], tuple(map(gradients.known_to_autograd, args[1])), *args[2:])
+        result = function(*args, **kwargs)
+        self.shown.note(function, args, result)
+        return result
+
+    def _is_shown(self, edited: Any) -> bool:
+        storages = self.shown.storages()
+        if not storages:
+            return False
+        memory = self.graph.memory
+        inputs = [(node, self.inputs[index]) for node, index in self.piece.input_index.items()]
+        groups = {memory.group(node) for node, item in inputs if _is_in(item, storages)}
+        # Of a tensor without a value this can be told if it is one of the model's, or a view of one.
+        others = {storage_of(self.fakes[index]) for node, index in self.value_of.items() if memory.group(node) not in groups}
+        return any(
+            storage_of(tensor._fake) not in others if isinstance(tensor, LazyTensor) else _is_in(tensor, storages)
+            for tensor in pytree.tree_leaves(edited)
+        )
+
+    def _shows_edits(self, tap: Tap) -> bool:
+        """Whether an edit of the model between the start of the piece and ``tap`` may be seen out of sight of torch."""
+        nodes = self.graph.nodes[self.piece.start : self.graph.order[tap.node]]
+        return bool(self.shown.storages()) and any(
+            kind_of(node) is Kind.EFFECT and node not in self.graph.tap_number and node.op != "placeholder" for node in nodes
+        )
 
     def cut(self, reason: str, instead: str, observed: bool = False) -> None:
         """Run the graph up to the current tap; every lazy tensor becomes real.
@@ -375,9 +405,10 @@ class Recording(CallRecorder):
         self, stop: int, wanted: Sequence[Any], cut: Break | None = None, observed: bool = False
     ) -> tuple[tuple[int, ...], list[Any]]:
         """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
-        if cut is None and self.modes.hold:
-            return self._run_in_modes(stop, wanted, cut, observed)
-        # The block has switched some of them, or asks from a thread of its own, or in the middle of an operator.
+        if self.modes.hold and (cut is None or self.stacks.have_their_lengths):
+            with self.modes.keys():  # a value may be asked for in the middle of an operator
+                return self._run_in_modes(stop, wanted, cut, observed)
+        # The block has switched some of them, or asks from a thread of its own.
         with self.modes.entered(), self.stacks.entered():
             return self._run_in_modes(stop, wanted, cut, observed)
 
@@ -429,7 +460,7 @@ class Recording(CallRecorder):
         if not alive:
             return
         # Objects that somebody else holds too: the graph's inputs, and a tensor it returns in several places.
-        held = {id(tensor) for tensor in (*self.inputs, *self.externals)}
+        held = {*map(id, self.inputs), *map(id, self.externals)}
         places: dict[int, list[int]] = {}
         for position, real in enumerate(computed):
             places.setdefault(id(real), []).append(position)
@@ -462,6 +493,10 @@ class Recording(CallRecorder):
             lazy = None if reference is None else reference()
             if lazy is not None and marked is not None:
                 marked.pop(id(lazy), None)
+
+
+def _is_in(tensor: Any, storages: Collection[int]) -> bool:
+    return isinstance(tensor, torch.Tensor) and storage_of(tensor) in storages
 
 
 def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:

@@ -59,7 +59,7 @@ class Gradient:
 
     def _offer(self) -> str:
         """Let the backward pass offer the gradient; return its location."""
-        run, tensor = active_interleaver(), _known_to_autograd(self._tensor)
+        run, tensor = active_interleaver(), known_to_autograd(self._tensor)
         assert isinstance(run, _BackwardInterleaver)
         known = run.locations.get(id(tensor))
         # The tensor is kept for as long as its identity stands for it.
@@ -90,7 +90,7 @@ def refuse(tensor: torch.Tensor) -> None:
     _seen_as[tensor] = tensor._version
 
 
-def _known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
+def known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor to which all gradients of ``tensor`` flow.
 
     Raises:

@@ -45,6 +45,13 @@ def save(value: T) -> T:
     return value
 
 
+def keep_mark(value: Any, successor: Any) -> None:
+    """Mark ``successor``, which takes the place of ``value``, if that is marked."""
+    table = saves.get()
+    if table is not None and id(value) in table:
+        table[id(successor)] = successor
+
+
 def save_method(value: T) -> T:
     """Do what ``value.save()`` means in a block: the object's own method if it has one, else :func:`save`."""
     if isinstance(value, _MOUNTED):

@@ -734,9 +734,20 @@ class Mistakes:
         with self.sent():
             self.model[0].output[self.model[0].output > 0].save()
 
-    def gradients_sent(self) -> None:
+    def bare_pass_sent(self) -> None:
         with self.sent():
             self.model.output.sum().backward()
+
+    def pass_behind_no_grad_sent(self) -> None:
+        with self.sent():
+            with torch.no_grad():
+                hidden = self.model[0].output * 2
+            with self.model.output.sum().backward():
+                pass
+
+    def generator_sent(self) -> None:
+        with self.sent():
+            torch.bernoulli(self.model[0].output.sigmoid(), generator=torch.Generator())
 
     def operator_sent(self) -> None:
         with self.sent():
@@ -960,7 +971,9 @@ RAISED_BY: dict[str, str] = {
     "could run jobs here": "open_to_all",
     "and they are where the model runs": "condition_sent",
     "returns depends on values": "mask_sent",
-    "Gradients cannot be sent": "gradients_sent",
+    "A bare": "bare_pass_sent",
+    "A backward pass cannot be sent": "pass_behind_no_grad_sent",
+    "A generator of your own": "generator_sent",
     "There is no operator": "operator_sent",
     "is edited in place after": "late_edit_sent",
     "can be sent": "function_sent",

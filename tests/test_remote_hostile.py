@@ -340,7 +340,7 @@ DENIED = """
 aten.empty.memory_format aten.empty_like.default aten.new_empty.default aten.empty_strided.default aten.empty_permuted.default
 aten.as_strided.default aten.as_strided_.default aten.as_strided_copy.default aten._reshape_alias.default aten.set_.source_Tensor
 aten.set_.source_Storage aten.resize_.default aten.resize_as_.default aten.from_file.default aten.rand.default aten.rand_like.default
-aten.randn.default aten.randint.low aten.randperm.default 
+aten.randn.default aten.randint.low aten.randperm.default
 aten.dropout.default
 aten.native_dropout.default aten.nonzero.default aten.masked_select.default aten.unique_dim.default aten._unique2.default
 aten.repeat_interleave.Tensor aten._local_scalar_dense.default aten.item.default aten.equal.default aten.add.out aten.mm.out

@@ -171,6 +171,37 @@ def test_formats_are_checked_where_they_are_used(model: Any) -> None:
         print(f"{model.transformer.h[0].output:.2f}")
 
 
+def test_values_are_not_there_between_the_traces_of_a_session(model: Any) -> None:
+    def printed(hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        print(hidden)
+
+    def computed(hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        hidden.mean()
+
+    def edited(hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        hidden[:] = 0
+
+    def differentiated(hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        with loss.backward():
+            gradient = hidden.grad
+
+    for use in (printed, computed, edited, differentiated):
+        with pytest.raises(NotExpressibleError, match=r":\d+: Values of the model are not there between"):
+            with model.session(remote="local"):
+                with model.trace(PROMPT):
+                    hidden = model.transformer.h[0].output
+                    loss = model.lm_head.output.sum()
+                use(hidden, loss)
+    with model.session(remote="local"):
+        with model.trace(PROMPT):
+            hidden = model.transformer.h[0].output
+        width = nnsight.save(hidden.shape[-1] + hidden.dim())
+        with model.trace(OTHER):
+            model.transformer.h[0].output[:] = hidden[:, : model.transformer.h[0].output.shape[1]].mean()
+            logits = model.lm_head.output.save()
+    assert width == model.config.n_embd + 3 and logits.shape[0] == 1
+
+
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 

@@ -207,10 +207,10 @@ def test_a_server_runs_waiting_jobs_together(tmp_path: Path, forwards: list[int]
     expected = [alone(model, payload) for payload in payloads]
     run = engine._run
 
-    def held(payload: bytes) -> bytes:
+    def held(payload: bytes, log: Any) -> bytes:
         started.set()
         assert gate.wait(20)
-        return run(payload)
+        return run(payload, log)
 
     engine._run = held
     with running(engine, tmp_path, key=ModelKey("nnsight/demo")) as server:

@@ -111,11 +111,12 @@ def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
 
 def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
     generation: Any = Generation(model) if interpreter.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
-    drawing = interpreter.generator is not None and samples(model._module, interpreter.job.runs[number]["call"], kwargs)
-    driver = model._driver(False if interpreter.differentiates or drawing else None, generation)
+    draws = samples(model._module, interpreter.job.runs[number]["call"], kwargs)
+    drawing = Drawing(interpreter.generator) if draws and interpreter.generator is not None else None
+    driver = model._driver(False if interpreter.differentiates or draws else None, generation)
     interleaver = Interleaver(interpreter.mediators(number))
     interleaver.tree = model._tree
-    with interleaver, Drawing(interpreter.generator) if drawing else contextlib.nullcontext():
+    with interleaver, drawing or contextlib.nullcontext():
         output = driver(interleaver, args, kwargs, Report())
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure

@@ -43,7 +43,7 @@ class Gradients:
         self._off = ""
         self._enabling = 0
         self._running = False
-        self._latest: tuple[Any, Any] = (None, None)  # the tensor whose gradient the pass stands at, and the gradient
+        self._latest: Any = (None, None)  # the tensor whose gradient the pass stands at, and the gradient
 
     # -- what is done before a pass ----------------------------------------------------------------------------------
 
@@ -150,6 +150,10 @@ class Gradients:
         rows = self._rows.get(tensor)
         if rows is not None:
             whole, group, place = rows
+            if place.scattered:  # they are a copy, so an edit of them would be lost
+                raise NotExpressibleError(
+                    here("The rows of this invoke do not lie side by side in this tensor, so their gradient cannot be sent.")
+                )
             taken: torch.Tensor = group.take(self.read(whole), place)
             return taken
         recorder = self._recorder
@@ -159,7 +163,7 @@ class Gradients:
                 gradient = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
             recorder.made_by(recorder.emit("grad", wrt=recorder.reference(fake)), gradient)
             self._latest = fake, gradient
-        return self._latest[1]  # type: ignore[no-any-return]
+        return self._latest[1]
 
     def write(self, tensor: torch.Tensor, value: Any) -> None:
         """Write down that ``value`` flows on in place of the gradient with respect to ``tensor``."""

@@ -89,7 +89,7 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
         )
     if not (is_text(content["operators"]) and content["operators"].isalnum() and content["operators"].isascii()):
         raise InvalidProgramError("The payload does not say which operators its client has.")
-    seed = content.get("seed")
+    seed: Any = content.get("seed")
     if "seed" in content and not (is_int(seed) and seed >= 0):
         raise InvalidProgramError("The seed of the payload is no natural number.")
     job = Job(content["runs"], content["nodes"], content["saves"], tensors, header, seed)

@@ -146,16 +146,16 @@ class _Console:
 _recorded: ContextVar[Prints | None] = ContextVar("nnsight_recorded_prints", default=None)
 _lock = threading.Lock()
 #: The console, once for each recording that listens.
-_open: list[Any] = []
+_open: list[_Console] = []
 
 
 @contextlib.contextmanager
 def listening(prints: Prints) -> Iterator[None]:
     """Let ``prints`` hear what this context prints while it is the turn of a block."""
     with _lock:
+        console = _open[0] if _open else _Console(sys.stdout)
         if not _open and sys.stdout is not None:
-            sys.stdout = _Console(sys.stdout)
-        console = _open[0] if _open else sys.stdout
+            sys.stdout = console
         _open.append(console)
     token = _recorded.set(prints)
     try:
@@ -165,5 +165,5 @@ def listening(prints: Prints) -> Iterator[None]:
         _recorded.reset(token)
         with _lock:
             _open.pop()
-            if not _open and isinstance(console, _Console) and sys.stdout is console:  # else somebody has replaced it meanwhile
+            if not _open and sys.stdout is console:  # else somebody has replaced it meanwhile
                 sys.stdout = console.stream

@@ -172,6 +172,7 @@ class Recorder:
     Attributes:
         nodes: What they did so far.
         block: The block whose turn it is, or ``None``.
+        running: Whether a trace is being recorded.
         gradients: Writes down what they do with gradients.
         prints: Writes down what they print.
     """
@@ -185,6 +186,7 @@ class Recorder:
         self.tensors: dict[str, torch.Tensor] = {}
         self.mode = fake_mode()
         self.block: int | None = None
+        self.running = False
         self.model: FakeModel | None = None
         self._paused = False
         self._refs: Any = WeakIdKeyDictionary()  # fake -> (node, output)
@@ -236,12 +238,13 @@ class Recorder:
             tracer._call = (drive, Prepared(model, prepared), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
+            self.running = True
             try:
                 with Operators(self), Functions(self), listening(self.prints):
                     InterleavingTracer.execute(tracer, function)
             finally:
                 del tracer.make_mediator, tracer.make_interleaver
-                self.block = None
+                self.block, self.running = None, False
                 self._visits.clear()
         last = len(numbers)
         run = len(self.runs) - 1

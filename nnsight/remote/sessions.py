@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from ..fx.functions import ABOUT_GRADIENTS, DEMANDS, edits_in_place, has_tensor
 from ..modeling.tracing import session_backend
 from ..tracing import Backend
 from ..tracing.errors import user_position_now
 from .errors import NotExpressibleError
 from .recorder import Recorded, Recorder
+from .refusals import here
 
 
 class _Part(Backend):
@@ -40,6 +46,34 @@ class _Part(Backend):
         self._recorder.run_trace(tracer, super().__call__(tracer))
 
 
+class _Between(TorchFunctionMode):
+    """Refuses what the session does with values of the model between its traces.
+
+    Args:
+        recorder: Of the session.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = pytree.tree_leaves((args, kwargs))
+        if self._recorder.running or not any(isinstance(leaf, FakeTensor) for leaf in known):
+            return function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if name not in DEMANDS and function not in ABOUT_GRADIENTS and not edits_in_place(function):
+            result = function(*args, **(kwargs or {}))
+            if not has_tensor(result):  # such as a size
+                return result
+        raise NotExpressibleError(
+            here(
+                "Values of the model are not there between the traces of a session. Compute with them, print them and differentiate in "
+                "the block of a trace."
+            )
+        )
+
+
 def record_session(tracer: Any, function: Callable[[], None]) -> Recorded:
     """Run the block of a session, with its traces on fakes, and return all of them as one job.
 
@@ -53,7 +87,8 @@ def record_session(tracer: Any, function: Callable[[], None]) -> Recorded:
     recorder = Recorder()
     token = session_backend.set(_Part(recorder))
     try:
-        tracer.execute(function)
+        with _Between(recorder):
+            tracer.execute(function)
     finally:
         session_backend.reset(token)
     if not recorder.runs:

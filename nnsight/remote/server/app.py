@@ -35,7 +35,7 @@ from .sessions import Sessions
 _log = logging.getLogger("nnsight.remote.server")
 
 #: What a multipart body has besides the payload.
-_FRAME = 512 * 1024
+_FRAME = 128 * 1024
 
 #: What payloads of other clients begin with.
 _OTHER_FORMATS = {

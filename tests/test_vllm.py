@@ -855,7 +855,7 @@ def test_unsteered_requests_beside_steered_ones(steerable: VLLM, vector: torch.T
 
 
 def test_steering_by_name(steerable: VLLM, reference: LanguageModel, vector: torch.Tensor, tmp_path: Path) -> None:
-    save_file({"mood.1": -vector, "mood.2": vector, "other": vector}, tmp_path / "moods.safetensors")
+    save_file({"mood.1": -vector, "mood.2": vector, "other": vector.clone()}, tmp_path / "moods.safetensors")
     names = [steerable.vectors.load(tmp_path / "moods.safetensors", name) for name in ("mood", "other")]
     try:
         with steerable.trace(**GREEDY) as tracer:
@@ -921,7 +921,8 @@ def test_a_table_that_is_full_fails_the_request(
     [
         ({}, ValueError, "nothing to do"),
         ({"add": torch.zeros(3)}, ValueError, r"shape \(3,\); it is a number or \[128\]"),
-        ({"add": "x"}, TypeError, "a number or a tensor"),
+        ({"add": "x"}, ValueError, "no vector 'x'"),
+        ({"add": [1.0]}, TypeError, "a number or a tensor"),
         ({"scale": float("nan")}, ValueError, "not finite"),
         ({"remove": torch.zeros(HIDDEN)}, ValueError, "or a zero"),
         ({"remove": torch.ones(2, HIDDEN)}, ValueError, "depend on each other"),

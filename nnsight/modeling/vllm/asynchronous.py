@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -167,10 +168,17 @@ class _Job:
         self.requests = self._context.run(self.tracer.begin, self.function)
         self.tracer.note_tiers(self.requests)
         for request in self.requests:
-            request.on_output = self.stream.put
+            request.on_output = self._tell
             before = set(pending)
             engine.admit(request, pending)
             self.names |= {name: pending[name] for name in pending.keys() - before}
+
+    def _tell(self, output: Any) -> None:
+        """Tell the stream an output of a request that goes on, as it is now: vLLM extends the same lists with each step."""
+        for completion in output.outputs:
+            completion.token_ids = list(completion.token_ids)
+            completion.logprobs = copy.copy(completion.logprobs)
+        self.stream.put(output)
 
     def look(self, engine: Engine, pending: dict[str, Request]) -> bool:
         """Tell the stream what has finished; return whether the trace has ended."""

@@ -81,6 +81,15 @@ def test_what_was_not_changed_is_the_same_object() -> None:
     assert view.put_back(view.value) is whole
 
 
+def test_reading_writes_nothing() -> None:
+    """Copies of tensors of inference mode have another version than other copies."""
+    with torch.inference_mode():
+        whole = (torch.ones(3, 2), torch.ones(5))
+    view = RowView(Rows(0, 1, 3), "x", whole)
+    with torch.inference_mode():
+        assert view.put_back(view.value) is whole
+
+
 def test_what_has_no_rows_cannot_be_changed() -> None:
     view = RowView(Rows(0, 1, 3), "x", {"table": torch.ones(5)})
     with pytest.raises(ReplacementShapeError, match="has no rows of its own"):

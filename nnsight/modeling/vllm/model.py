@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +90,7 @@ class VLLM(MetaMixin):
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(_NO_VLLM)
+        _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
             raise TypeError(
                 f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
@@ -229,6 +233,23 @@ class VLLM(MetaMixin):
 
     _engine: Engine | None
     _layout: Layout | None
+
+
+def _import_vllm() -> None:
+    """Import vLLM with nobody on the stack.
+
+    It keeps errors of optional imports, and so the frames below them: the caller's model would never be deleted, nor its engine end.
+    """
+
+    def apart() -> None:
+        with contextlib.suppress(Exception):  # those who need it import it again, and tell
+            for name in ("vllm.entrypoints.llm", "vllm.multimodal.media"):
+                importlib.import_module(name)
+
+    if "vllm.multimodal.media" not in sys.modules:
+        thread = threading.Thread(target=apart)
+        thread.start()
+        thread.join()
 
 
 #: Ways to use several devices that blocks cannot run with, and why.

@@ -24,7 +24,10 @@ PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, pro
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 COMPILED = {
-    "taps": ["model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"],
+    "taps": [
+        *("model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"),
+        "model.layers.1.mlp.down_proj.input",
+    ],
     "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2},
 }
 
@@ -143,8 +146,8 @@ def test_values_are_those_of_one_device_and_of_transformers(
         "qkv": torch.cat([query, key, value], -1), "value": value, "attended": attended, "gate_up": torch.cat([gate, up], -1),
         "activated": down, "down": down, "hidden": hidden, "logits": logits,
     }  # fmt: skip
-    for name in expected:
-        close(found[name], expected[name])
+    for name, hidden in expected.items():
+        close(found[name], hidden)
 
 
 @compiled
@@ -153,10 +156,11 @@ def test_taps_have_whole_values(model: VLLM, alone: dict[str, torch.Tensor]) -> 
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         qkv = layer.self_attn.qkv_proj.output[0].save()
         gate_up = layer.mlp.gate_up_proj.output[0].save()
+        down = layer.mlp.down_proj.input.save()
         hidden = layer.residual.save()
         logits = model.logits.output.save()
         result = tracer.result.save()
-    for name, value in {"qkv": qkv, "gate_up": gate_up, "hidden": hidden, "logits": logits}.items():
+    for name, value in {"qkv": qkv, "gate_up": gate_up, "down": down, "hidden": hidden, "logits": logits}.items():
         close(value, alone[name])
     assert tokens(result) == alone["tokens"][0].tolist()
 

@@ -251,5 +251,6 @@ def test_patterns_of_taps() -> None:
     assert list(tapped_modules(model, ["h.1.0"])) == ["h.1.0"]
     with pytest.raises(ValueError, match="no module 'h.7'"):
         tapped_modules(model, ["h.7"])
-    layout = Layout(("h.*",), ("h.0",), 3, 2)
+    layout = Layout(("h.*", "h.1.inputs", "h.0.output"), ("h.0",), 3, 2)
+    assert (layout.taps_of("input"), layout.taps_of("output")) == (["h.1"], ["h.*", "h.0"])
     assert Layout.described(layout.description) == layout

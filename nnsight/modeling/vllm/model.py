@@ -48,8 +48,9 @@ class VLLM(MetaMixin):
         mode: ``"sync"``: the engine runs in this process, while a trace runs.
         tensor_parallel_size: Number of devices that share each layer; 1. With more, blocks see all of each value as with one, and the
             process has no other engine.
-        taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop at
-            what these modules return only. Without taps and edits the engine compiles nothing, and blocks can stop everywhere.
+        taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop only at
+            what these modules return; or, with ``.input`` behind the path, at what they are given. Without taps and edits the engine
+            compiles nothing, and blocks can stop everywhere.
         edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
             dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), and how
             many directions each may remove (``"rank"``, 1).
@@ -131,7 +132,7 @@ class VLLM(MetaMixin):
 
         module = skeleton_of(repo, options)
         if self._layout is not None:
-            tapped_modules(module, (*self._layout.taps, *self._layout.edits))
+            tapped_modules(module, self._layout.modules)
         return module
 
     def _limits(self) -> Limits:

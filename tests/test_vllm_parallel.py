@@ -382,3 +382,19 @@ def test_no_other_engine_beside_it(model: VLLM, folder: Path) -> None:
         with pytest.raises(ValueError, match="has the process for itself"):
             VLLM(folder, **OPTIONS, tensor_parallel_size=size, dispatch=True)
     assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
+
+
+def test_an_engine_whose_process_was_ended_says_so(folder: Path, alone: dict[str, torch.Tensor]) -> None:
+    gc.collect()
+    model = VLLM(folder, **OPTIONS, tensor_parallel_size=2)
+    assert tokens(model(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()
+    [process] = model.engine.llm_engine.model_executor._followers._processes
+    process.kill()
+    process.wait()
+    with pytest.raises(RuntimeError, match="a process of another device has ended"):
+        model(PROMPTS[0], **GREEDY)
+    with pytest.raises(RuntimeError, match="This engine has ended"):
+        model(PROMPTS[0], **GREEDY)
+    del model
+    gc.collect()
+    assert tokens(VLLM(folder, **OPTIONS)(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()

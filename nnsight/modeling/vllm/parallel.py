@@ -211,6 +211,10 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
             call.slots = dict(runner.slots)
         try:
             self._followers.tell(call)
+        except OSError as error:
+            self._end("a process of another device has ended")
+            raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.") from error
+        try:
             [result] = super().collective_rpc(method, args=args, kwargs=kwargs)
         except BaseException as error:
             self._compare(call.method, error)

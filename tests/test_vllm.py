@@ -34,14 +34,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> 
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module", params=[None, ["model.layers.*", "model.layers.*.mlp"]], ids=["everywhere", "tapped"])
+TAPS = [
+    *("model.layers.*", "model.layers.*.mlp", "model.layers.*.self_attn.qkv_proj"),
+    *("model.layers.*.self_attn.o_proj.input", "model.layers.*.mlp.down_proj.input", "model.layers.2.input_layernorm.inputs"),
+]
+
+
+@pytest.fixture(scope="module", params=[None, TAPS], ids=["everywhere", "tapped"])
 def model(folder: Path, request: pytest.FixtureRequest) -> VLLM:
     """An engine that stops between all modules; and a compiled one, that stops where it is tapped."""
     return VLLM(folder, **OPTIONS, taps=request.param)
 
 
 everywhere = pytest.mark.parametrize("model", [None], ids=["everywhere"], indirect=True)
-tapped = pytest.mark.parametrize("model", [["model.layers.*", "model.layers.*.mlp"]], ids=["tapped"], indirect=True)
+tapped = pytest.mark.parametrize("model", [TAPS], ids=["tapped"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +162,6 @@ def test_each_step_is_an_occurrence(model: VLLM, reference: LanguageModel) -> No
     assert [len(rows) for rows in hidden] == [len(result.prompt_token_ids), 1, 1, 1, 1, 1]
 
 
-@everywhere
 def test_inside_of_layers_is_that_of_transformers(model: VLLM, reference: LanguageModel) -> None:
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         attended = model.model.layers[2].self_attn.o_proj.input.save()
@@ -248,6 +253,45 @@ def test_all_forms_of_an_edit_do_the_same(
         result = tracer.result.save()
     assert tokens(result) == steered_by_hand(reference, result.prompt_token_ids, vector, 6)
     close(after, hidden_states(reference, result.prompt_token_ids, vector=vector)[1])
+
+
+@pytest.mark.parametrize("form", ["in place", "replaced"])
+@pytest.mark.parametrize("path", ["self_attn.o_proj", "mlp.down_proj"])
+def test_inputs_can_be_edited(model: VLLM, reference: LanguageModel, path: str, form: str) -> None:
+    module, other = model.model.layers[1].get(path), reference._module.get_submodule(f"model.layers.1.{path}")
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        for _ in tracer.iter[:6]:
+            if form == "in place":
+                module.input[:, ::2] *= -3
+            else:
+                module.input = module.input * torch.tensor([-3.0, 1.0]).repeat(module.input.shape[1] // 2)
+        result = tracer.result.save()
+    ids = list(result.prompt_token_ids)
+
+    def replace(module: Any, args: Any) -> Any:
+        return (args[0] * torch.tensor([-3.0, 1.0]).repeat(args[0].shape[-1] // 2),)
+
+    handle = other.register_forward_pre_hook(replace)
+    with torch.no_grad():
+        for _ in range(6):
+            ids.append(int(reference._module(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    handle.remove()
+    assert tokens(result) == ids[-6:] != plain(model, [PROMPTS[0]])[0]
+
+
+def test_all_that_a_module_is_given_or_returns(model: VLLM, reference: LanguageModel) -> None:
+    """Pairs with nothing in the second place, and several arguments."""
+    layer = model.model.layers[2]
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        given = layer.input_layernorm.inputs.save()
+        returned = layer.self_attn.qkv_proj.output.save()
+        result = tracer.result.save()
+    ((hidden, residual), keywords), (qkv, bias) = given, returned
+    close(hidden + residual, hidden_states(reference, result.prompt_token_ids)[0])
+    assert keywords == {} and bias is None
+    with torch.no_grad(), reference.trace([result.prompt_token_ids]):
+        expected = reference.model.layers[2].self_attn.q_proj.output[0].save()
+    close(qkv[:, :HIDDEN], expected)
 
 
 def test_an_edit_of_the_residual_wins_over_an_earlier_one_at_the_same_place(model: VLLM, vector: torch.Tensor) -> None:
@@ -627,7 +671,7 @@ def test_what_is_not_there_says_so(folder: Path, options: dict[str, Any]) -> Non
 @tapped
 def test_other_locations_than_taps_are_refused(model: VLLM) -> None:
     results = []
-    refused = "`model.model.layers.1.self_attn.output` is not tapped: this engine is compiled"
+    refused = r"`model.model.layers.1.self_attn.output` is not tapped: .* with `taps=\[..., 'model.layers.1.self_attn'\]"
     with pytest.raises(OutOfOrderError, match=refused):
         with model.trace(**GREEDY) as tracer:
             with tracer.invoke(PROMPTS[0]):
@@ -635,9 +679,13 @@ def test_other_locations_than_taps_are_refused(model: VLLM) -> None:
             with tracer.invoke(PROMPTS[1]):
                 results.append(tracer.result)
     assert tokens(results[0]) == plain(model, [PROMPTS[1]])[0]
-    with pytest.raises(OutOfOrderError, match="Only outputs can be tapped"):
-        with model.trace(PROMPTS[0], **GREEDY):
-            model.model.layers[1].input  # noqa: B018
+    for place, remedy in (("input", "'model.layers.1.input'"), ("source.self_mlp_0.output", "these cannot be tapped")):
+        with pytest.raises(OutOfOrderError, match=remedy):
+            with model.trace(PROMPTS[0], **GREEDY):
+                if place == "input":
+                    model.model.layers[1].input  # noqa: B018
+                else:
+                    model.model.layers[1].source.self_mlp_0.output  # noqa: B018
 
 
 @tapped

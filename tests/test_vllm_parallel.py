@@ -24,7 +24,10 @@ PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, pro
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 COMPILED = {
-    "taps": ["model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"],
+    "taps": [
+        *("model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"),
+        "model.layers.1.mlp.down_proj.input",
+    ],
     "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2},
 }
 
@@ -131,18 +134,20 @@ def test_values_are_those_of_one_device_and_of_transformers(
         close(value, alone[name])
     with torch.no_grad(), reference.trace([model.tokenizer(PROMPTS[0])["input_ids"]]):
         layer = reference.model.layers[1]
-        queries = [getattr(layer.self_attn, f"{name}_proj").output[0].save() for name in "qkv"]
+        query = layer.self_attn.q_proj.output[0].save()
+        key = layer.self_attn.k_proj.output[0].save()
+        value = layer.self_attn.v_proj.output[0].save()
         attended = layer.self_attn.o_proj.input[0].save()
         gate, up = layer.mlp.gate_proj.output[0].save(), layer.mlp.up_proj.output[0].save()
         down = layer.mlp.down_proj.input[0].save()
         hidden = layer.output[0].save()
         logits = reference.lm_head.output[0, -1:].save()
     expected = {
-        "qkv": torch.cat(queries, -1), "value": queries[2], "attended": attended, "gate_up": torch.cat([gate, up], -1),
+        "qkv": torch.cat([query, key, value], -1), "value": value, "attended": attended, "gate_up": torch.cat([gate, up], -1),
         "activated": down, "down": down, "hidden": hidden, "logits": logits,
     }  # fmt: skip
-    for name, value in expected.items():
-        close(found[name], value)
+    for name, hidden in expected.items():
+        close(found[name], hidden)
 
 
 @compiled
@@ -151,10 +156,11 @@ def test_taps_have_whole_values(model: VLLM, alone: dict[str, torch.Tensor]) -> 
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         qkv = layer.self_attn.qkv_proj.output[0].save()
         gate_up = layer.mlp.gate_up_proj.output[0].save()
+        down = layer.mlp.down_proj.input.save()
         hidden = layer.residual.save()
         logits = model.logits.output.save()
         result = tracer.result.save()
-    for name, value in {"qkv": qkv, "gate_up": gate_up, "hidden": hidden, "logits": logits}.items():
+    for name, value in {"qkv": qkv, "gate_up": gate_up, "down": down, "hidden": hidden, "logits": logits}.items():
         close(value, alone[name])
     assert tokens(result) == alone["tokens"][0].tolist()
 
@@ -250,7 +256,7 @@ def test_logits_and_samples_can_be_written(model: VLLM, reference: LanguageModel
 def test_tokens_that_are_drawn_are_the_same_on_all_devices(model: VLLM, reference: LanguageModel) -> None:
     """The block draws random numbers in the process of one device; the keys of the other have to be of the same tokens."""
     torch.manual_seed(5)
-    sampling = {"temperature": 3.0, "max_tokens": 20, "ignore_eos": True}
+    sampling = {"temperature": 2.0, "max_tokens": 20, "ignore_eos": True}
     with model.trace(PROMPTS[0], **sampling) as tracer:
         states = [].save()
         for _ in tracer.iter[:20]:
@@ -278,27 +284,26 @@ def by_layers(reference: LanguageModel, ids: list[int]) -> torch.Tensor:
 def test_a_mixed_batch_with_an_error(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
     """Steered, reading, failing and plain requests of different lengths, in the same steps."""
     expected = plain(model, PROMPTS, max_tokens=5)
-    results = []
     lines = []
     with pytest.raises(ZeroDivisionError):
         with model.trace(**GREEDY) as tracer:
             with tracer.invoke(PROMPTS[0]):
                 for _ in tracer.iter[:6]:
                     model.model.layers[2].residual += vector
-                results.append(tracer.result)
+                steered = tracer.result.save()
             with tracer.invoke(PROMPTS[1]):
                 model.model.layers[1].output  # noqa: B018
                 lines.append("once")
                 1 / 0  # noqa: B018
             with tracer.invoke(PROMPTS[1], max_tokens=5):
-                results.append(tracer.result)
+                unread = tracer.result.save()
             with tracer.invoke(PROMPTS[2], max_tokens=5):
                 for _ in tracer.iter[:5]:
                     model.model.layers[3].residual  # noqa: B018
-                results.append(tracer.result)
-    ids = results[0].prompt_token_ids
-    assert tokens(results[0]) == by_hand(reference, ids, "model.layers.2", lambda hidden: hidden + vector)
-    assert [tokens(result) for result in results[1:]] == expected[1:]
+                read = tracer.result.save()
+    ids = steered.prompt_token_ids
+    assert tokens(steered) == by_hand(reference, ids, "model.layers.2", lambda hidden: hidden + vector)
+    assert [tokens(unread), tokens(read)] == expected[1:]
     assert lines == ["once"]
 
 
@@ -377,3 +382,19 @@ def test_no_other_engine_beside_it(model: VLLM, folder: Path) -> None:
         with pytest.raises(ValueError, match="has the process for itself"):
             VLLM(folder, **OPTIONS, tensor_parallel_size=size, dispatch=True)
     assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
+
+
+def test_an_engine_whose_process_was_ended_says_so(folder: Path, alone: dict[str, torch.Tensor]) -> None:
+    gc.collect()
+    model = VLLM(folder, **OPTIONS, tensor_parallel_size=2)
+    assert tokens(model(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()
+    [process] = model.engine.llm_engine.model_executor._followers._processes
+    process.kill()
+    process.wait()
+    with pytest.raises(RuntimeError, match="a process of another device has ended"):
+        model(PROMPTS[0], **GREEDY)
+    with pytest.raises(RuntimeError, match="This engine has ended"):
+        model(PROMPTS[0], **GREEDY)
+    del model
+    gc.collect()
+    assert tokens(VLLM(folder, **OPTIONS)(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()

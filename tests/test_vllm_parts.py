@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ import torch
 
 from nnsight.modeling.vllm import VLLM
 from nnsight.modeling.vllm.prompts import prompt_of
+from nnsight.modeling.vllm.ranks import ABANDON, WORK, Leader
 from nnsight.modeling.vllm.requests import Limits, RequestRun
 from nnsight.modeling.vllm.rows import Rows, RowView
+from nnsight.modeling.vllm.spread import Spread, Spreads
 from nnsight.modeling.vllm.steering import Slots, Steering, add_tables, steered
 from nnsight.modeling.vllm.steps import Part, Step
 from nnsight.modeling.vllm.taps import Layout, tapped_modules
@@ -79,6 +84,15 @@ def test_what_was_not_changed_is_the_same_object() -> None:
     whole = (torch.ones(3, 2), None)
     view = RowView(Rows(0, 1, 3), "x", whole)
     assert view.put_back(view.value) is whole
+
+
+def test_reading_writes_nothing() -> None:
+    """Copies of tensors of inference mode have another version than other copies."""
+    with torch.inference_mode():
+        whole = (torch.ones(3, 2), torch.ones(5))
+    view = RowView(Rows(0, 1, 3), "x", whole)
+    with torch.inference_mode():
+        assert view.put_back(view.value) is whole
 
 
 def test_what_has_no_rows_cannot_be_changed() -> None:
@@ -219,6 +233,67 @@ def test_digests_tell_edits_apart() -> None:
     assert edits[0].digest == Steering.of(4, torch.ones(4), None, None, 0).digest
 
 
+# -- several devices --------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_merged_layers_come_together() -> None:
+    """Four devices with two heads of two channels each for queries, and two key-value heads, which two neighbours share each."""
+    query, key = torch.arange(16.0).expand(3, 16), 100 + torch.arange(4.0).expand(3, 4)
+    parts = [
+        torch.cat([query[:, 4 * rank : 4 * rank + 4], key[:, rank // 2 * 2 : rank // 2 * 2 + 2]], -1) for rank in range(4)
+    ]
+    spread = Spread(((4, 1), (2, 2)))
+    whole = spread.join(parts)
+    assert spread.width == 6 and torch.equal(whole, torch.cat([query, key], -1))
+    assert all(torch.equal(spread.part(whole * 2, rank, 4), parts[rank] * 2) for rank in range(4))
+
+
+class Connected:
+    """A connection to a follower that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def send_bytes(self, data: bytes) -> None:
+        self.said.append(pickle.loads(data))
+
+
+def test_the_leader_tells_what_comes_next() -> None:
+    """Where a block waits, what it wants, and when it has left the step."""
+
+    def block() -> None:
+        requested("model.a.output")
+        requested("model.b.output").mul_(2)
+        raise KeyboardInterrupt
+
+    run = run_of(block)
+    follower = Connected()
+    leader = Leader([follower], SimulatedGroup(), Spreads(torch.nn.Identity()))  # type: ignore[arg-type]
+    leader.attended = True
+    runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset({"model.a"})))
+    step = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1))])
+    assert step is not None and follower.said == [({"model.a.output"}, frozenset({"model.a"}))]
+    step.meet("model.a.output", torch.ones(1, 2))
+    assert follower.said[1:] == [WORK, ([], {"model.b.output"}, frozenset({"model.a"}))]
+    with pytest.raises(KeyboardInterrupt):
+        step.meet("model.b.output", torch.ones(1, 2))
+    assert follower.said[3:] == [WORK, ABANDON]
+    assert leader.step(runner, []) is None and follower.said[-1] is None
+    run.cancel()
+
+
+class SimulatedGroup:
+    """Two devices that have the same."""
+
+    devices, rank = 2, 0
+
+    def alike(self, tensors: Any) -> bool:
+        return True
+
+    def closed(self) -> Any:
+        return contextlib.nullcontext()
+
+
 # -- what users pass --------------------------------------------------------------------------------------------------
 
 
@@ -242,5 +317,6 @@ def test_patterns_of_taps() -> None:
     assert list(tapped_modules(model, ["h.1.0"])) == ["h.1.0"]
     with pytest.raises(ValueError, match="no module 'h.7'"):
         tapped_modules(model, ["h.7"])
-    layout = Layout(("h.*",), ("h.0",), 3, 2)
+    layout = Layout(("h.*", "h.1.inputs", "h.0.output"), ("h.0",), 3, 2)
+    assert (layout.taps_of("input"), layout.taps_of("output")) == (["h.1"], ["h.*", "h.0"])
     assert Layout.described(layout.description) == layout

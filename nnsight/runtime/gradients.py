@@ -234,7 +234,7 @@ def differentiate(
     """
 
     def flow() -> None:
-        inputs = [known for tensor in tensors if (known := _known_to_autograd(tensor)).requires_grad]
+        inputs = [known for tensor in tensors if (known := known_to_autograd(tensor)).requires_grad]
         if inputs:
             torch.autograd.grad(loss, inputs, gradient, allow_unused=True, **how)
 

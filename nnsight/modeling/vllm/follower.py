@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ...tree import ModuleTree
 from .parallel import STEPS, Answer, Call, Start
-from .ranks import Follower, Group
+from .ranks import Follower, Group, send
 from .spread import Spreads
 
 
@@ -48,9 +49,9 @@ def _answered(connection: Any, function: Any, *args: Any) -> Any:
     except Exception:
         answer = Answer(error=traceback.format_exc())
     try:
-        connection.send(answer)
-    except (TypeError, AttributeError, ValueError):  # what cannot be pickled
-        connection.send(Answer(error=traceback.format_exc()))
+        send(answer, [connection])
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError):  # what cannot be pickled
+        send(Answer(error=traceback.format_exc()), [connection])
     return value
 
 

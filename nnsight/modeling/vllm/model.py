@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +52,9 @@ class VLLM(MetaMixin):
             :mod:`.asynchronous`; ``tracer.backend()`` is the stream of outputs.
         tensor_parallel_size: Number of devices that share each layer; 1. With more, blocks see all of each value as with one, the
             process has no other engine, and ``mode`` is ``"sync"``.
-        taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop at
-            what these modules return only. Without taps and edits the engine compiles nothing, and blocks can stop everywhere.
+        taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop only at
+            what these modules return; or, with ``.input`` behind the path, at what they are given. Without taps and edits the engine
+            compiles nothing, and blocks can stop everywhere.
         edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
             dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), and how
             many directions each may remove (``"rank"``, 1).
@@ -92,6 +96,7 @@ class VLLM(MetaMixin):
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(_NO_VLLM)
+        _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
             raise TypeError(
                 f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
@@ -140,7 +145,7 @@ class VLLM(MetaMixin):
 
         module = skeleton_of(repo, options)
         if self._layout is not None:
-            tapped_modules(module, (*self._layout.taps, *self._layout.edits))
+            tapped_modules(module, self._layout.modules)
         return module
 
     def _limits(self) -> Limits:
@@ -297,6 +302,23 @@ class VLLM(MetaMixin):
     _turns: Turns | None
     _mode: str
     vectors: Vectors
+
+
+def _import_vllm() -> None:
+    """Import vLLM with nobody on the stack.
+
+    It keeps errors of optional imports, and so the frames below them: the caller's model would never be deleted, nor its engine end.
+    """
+
+    def apart() -> None:
+        with contextlib.suppress(Exception):  # those who need it import it again, and tell
+            for name in ("vllm.entrypoints.llm", "vllm.multimodal.media"):
+                importlib.import_module(name)
+
+    if "vllm.multimodal.media" not in sys.modules:
+        thread = threading.Thread(target=apart)
+        thread.start()
+        thread.join()
 
 
 #: Ways to use several devices that blocks cannot run with, and why.

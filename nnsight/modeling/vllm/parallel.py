@@ -29,7 +29,7 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from .ranks import Group, Leader
+from .ranks import Group, Leader, send
 from .spread import Spreads
 
 #: How long followers may take to answer after a failure, in seconds.
@@ -112,8 +112,7 @@ class Followers:
 
     def tell(self, message: Any) -> None:
         """Send ``message`` to all."""
-        for connection in self.connections:
-            connection.send(message)
+        send(message, self.connections)
 
     def answers(self, patience: float | None = None) -> list[Answer]:
         """Return what each answers.
@@ -212,6 +211,10 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
             call.slots = dict(runner.slots)
         try:
             self._followers.tell(call)
+        except OSError as error:
+            self._end("a process of another device has ended")
+            raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.") from error
+        try:
             [result] = super().collective_rpc(method, args=args, kwargs=kwargs)
         except BaseException as error:
             self._compare(call.method, error)

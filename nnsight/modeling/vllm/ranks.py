@@ -14,7 +14,8 @@ If a block ends a step by what is no error of its request (Ctrl-C), the leader s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -41,6 +42,13 @@ _ALONE = (
     "A block cannot call a module whose weights are spread over {devices} devices: the block runs in one process, and the others "
     "would not answer. Compute it from values that the model has, or make the model with `tensor_parallel_size=1`."
 )
+
+
+def send(message: Any, connections: Iterable[Any]) -> None:
+    """Send ``message``. Tensors go by value: what torch registers for connections shares memory, which both would have to keep."""
+    data = pickle.dumps(message)
+    for connection in connections:
+        connection.send_bytes(data)
 
 
 class Abandoned(Exception):
@@ -133,8 +141,7 @@ class Leader(Alone):
 
     def tell(self, message: Any) -> None:
         """Send ``message`` to all followers."""
-        for connection in self._connections:
-            connection.send(message)
+        send(message, self._connections)
 
     def step(self, runner: Any, parts: list[Part]) -> Step | None:
         step = _LeaderStep(parts, self, runner.tree) if parts else None
@@ -183,6 +190,7 @@ class _LeaderStep(Step):
         with torch.inference_mode(False), torch.no_grad():
             spreads, alike = _compared(leader, location, leaves)
             whole = [_whole(group, leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+            made = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in whole]
             with group.closed():
                 if not alike:
                     for run in wanting:
@@ -191,8 +199,9 @@ class _LeaderStep(Step):
             changes = [
                 (index, in_place)
                 for index, (before, after) in enumerate(zip(whole, left, strict=True))
+                if isinstance(before, torch.Tensor)
                 for in_place in (True, False)
-                if isinstance(before, torch.Tensor) and (before._version > 0 if in_place else after is not before)
+                if (before._version > made[index] if in_place else after is not before)
             ]
             leader.tell((changes, *self.announcement()))
             new = {}

@@ -64,10 +64,12 @@ class _OnlyAt:
     def __call__(self, location: str) -> None:
         if location not in self._locations and not location.startswith("barrier("):
             tapped = ", ".join(f"`{found}`" for found in sorted(self._locations))
+            place = location.removeprefix("model.").removesuffix(".output")
+            remedy = f"with `taps=[..., {place!r}]`, or without taps, for an engine that stops between all modules."
+            if ".source." in location:
+                remedy = "without taps, for an engine that stops at operations, too: these cannot be tapped."
             raise OutOfOrderError(
-                f"`{location}` is not tapped: this engine is compiled, and stops at {tapped} only. Make the model with "
-                f"`taps=[..., {location.removeprefix('model.').rpartition('.')[0]!r}]`, or without taps, for an engine that stops "
-                "between all modules. Only outputs can be tapped."
+                f"`{location}` is not tapped: this engine is compiled, and stops at {tapped} only. Make the model {remedy}"
             )
 
 

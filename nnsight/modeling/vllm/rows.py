@@ -61,6 +61,8 @@ class RowView:
         self._leaves, self._structure = pytree.tree_flatten(whole)
         with torch.inference_mode(False), torch.no_grad():
             self._given = [self._copy(leaf) for leaf in self._leaves]
+        # Copies of the engine's tensors may begin at another version than 0.
+        self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._given]
         self.value = pytree.tree_unflatten(self._given, self._structure)
 
     def _copy(self, leaf: Any) -> Any:
@@ -83,7 +85,7 @@ class RowView:
         for index, (leaf, given, new) in enumerate(
             zip(self._leaves, self._given, pytree.tree_leaves(left), strict=True)
         ):
-            edited = isinstance(given, torch.Tensor) and given._version > 0
+            edited = isinstance(given, torch.Tensor) and given._version > self._versions[index]
             if not edited and new is given:
                 continue
             if not self._rows.has(leaf):

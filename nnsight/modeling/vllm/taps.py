@@ -1,20 +1,21 @@
 """Stops in a compiled engine: an operation in the model's graph that hands a module's output to the blocks.
 
 vLLM compiles the model as one graph, inside of which no Python runs. For each module that is *tapped* this puts an operation into that
-graph, ``nnsight::handoff``. It calls the step of the engine with what the module returned, so any block can work on its rows, and
-everything between two taps stays compiled. Three things are as they are for a reason.
+graph, ``nnsight::handoff``. It calls the step of the engine with what the module returned, or is given, so any block can work on its
+rows, and everything between two taps stays compiled. Three things are as they are for a reason.
 
 * A tap has to be there before the first forward pass, which vLLM traces; so it is made when the model is loaded. The class of the
   module is replaced by a subclass of that one class, which dynamo traces as any other; hooks it would not see.
 * The operation returns nothing and writes to its argument. Where pieces of a graph are replayed (CUDA graphs), the piece behind reads
-  from the address that it has always read from, so a new tensor would be ignored. The argument is a copy: the output of a module
-  may be known under other names, too.
+  from the address that it has always read from, so a new tensor would be ignored. The arguments are copies: a value may be known
+  under other names, too.
 * Which modules are tapped is part of vLLM's configuration (``additional_config``), and so of the key of its compile cache: else the graph
   of other taps could be loaded.
 """
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from .steering import Slots, add_tables, steered
@@ -31,26 +33,26 @@ from .steps import Step
 HANDOFF = "nnsight::handoff"
 
 #: Part of the key of the compile cache: to be raised when what is put into a graph changes.
-_FORMAT = 2
+_FORMAT = 3
 
 
-@torch.library.custom_op(HANDOFF, mutates_args=("first", "second"))
-def _handoff(first: torch.Tensor, second: torch.Tensor | None, location: str) -> None:
-    """Offer ``first``, or the pair of both, at ``location``, and write what came of it into them."""
+@torch.library.custom_op(HANDOFF, mutates_args=("leaves",))
+def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
+    """Offer the value with these tensors at ``location``, and write what came of it into them."""
     step: Any = active_interleaver()
     if not isinstance(step, Step) or location not in step.waited:
         if isinstance(step, Step):
             step.counts[location] = 1
         return
-    value = first if second is None else (first, second)
-    left = step.meet(location, value)
-    for kept, new in zip((first, second), (left,) if second is None else left, strict=False):
-        if new is not kept and kept is not None:
+    value = _value_of(_parsed(form), leaves)
+    left = pytree.tree_leaves(step.meet(location, value))
+    for kept, new in zip(pytree.tree_leaves(value), left, strict=True):
+        if new is not kept and isinstance(kept, torch.Tensor):
             kept.copy_(new)
 
 
 @_handoff.register_fake
-def _(first: torch.Tensor, second: torch.Tensor | None, location: str) -> None:
+def _(leaves: list[torch.Tensor], form: str, location: str) -> None:
     return None
 
 
@@ -59,7 +61,7 @@ class Layout:
     """What is put into the graph of a compiled model.
 
     Attributes:
-        taps: Modules whose output is handed to blocks, as paths or patterns.
+        taps: Modules whose output is handed to blocks, as paths or patterns; with ``.input`` behind them, those whose input is.
         edits: Layers with tables for edits, likewise; see :mod:`.steering`.
         slots: How many different edits the tables have room for.
         rank: How many directions each may read.
@@ -69,6 +71,21 @@ class Layout:
     edits: tuple[str, ...] = ()
     slots: int = 16
     rank: int = 1
+
+    def taps_of(self, side: str) -> list[str]:
+        """Return the modules that are tapped at a side, ``"input"`` or ``"output"``."""
+        found = []
+        for tap in self.taps:
+            path, _, tail = tap.rpartition(".")
+            at = {"input": "input", "inputs": "input", "output": "output"}.get(tail)
+            if (at or "output") == side:
+                found.append(tap if at is None else path)
+        return found
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that it names."""
+        return [*self.taps_of("input"), *self.taps_of("output"), *self.edits]
 
     @property
     def description(self) -> dict[str, Any]:
@@ -137,45 +154,92 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
         hidden: Channels of the hidden state.
         dtype: Of the hidden state.
     """
-    stops, steered = tapped_modules(model, layout.taps), tapped_modules(model, layout.edits)
-    for path, module in (stops | steered).items():
-        module.nnsight_location = _location(path)  # type: ignore[assignment]
-        module.nnsight_hands_over = path in stops  # type: ignore[assignment]
+    inputs, outputs = (tapped_modules(model, layout.taps_of(side)) for side in ("input", "output"))
+    steered = tapped_modules(model, layout.edits)
+    for path, module in (inputs | outputs | steered).items():
+        module.nnsight_path = f"model.{path}"  # type: ignore[assignment]
+        module.nnsight_taken = path in inputs  # type: ignore[assignment]
+        module.nnsight_returned = path in outputs  # type: ignore[assignment]
         module.nnsight_steers = path in steered  # type: ignore[assignment]
         if path in steered:
             add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
         base: Any = type(module)
         module.__class__ = _tapped(base)
-    tables = {_location(path): module for path, module in steered.items()}
-    return Tapped([*map(_location, stops)], rows, Slots(tables, layout.slots), layout.rank, list(tables))
-
-
-def _location(path: str) -> str:
-    return f"model.{path}.output"
+    tables = {f"model.{path}.output": module for path, module in steered.items()}
+    locations = [*(f"model.{path}.input" for path in inputs), *(f"model.{path}.output" for path in outputs)]
+    return Tapped(locations, rows, Slots(tables, layout.slots), layout.rank, list(tables))
 
 
 @functools.cache
 def _tapped(base: Any) -> Any:
-    """Return the class of modules ``base`` with a ``forward`` that steers its output and hands it over."""
+    """Return the class of modules ``base`` with a ``forward`` that steers its output, and hands over what it takes and returns."""
     forward_of_base: Callable[..., Any] = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.nnsight_taken:
+            args, kwargs = _handed_over((args, kwargs), self.nnsight_path + ".input")
         output = forward_of_base(self, *args, **kwargs)
         if self.nnsight_steers:
             output = steered(self, output)
-        if self.nnsight_hands_over:
-            output = _handed_over(output, self.nnsight_location)
+        if self.nnsight_returned:
+            output = _handed_over(output, self.nnsight_path + ".output")
         return output
 
     return type(f"Tapped{base.__name__}", (base,), {"forward": forward, "nnsight_base": base, "__module__": __name__})
 
 
-def _handed_over(output: Any, location: str) -> Any:
-    """Return ``output`` of a module as the blocks leave it. Dynamo traces this."""
-    if isinstance(output, torch.Tensor):
-        first = output.clone()
-        torch.ops.nnsight.handoff(first, None, location)
-        return first
-    first, second = output[0].clone(), None if output[1] is None else output[1].clone()
-    torch.ops.nnsight.handoff(first, second, location)
-    return (first, second, *output[2:])
+def _handed_over(value: Any, location: str) -> Any:
+    """Return ``value`` as the blocks leave it. Dynamo traces this."""
+    leaves: list[torch.Tensor] = []
+    form = _form_of(value, leaves)
+    if not leaves:
+        return value
+    torch.ops.nnsight.handoff(leaves, form, location)
+    return _filled(value, list(leaves))
+
+
+def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
+    """Return the structure of ``value`` as a literal, with a number for each tensor, and copies of these in ``leaves``.
+
+    The operation gets it as a constant of the graph, which is there also when the graph comes from a cache. What is neither a tensor
+    nor a container is ``...``: blocks cannot use it.
+    """
+    if isinstance(value, torch.Tensor):
+        leaves.append(value.clone())
+        return str(len(leaves) - 1)
+    if type(value) is tuple:
+        return "(" + "".join([_form_of(item, leaves) + ", " for item in value]) + ")"
+    if type(value) is list:
+        return "[" + "".join([_form_of(item, leaves) + ", " for item in value]) + "]"
+    if type(value) is dict:
+        return "{" + "".join([repr(key) + ": " + _form_of(item, leaves) + ", " for key, item in value.items()]) + "}"
+    return "None" if value is None else "..."
+
+
+def _filled(value: Any, leaves: list[torch.Tensor]) -> Any:
+    """Return ``value`` with other tensors, in order; takes them out of ``leaves``."""
+    if isinstance(value, torch.Tensor):
+        return leaves.pop(0)
+    if type(value) is tuple:
+        return tuple([_filled(item, leaves) for item in value])
+    if type(value) is list:
+        return [_filled(item, leaves) for item in value]
+    if type(value) is dict:
+        return {key: _filled(item, leaves) for key, item in value.items()}
+    return value
+
+
+@functools.cache
+def _parsed(form: str) -> Any:
+    return ast.literal_eval(form)
+
+
+def _value_of(form: Any, leaves: list[torch.Tensor]) -> Any:
+    """Return what :func:`_form_of` made ``form`` from."""
+    if type(form) is int:
+        return leaves[form]
+    if type(form) in {tuple, list}:
+        return type(form)(_value_of(item, leaves) for item in form)
+    if type(form) is dict:
+        return {key: _value_of(item, leaves) for key, item in form.items()}
+    return form

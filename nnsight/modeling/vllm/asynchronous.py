@@ -130,7 +130,7 @@ class AsyncBackend(Backend):
         self._model = model
         self._stream: Stream | None = None
 
-    def __call__(self, tracer: RequestTracer | None = None) -> Any:
+    def __call__(self, tracer: Any = None) -> Any:
         """Send the block of ``tracer`` off; without one, return the stream of its outputs.
 
         Raises:

@@ -6,7 +6,7 @@ runs of the requests that have rows in the step, which narrow it and count the p
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class Step:
     def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = list(parts)
         self.counts = _Counts(self.parts)
-        self.waited: Container[str] = _Waited(self.parts)
+        self.waited: Any = _Waited(self.parts)
         self.offer = type(self).meet
         self._sampling = False
 

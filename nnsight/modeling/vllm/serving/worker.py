@@ -32,7 +32,11 @@ def unpacked(data: bytes) -> dict[str, Steering]:
     """Return what :func:`packed` was given, apart from the first positions."""
     tensors = load(data)
     locations = dict.fromkeys(key.rpartition("|")[0] for key in tensors)
-    return {location: Steering(*(tensors[f"{location}|{name}"] for name in _TABLES)) for location in locations}
+    found: dict[str, Steering] = {}
+    for location in locations:
+        add, gain, down, up = (tensors[f"{location}|{name}"] for name in _TABLES)
+        found[location] = Steering(add, gain, down, up)
+    return found
 
 
 class ServingWorker(Worker):

@@ -137,6 +137,18 @@ def test_a_tensor_of_ones_own_has_a_gradient(net: NNsight) -> None:
     agree((gradient, shift.grad))
 
 
+def test_a_tensor_that_requires_gradients_is_used_in_the_block_of_a_pass(net: NNsight) -> None:
+    _, last = parts(net)
+    probe = torch.randn(4, requires_grad=True)
+    relu = net._module.first(X).relu()
+    expected = torch.autograd.grad(last(relu).pow(2).sum(), relu)[0] @ probe
+    with net.trace(X, **REMOTE):
+        hidden = net.relu.output
+        with net.output.pow(2).sum().backward():
+            found = (hidden.grad @ probe).save()
+    agree((found, expected))
+
+
 def test_a_weight_has_a_gradient_and_keeps_none(net: NNsight) -> None:
     _, last = parts(net)
     expected = torch.autograd.grad(net._module(X).pow(2).sum(), last.weight)[0]

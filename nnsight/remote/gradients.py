@@ -35,6 +35,9 @@ class Gradients:
 
     Args:
         recorder: Writes down everything else.
+
+    Attributes:
+        running: Whether the block of a pass is being recorded.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -42,7 +45,7 @@ class Gradients:
         self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
         self._off = ""
         self._enabling = 0
-        self._running = False
+        self.running = False
         self._latest: Any = (None, None)  # the tensor whose gradient the pass stands at, and the gradient
 
     # -- what is done before a pass ----------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ class Gradients:
                     "`with loss.backward():` and read the `.grad` of tensors in its block."
                 )
             )
-        if self._running:
+        if self.running:
             raise NotExpressibleError(here("A backward pass cannot begin in the block of another one."))
         if self._off:
             raise NotExpressibleError(
@@ -124,16 +127,16 @@ class Gradients:
         if gradient is not None:
             content["gradient"] = recorder.reference(recorder.substitute(gradient))
         recorder.emit("backward", value=recorder.reference(recorder.substitute(loss)), **content)
-        self._running = True
+        self.running = True
         try:
             block()
         finally:
-            self._running, self._latest = False, (None, None)
+            self.running, self._latest = False, (None, None)
             recorder.emit("end")
 
     def check_node(self, do: str) -> None:
         """Raise if the block does something that cannot be done while a backward pass runs."""
-        if self._running and do not in IN_PASS:
+        if self.running and do not in IN_PASS:
             raise ValueError(
                 here(
                     f"`{do}` in the block of a backward pass: the model has run before the pass. Read the value before "
@@ -143,7 +146,7 @@ class Gradients:
 
     def location_of(self, value: Any) -> Any:
         """Return what ``value.grad`` is looked up on."""
-        return RecordedGradient(self, value) if self._running and isinstance(value, torch.Tensor) else value
+        return RecordedGradient(self, value) if self.running and isinstance(value, torch.Tensor) else value
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what stands for the gradient with respect to ``tensor``."""

@@ -407,7 +407,7 @@ class Recorder:
         self.tensors[name] = copied
         self._constants[tensor] = (tensor._version, fake)
         self._refs[fake] = (self.emit("const", tensor=name), 0)
-        if tensor.requires_grad:
+        if tensor.requires_grad and not self.gradients.running:
             self.gradients.require(fake)
         return fake
 

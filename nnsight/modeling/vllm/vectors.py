@@ -60,7 +60,7 @@ def parse_vector(data: bytes, source: str, name: str | None = None) -> Vector:
             f"{source}: the file has several vectors, {', '.join(map(repr, sorted(groups)))}, and none is called {name!r}. Load one by "
             "its name."
         )
-    chosen = groups[name] if name in groups else next(iter(groups.values()))  # type: ignore[index]
+    chosen = groups[name] if name in groups else next(iter(groups.values()))
     return {layer: _direction(tensor, f"{source}: {key!r}") for layer, (key, tensor) in sorted(chosen.items(), key=_order)}
 
 

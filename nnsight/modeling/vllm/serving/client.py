@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -44,7 +44,7 @@ def refused(message: str) -> VLLMValidationError:
     return VLLMValidationError(message, parameter="vllm_xargs")
 
 
-class SteeringClient(AsyncLLM):
+class SteeringClient(AsyncLLM):  # type: ignore[misc]
     """An engine client that steers the requests which ask for it. Call :meth:`prepare` first."""
 
     async def prepare(self, vectors: Vectors) -> None:
@@ -109,7 +109,7 @@ class SteeringClient(AsyncLLM):
         sampling_params.extra_args = {**others, SLOT: lease.slot, START: start}
         return self._steered(lease, super().generate(prompt, sampling_params, request_id, **options))
 
-    async def _steered(self, lease: Lease, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:  # type: ignore[override]
+    async def _steered(self, lease: Lease, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         try:
             await self.entries.ready(lease)
             _STEERED.inc()

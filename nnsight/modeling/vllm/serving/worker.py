@@ -32,7 +32,10 @@ def unpacked(data: bytes) -> dict[str, Steering]:
     """Return what :func:`packed` was given, apart from the first positions."""
     tensors = load(data)
     locations = dict.fromkeys(key.rpartition("|")[0] for key in tensors)
-    return {location: Steering(*(tensors[f"{location}|{name}"] for name in _TABLES)) for location in locations}
+    return {
+        location: Steering(**{name: tensors[f"{location}|{name}"] for name in _TABLES})  # type: ignore[arg-type]
+        for location in locations
+    }
 
 
 class ServingWorker(Worker):

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +114,16 @@ def command(folder: Path, *options: Any) -> list[str]:
     return [sys.executable, "-m", "nnsight.cli", *map(str, given)]
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def serving(folder: Path, log: Path, *options: Any) -> Iterator[Server]:
+    """Run a server of ``folder`` that writes to ``log``."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    options = ["--dtype", "float32", "--max-model-len", 256, "--kv-cache-memory-bytes", 64 << 20, "--port", port]
-    options += ["--slots", 3, "--api-key", KEY, "--enable-prompt-tokens-details", "--host", "127.0.0.1"]
-    options += ["--chat-template", "{% for message in messages %}{{ message['content'] }}{% endfor %}"]
-    options += ["--vectors", *(f"{name}={path}" for name, path in files.items())]
-    log = tmp_path_factory.mktemp("server") / "log.txt"
+    given = ["--dtype", "float32", "--max-model-len", 256, "--kv-cache-memory-bytes", 64 << 20]
+    given += ["--host", "127.0.0.1", "--port", port, "--api-key", KEY, *options]
     with log.open("wb") as out:
-        process = subprocess.Popen(command(folder, *options), stdout=out, stderr=out, cwd=ROOT)
+        process = subprocess.Popen(command(folder, *given), stdout=out, stderr=out, cwd=ROOT)
     server = Server(port, process, log)
     try:
         for _ in range(START_SECONDS):
@@ -140,6 +139,15 @@ def server(folder: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPa
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    options = ["--slots", 3, "--enable-prompt-tokens-details", "--chat-template", template]
+    options += ["--vectors", *(f"{name}={path}" for name, path in files.items())]
+    with serving(folder, tmp_path_factory.mktemp("server") / "log.txt", *options) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +385,16 @@ def test_files_that_are_refused(server: Server, data: bytes, status: int, messag
     assert found == status and message in answer["error"]["message"]
     assert server.ask("GET", "/v1/nnsight/vectors", key=None)[0] == 401
     assert server.ask("PUT", "/v1/nnsight/vectors/wrong", b"x", key="another")[0] == 401
+
+
+def test_a_server_that_compiles_nothing(
+    folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path: Path
+) -> None:
+    options = ["--enforce-eager", "--vectors", f"happy={files['happy']}"]
+    with serving(folder, tmp_path / "log.txt", *options) as server:
+        ids = [9, 10, 11, 12]
+        assert server.tokens(ids, {"nnsight_vector": "happy"}) == added_by_hand(reference, ids, HAPPY)
+        assert server.tokens(ids) == plain_by_hand(reference, ids) != added_by_hand(reference, ids, HAPPY)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ...tracing import Backend
+from ...tracing import Backend, Tracer
 from ...tracing.errors import show_only_users_frames
 from ...tracing.saving import saves
 from .engine import Engine, Request
@@ -130,7 +130,7 @@ class AsyncBackend(Backend):
         self._model = model
         self._stream: Stream | None = None
 
-    def __call__(self, tracer: Any = None) -> Any:
+    def __call__(self, tracer: Tracer | None = None) -> Any:
         """Send the block of ``tracer`` off; without one, return the stream of its outputs.
 
         Raises:
@@ -140,7 +140,7 @@ class AsyncBackend(Backend):
             if self._stream is None:
                 raise ValueError("There are no outputs: the block of this trace was not sent to the engine.")
             return self._stream
-        self.send(tracer, super().__call__(tracer))
+        self.send(cast("RequestTracer", tracer), super().__call__(tracer))
         return None
 
     def send(self, tracer: RequestTracer, function: Callable[[], None] | None) -> Stream:

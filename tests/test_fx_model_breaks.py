@@ -225,6 +225,28 @@ def test_a_block_that_cuts_a_graph_of_a_model_that_breaks_it() -> None:
     assert True in kinds and False in kinds
 
 
+def test_more_modules_of_a_class_break_the_graph_than_dynamo_compiles_a_function() -> None:
+    """Each is captured by itself, though they share their code: dynamo's limit of recompiles is not met."""
+    count = torch._dynamo.config.recompile_limit + 2
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(Branching() for _ in range(count)))
+    model = NNsight(net, compile={"backend": "eager"})
+    with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for compile in (False, True, True):
+            fx.counters.reset()
+            with model.trace(X.clone(), compile=compile) as tracer:
+                for part in model:
+                    part.a.output *= 1.5
+                out = model.output.save()
+            hooks = Hooks(net)
+            for number in range(count):
+                hooks.output(f"{number}.a", lambda out: out * 1.5)
+            torch.testing.assert_close(out, hooks(X.clone()), rtol=0.0, atol=0.0)
+    assert tracer.report.graphs == 2 * count and len(tracer.report.breaks) == count
+    assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
+    assert torch._dynamo.config.recompile_limit == count - 2
+
+
 def test_breaks_of_the_model_are_logged_when_they_are_captured(caplog: pytest.LogCaptureFixture) -> None:
     model = NNsight(Whole(Branching()), compile={"backend": "eager"})
     with caplog.at_level(logging.INFO, logger="nnsight.fx"), torch.no_grad():

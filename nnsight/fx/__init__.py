@@ -6,7 +6,8 @@ In the order in which a compiled trace meets them:
 * :mod:`~nnsight.fx.driver` is the compiled driver and the dynamo backend that hands captured graphs on;
 * :mod:`~nnsight.fx.graph` is a captured graph: taps, inputs, known programs and their variants;
 * :mod:`~nnsight.fx.recording` walks its taps and runs blocks against lazy tensors (:mod:`~nnsight.fx.lazy`), whose torch
-  calls :mod:`~nnsight.fx.calls` writes down, sorted by :mod:`~nnsight.fx.functions`;
+  calls :mod:`~nnsight.fx.calls` writes down, sorted by :mod:`~nnsight.fx.functions`; :mod:`~nnsight.fx.showing` knows which
+  memory is seen outside of torch;
 * :mod:`~nnsight.fx.program` is what is written: what is called, where it reads and writes;
 * :mod:`~nnsight.fx.splice` puts a program into a captured graph, :mod:`~nnsight.fx.lowering` makes it callable, and
   :mod:`~nnsight.fx.variant` keeps the result;

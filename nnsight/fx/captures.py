@@ -24,11 +24,13 @@ class Captures:
     Attributes:
         count: How many there have been.
         suffice: Whether a call that dynamo has compiled code for runs one captured graph and nothing else.
+        broken: Whether one of them was not a whole call: dynamo captures frames of modules, too.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.suffice = False
+        self.broken = False
         self._may_suffice = True
         self._watched = 0  # calls that may compile and have not ended
         self._started = 0
@@ -38,6 +40,7 @@ class Captures:
     def add(self, is_whole: bool) -> None:
         """Count a capture."""
         self.count += 1
+        self.broken = self.broken or not is_whole
         if not is_whole or self.count >= torch._dynamo.config.recompile_limit:
             self.give_up()
 

@@ -20,6 +20,7 @@ import os
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -159,7 +160,7 @@ class CompiledDriver:
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model where nothing is being recorded."""
         tree, function = self.tree, self._compiled()
-        with tree.instrumentation, self._captures.watched():
+        with tree.instrumentation, self._captures.watched(), self._room_for_modules():
             if self._specializes(args, kwargs):
                 # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
                 with torch._dynamo.config.patch(specialize_float=True):
@@ -168,6 +169,19 @@ class CompiledDriver:
 
     def _specializes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._is_dynamic or float in map(type, args) or (bool(kwargs) and float in map(type, kwargs.values()))
+
+    def _room_for_modules(self) -> contextlib.AbstractContextManager[Any]:
+        """Let dynamo capture each module as often as it captures one function otherwise.
+
+        Behind a break, modules have frames of their own. They share the code of their class, which dynamo compiles a few times before
+        it gives up; and each of them needs a capture of its own, with its own locations.
+        """
+        if self._captures.count and not self._captures.broken:
+            return contextlib.nullcontext()
+        config, alike = torch._dynamo.config, max(Counter(map(type, self.tree.paths)).values())
+        limits = {name: getattr(config, name) * alike for name in ("recompile_limit", "accumulated_recompile_limit")}
+        room: contextlib.AbstractContextManager[Any] = config.patch(**limits)
+        return room
 
     def around(self, function: Callable[..., Any]) -> Driver:
         """Return a driver that calls ``function``, in which each call of the model runs compiled."""
@@ -192,7 +206,8 @@ class CompiledDriver:
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
             if _routed.get() is self:
-                return compiled(root, args, kwargs)
+                with self._room_for_modules():
+                    return compiled(root, args, kwargs)
             return root._call_impl(*args, **kwargs)
 
         namespace = root.__dict__

@@ -276,7 +276,7 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size= is a number of devices, from 1, not {tensor_parallel_size!r}.")
     for name, reason in _OTHER_PARALLELISM.items():
-        if options.get(name) not in (None, False, 1):
+        if options.get(name) is True or options.get(name, 1) not in (None, False, 1):  # `True` equals 1
             raise NotImplementedError(
                 f"VLLM({name}={options[name]}) is not implemented: {reason}. Use `tensor_parallel_size=` for several devices."
             )

@@ -679,13 +679,13 @@ def test_other_locations_than_taps_are_refused(model: VLLM) -> None:
             with tracer.invoke(PROMPTS[1]):
                 results.append(tracer.result)
     assert tokens(results[0]) == plain(model, [PROMPTS[1]])[0]
-    for place, remedy in (("input", "'model.layers.1.input'"), ("source.self_mlp_0.output", "these cannot be tapped")):
+    for place, remedy in (("input", "'model.layers.1.input'"), ("self_attn.source.self_o_proj_0.output", "these cannot be tapped")):
         with pytest.raises(OutOfOrderError, match=remedy):
             with model.trace(PROMPTS[0], **GREEDY):
                 if place == "input":
                     model.model.layers[1].input  # noqa: B018
                 else:
-                    model.model.layers[1].source.self_mlp_0.output  # noqa: B018
+                    model.model.layers[1].self_attn.source.self_o_proj_0.output  # noqa: B018
 
 
 @tapped

@@ -9,8 +9,10 @@ of a step only says which rows belong to whom. The modules, from the bottom up:
 * :mod:`.requests`: the run of one request, and how it ends;
 * :mod:`.steps`: one step of the engine, offered to the runs that take part in it;
 * :mod:`.taps`: what is put into the graph of a compiled engine, stops for blocks and tables for edits;
+* :mod:`.spread`, :mod:`.ranks`: with several devices, what each has of a value, and a step that all make together;
 * :mod:`.worker`: where vLLM calls all that;
 * :mod:`.engine`: an engine in this process, and requests in it;
+* :mod:`.parallel`, :mod:`.follower`: the processes of an engine on several devices;
 * :mod:`.residual`: the residual stream of models that carry it in two parts;
 * :mod:`.gguf`, :mod:`.vectors`, :mod:`.choices`: directions for steering from files, by name, and what a request chooses of them;
 * :mod:`.prompts`, :mod:`.skeleton`: what users pass, and the model before its engine runs;

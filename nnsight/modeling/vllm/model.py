@@ -345,7 +345,7 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
             "several devices were not tried from one. Use mode='sync'."
         )
     for name, reason in _OTHER_PARALLELISM.items():
-        if options.get(name) not in (None, False, 1):
+        if options.get(name) is True or options.get(name, 1) not in (None, False, 1):  # `True` equals 1
             raise NotImplementedError(
                 f"VLLM({name}={options[name]}) is not implemented: {reason}. Use `tensor_parallel_size=` for several devices."
             )

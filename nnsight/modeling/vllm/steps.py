@@ -98,5 +98,5 @@ class _Waited:
     def __init__(self, parts: list[Part]) -> None:
         self._waited: list[Any] = [found for part in parts for found in (part.run.waited, part.run.steered_here)]
 
-    def __contains__(self, location: str) -> bool:
+    def __contains__(self, location: object) -> bool:
         return any(location in waited for waited in self._waited)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import nnsight
-from nnsight import LanguageModel, fx
+from nnsight import LanguageModel, NNsight, fx
 
 from .conftest import Hooks
 
@@ -224,3 +224,31 @@ def test_inductor_reaches_a_steady_state() -> None:
         for length in (13, 30, 44):
             by_trace(model, path, front_half, ids(2, length))
         assert str(fx.counters) == before
+
+
+class Scaled(torch.nn.Module):
+    """Called with a number, of which dynamo makes a symbol once it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, factor: int) -> torch.Tensor:
+        return self.second(self.first(x) * factor)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_number_given_to_the_model_may_be_one_or_zero(backend: str) -> None:
+    module = Scaled()
+    model = NNsight(module, compile={"backend": backend})
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for factor in (3, 4):
+            model(x, factor)
+        captures = fx.counters.captures
+        for factor in (1, 0, 5, 1):
+            with model.trace(x, factor):
+                model.first.output += factor + 1
+                out = model.output.save()
+            torch.testing.assert_close(out, module.second((module.first(x) + factor + 1) * factor))
+    assert fx.counters.captures == captures == 2

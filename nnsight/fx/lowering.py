@@ -118,7 +118,9 @@ class Symbols:
         self.fresh: dict[Any, Any] = {}
         for number, (name, size) in enumerate(zip(names, binding, strict=False)):
             source = torch._dynamo.source.ConstantSource(f"size_{number}")
-            create = self.environment.create_unspecified_symbol if name in free else self.environment.create_symbol
+            # Among sizes 0 and 1 are not symbols. Numbers that the model is called with may be 0 or 1 and are.
+            is_number = name in free or size in (0, 1)
+            create = self.environment.create_unspecified_symbol if is_number else self.environment.create_symbol
             self.fresh[name] = self.environment.create_symintnode(
                 create(size, source, DimDynamic.DYNAMIC), hint=size, source=source
             )

@@ -330,8 +330,10 @@ class Recording(CallRecorder):
 
     def _shows_edits(self, tap: Tap) -> bool:
         """Whether an edit of the model between the start of the piece and ``tap`` may be seen out of sight of torch."""
+        if not self.shown.storages():
+            return False
         nodes = self.graph.nodes[self.piece.start : self.graph.order[tap.node]]
-        return bool(self.shown.storages()) and any(
+        return any(
             kind_of(node) is Kind.EFFECT and node not in self.graph.tap_number and node.op != "placeholder" for node in nodes
         )
 

@@ -115,6 +115,7 @@ class CompiledDriver:
         self._function: Callable[..., Any] | None = None
         self._call_compiled: Callable[..., Any] | None = None  # the function, if dynamo has compiled code for the arguments
         self._captures = Captures()
+        self._alike = 1  # modules of the class that has most of them
         self._version = -1  # of the tree, for which the function is
         self._lock = threading.Lock()
         self._routes = 0
@@ -178,8 +179,8 @@ class CompiledDriver:
         """
         if self._captures.count and not self._captures.broken:
             return contextlib.nullcontext()
-        config, alike = torch._dynamo.config, max(Counter(map(type, self.tree.paths)).values())
-        limits = {name: getattr(config, name) * alike for name in ("recompile_limit", "accumulated_recompile_limit")}
+        config = torch._dynamo.config
+        limits = {name: getattr(config, name) * self._alike for name in ("recompile_limit", "accumulated_recompile_limit")}
         room: contextlib.AbstractContextManager[Any] = config.patch(**limits)
         return room
 
@@ -235,6 +236,7 @@ class CompiledDriver:
                 code = _call_model.__code__.replace(co_name=name)
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
                 self._captures, self._call_compiled = Captures(), None
+                self._alike = max(Counter(map(type, self.tree.paths)).values())
                 self._function = torch.compile(
                     function,
                     backend=_CaptureBackend(

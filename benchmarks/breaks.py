@@ -6,9 +6,9 @@
 * *a cut at every layer*: a compiled trace that looks at the norm of every layer's output, against the eager model with
   plain hooks that do the same, which is the other way to have such values.
 
-Contenders run interleaved, in an order shuffled anew each round, and medians are compared. Counts stand beside the times: cuts of a
-run, and what was captured, recorded and compiled after the first one. ``python benchmarks/breaks.py [--rounds N]
-[--layers N] [--width N] [--backend NAME]`` prints a table and writes ``benchmarks/results/breaks.json``.
+Contenders run interleaved, in an order shuffled anew each round, and the median over the rounds is told. Counts stand beside the
+times: cuts of a run, and what was captured, recorded and compiled after the first one. ``python benchmarks/breaks.py [--rounds N]
+[--layers N] [--width N] [--backend NAME] [--quick]`` prints a table and writes ``benchmarks/results/breaks.json``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -81,13 +82,22 @@ def contenders(layers: int, width: int, backend: str) -> dict[str, Callable[[], 
     }
 
 
+def median_ratio(times: dict[str, list[float]], ours: str, *theirs: str) -> float:
+    """Return the median, over the rounds, of the time of ``ours`` over the times of ``theirs`` together."""
+    sums = map(sum, zip(*(times[name] for name in theirs), strict=True))
+    return median(own / other for own, other in zip(times[ours], sums, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--quick", action="store_true", help="a small model, few rounds, no file: to try the script")
     options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.layers, options.width = 3, 4, 64
     torch.set_grad_enabled(False)
     measured = contenders(options.layers, options.width, options.backend)
     counts: dict[str, Any] = {}
@@ -103,19 +113,21 @@ def main() -> None:
             counts[name] = {"cuts": len(report.breaks), "first run": first, "later runs": steady}
     times = interleaved(measured, options.rounds)
     ratios = {
-        "one branch / (no branch + one eager block)": times["one branch"] / (times["no branch"] + times["one eager block"]),
-        "a cut at every layer / eager with hooks": times["a cut at every layer"] / times["eager with hooks at every layer"],
+        "one branch / (no branch + one eager block)": median_ratio(times, "one branch", "no branch", "one eager block"),
+        "a cut at every layer / eager with hooks": median_ratio(times, "a cut at every layer", "eager with hooks at every layer"),
     }
     for name, ratio in ratios.items():
         print(f"{name:48} {ratio:6.2f}")
     for name, count in counts.items():
         print(f"{name:24} {count}")
+    if options.quick:
+        return
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(
         json.dumps(
             {
                 "ratios": ratios,
-                "milliseconds": {name: seconds * 1e3 for name, seconds in times.items()},
+                "milliseconds": {name: median(seconds) * 1e3 for name, seconds in times.items()},
                 "counts": counts,
                 "options": vars(options),
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -200,17 +200,33 @@ class Envoy(Located):
         try:
             value = getattr(module, name)
         except AttributeError:
+            if name in _DERIVED:
+                return _DERIVED[name](module)
             raise AttributeError(self._unknown(name)) from None
         if isinstance(value, torch.nn.Module):
             self._sync()
             if name in self._children:
                 return self._children[name]
+            return self._envoy_of(value)
         if isinstance(value, types.MethodType) and value.__self__ is module and not name.startswith("_"):
             return self._method(name, value)
         return value
 
+    def _envoy_of(self, module: torch.nn.Module) -> Any:
+        """Return the envoy of a module of the model, found by another way than its name, such as a property; else the module."""
+        if module in self._tree.paths:
+            starts: list[Envoy] = [self, *self._tree.roots]
+            for start in starts:
+                for _, envoy in Envoy.named_modules(start):
+                    if envoy._module is module:
+                        return envoy
+        return module
+
     def _method(self, name: str, method: types.MethodType) -> Callable[..., Any]:
-        """Return ``method``, which in the header of a ``with`` statement is traced."""
+        """Return ``method``, which in the header of a ``with`` statement is traced.
+
+        A method that returns the module, such as ``to`` and ``eval``, returns this envoy: calls are chained on wrapped models too.
+        """
         if inspect.isgeneratorfunction(inspect.unwrap(method.__func__)):  # a context manager of its own
             return method
 
@@ -220,7 +236,8 @@ class Envoy(Located):
                 roots: Any = self._tree.roots
                 for root in sorted(roots, key=lambda root: len(root._edits)):  # a copy with edits comes last
                     return root._trace_method(self, name, args, kwargs)
-            return self._call_method(name, method, args, kwargs)
+            result = self._call_method(name, method, args, kwargs)
+            return self if result is method.__self__ else result
 
         return call
 
@@ -294,9 +311,9 @@ class Envoy(Located):
         """Give the modules below this envoy further names.
 
         Args:
-            names: New name, or names, by path. A path that begins with a dot starts at this envoy; any other is
-                looked for below every module. A new name that begins with a dot belongs to this envoy, any other to the
-                module from which the path starts.
+            names: New name, or names, by path. A path that begins with a dot starts at this envoy if it leads somewhere
+                from there; any other is looked for below every module. A new name that begins with a dot belongs to this
+                envoy, any other to the module from which the path starts.
             strict: Whether a path that leads nowhere is an error.
 
         Raises:
@@ -304,7 +321,7 @@ class Envoy(Located):
         """
         for path, given in names.items():
             parts = path.strip(".").split(".")
-            starts = [self] if path.startswith(".") else Envoy.modules(self)
+            starts = [self] if path.startswith(".") and self._descend(parts) is not None else Envoy.modules(self)
             found = [(start, target) for start in starts if (target := start._descend(parts)) is not None]
             if not found and strict:
                 raise ValueError(f"rename: there is no module `{path}` below `{self._path}`.")
@@ -373,6 +390,20 @@ class Envoy(Located):
         for envoy in self._children.values():
             if envoy._version != version:
                 envoy._mirror(known, version)
+
+
+def _device(module: torch.nn.Module) -> torch.device | None:
+    """Return where the first parameter is, or the first buffer; None without any."""
+    return next((tensor.device for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
+
+
+def _devices(module: torch.nn.Module) -> set[torch.device]:
+    """Return where the parameters are, or, without any, the buffers."""
+    return {parameter.device for parameter in module.parameters()} or {buffer.device for buffer in module.buffers()}
+
+
+#: Attributes of envoys whose modules have none of that name.
+_DERIVED: dict[str, Callable[[torch.nn.Module], Any]] = {"device": _device, "devices": _devices}
 
 
 def _with_child_named(base: type[Envoy], name: str) -> type[Envoy]:

@@ -15,7 +15,7 @@ from nnsight import LanguageModel, NNsight, fx
 from nnsight.runtime.carriers import register_carrier
 from nnsight.runtime.probing import counts
 
-from .conftest import Hooks, agree, assert_no_instrumentation, both, same
+from .conftest import Hooks, agree, assert_no_instrumentation, both, close, same
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -398,7 +398,7 @@ def test_flattened_rows_of_other_lengths_need_no_other_recording(compile: bool) 
                 one = model.gate.output.save()
             with tracer.invoke(b):
                 two = model.gate.output.save()
-        same((one, two), (model._module(a)[0], model._module(b)[0]))
+        close((one, two), (model._module(a)[0], model._module(b)[0]))  # a row of three is rounded as its machine likes
         if number > 1:
             assert fx.counters.captures == fx.counters.recordings == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,8 +78,9 @@ def test_outputs_of_all_modules(model: NNsight, compile: bool) -> None:
     for path in ("layers.0", "layers.1", "pair.inner", ""):
         (expected,) = hooked(model, path)
         assert torch.equal(cache[f"model.{path}".rstrip(".")].output, expected)
-    assert set(cache) == {f"model.{name}".rstrip(".") for name, _ in model._module.named_modules()}
-    assert len(cache) == len(list(model._module.modules()))
+    called = [name for name, module in model._module.named_modules() if name not in ("layers", "unused")]
+    assert set(cache) == {f"model.{name}".rstrip(".") for name in called}
+    assert len(cache) == len(called)
     assert "model.pair" in cache
     assert "model.nonsense" not in cache
 
@@ -145,8 +147,7 @@ def test_inputs_without_outputs(model: NNsight, compile: bool) -> None:
     args, kwargs = cache["model.layers.0"].inputs
     assert torch.equal(args[0], X * 3)
     assert kwargs == {}
-    with pytest.raises(AttributeError, match="include_output=True"):
-        cache["model.layers.0"].output  # noqa: B018
+    assert cache["model.layers.0"].output is None
 
 
 @both
@@ -161,6 +162,16 @@ def test_several_calls_are_a_list(model: NNsight, compile: bool) -> None:
     assert torch.equal(entry.input[1], expected[0])
     assert torch.equal(entry.inputs[1][0][0], expected[0])
     assert repr(entry) == "CacheEntry(model.shared: 2 input, 2 output)"
+    assert isinstance(entry, list)
+    assert entry.path == "model.shared"
+    assert not isinstance(cache["model.layers.0"], list)
+    assert len(entry) == 2
+    assert [call.output is value for call, value in zip(entry, entry.output, strict=True)] == [True, True]
+    assert entry[-1].output is entry.output[1]
+    assert entry[1].input is entry.input[1]
+    assert len(cache["model.layers.0"]) == 1
+    with pytest.raises(IndexError):
+        entry[2]
 
 
 @both
@@ -178,8 +189,9 @@ def test_from_where_the_cache_is_made_on(model: NNsight, compile: bool) -> None:
     with model.trace(X, compile=compile) as tracer:
         model.layers[1].input  # noqa: B018
         cache = tracer.cache()
-    with pytest.raises(AttributeError, match=r"no output of `model\.layers\.0`"):
-        cache["model.layers.0"].output  # noqa: B018
+    assert "model.layers.0" not in cache
+    with pytest.raises(KeyError, match=r"nothing of `model\.layers\.0`: the module did not run"):
+        cache["model.layers.0"]
     assert torch.equal(cache["model.layers.1"].output, hooked(model, "layers.1")[0])
 
 
@@ -445,12 +457,39 @@ def test_missing_entries(model: NNsight) -> None:
         cache["model.nonsense"]
     with pytest.raises(KeyError, match=r"model\.layers\.7"):
         cache.model.layers[7].output  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no output of `model\.unused`.*did not run"):
-        cache["model.unused"].output  # noqa: B018
-    with pytest.raises(AttributeError, match=r"include_inputs=True"):
-        cache["model.layers.0"].inputs  # noqa: B018
-    with pytest.raises(AttributeError, match=r"include_inputs=True"):
-        cache.model.layers[0].input  # noqa: B018
+    with pytest.raises(KeyError, match=r"nothing of `model\.unused`.*did not run"):
+        cache["model.unused"]
+    with pytest.raises(AttributeError, match=r"nothing of `model\.unused`.*did not run"):
+        cache.model.unused.output  # noqa: B018
+    assert cache.get("model.unused") is None
+    assert cache["model.layers.0"].inputs is None
+    assert cache.model.layers[0].input is None
+
+
+@both
+def test_the_modules_of_a_cache_are_those_that_ran(model: NNsight, compile: bool) -> None:
+    """Containers such as a ModuleList are never called: a loop over the cache does not meet them."""
+    with model.trace(X, compile=compile) as tracer:
+        cache = tracer.cache()
+    shapes = {path: entry.output for path, entry in cache.items() if path.startswith("model.layers")}
+    assert list(shapes) == ["model.layers.0", "model.layers.1"]
+    assert list(cache)[-1] == "model"  # in the order in which they returned
+    assert list(cache.model.layers) == list(shapes)
+    assert len(cache.model.layers) == 2
+    assert "0" in cache.model.layers
+    assert "model.layers.0" in cache.model.layers
+    assert "model.pair" not in cache.model.layers
+    assert "model.layers" not in cache
+    assert list(cache.model.blocks) == list(shapes)
+
+
+def test_a_cache_on_disk(model: NNsight, tmp_path: Path) -> None:
+    with model.trace(X) as tracer:
+        cache = tracer.cache()
+    torch.save(cache, tmp_path / "cache.pt")
+    loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
+    assert list(loaded) == list(cache)
+    assert torch.equal(loaded.model.layers[1].output, cache["model.layers.1"].output)
 
 
 def test_the_input_of_a_module_without_arguments() -> None:
@@ -491,7 +530,7 @@ def test_saving_a_cache_once_more_returns_it(model: NNsight, compile: bool) -> N
             again = nnsight.save(cache)
         assert again is cache
         assert isinstance(cache, Cache)
-        assert len(cache) == len(list(model.modules()))
+        assert set(cache) == {module.path for module in model.modules()} - {"model.layers", "model.unused"}
         torch.testing.assert_close(cache["model"].output, model._module(X), rtol=0.0, atol=0.0)
     with pytest.raises(ValueError, match="outside a trace"):
         cache.save()

@@ -440,6 +440,14 @@ class Mistakes:
             for _ in tracer.iter[:2]:
                 self.model[0].output.save()
 
+    def options_of_a_plain_call(self) -> None:
+        self.model.trace(self.x, trace=False, scan=True)
+
+    def loop_over_nothing(self) -> None:
+        with self.trace(self.x) as tracer:
+            for _ in tracer.iter[:]:
+                pass
+
     def skip_elsewhere(self) -> None:
         with self.trace(self.x):
             self.model.interleaver.current.skip("model.0.output", self.x)
@@ -540,6 +548,19 @@ class Mistakes:
             with self.model.output.sum().backward():
                 hidden.grad = value
 
+    def edit_in_checkpoint(self) -> None:
+        class Saving(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = torch.nn.Linear(4, 4)
+
+            def forward(self, x: torch.Tensor) -> Any:
+                return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+        model = NNsight(Saving())
+        with model.trace(self.x):
+            model.inner.output[:] = 0
+
     def cache_of_one(self) -> None:
         with self.trace(self.x) as tracer:
             tracer.cache(modules=self.model[0])
@@ -548,10 +569,11 @@ class Mistakes:
         with self.trace(self.x) as tracer:
             tracer.cache(modules=["model.7"])
 
-    def cache_without_inputs(self) -> None:
+    def cache_of_a_module_that_had_run(self) -> None:
         with self.trace(self.x) as tracer:
+            _ = self.model.output
             cache = tracer.cache()
-        cache["model.0"].inputs  # noqa: B018
+        cache["model.0"]
 
     def scan_of_beams(self) -> None:
         with language_model().generate("The", max_new_tokens=2, num_beams=2, scan=True):
@@ -896,9 +918,11 @@ RAISED_BY: dict[str, str] = {
     "is a pair of a tuple and a dict": "inputs_alone",
     "trace(compile=...) is True": "options_for_a_trace",
     "was entered before": "entered_twice",
+    "is a plain call of the model": "options_of_a_plain_call",
     "Choose the steps of tracer.iter": "no_steps",
     "next() cannot count": "negative_next",
     "The loop ended at": "too_many_steps",
+    "The loop over tracer.iter[...] has no end": "loop_over_nothing",
     "is skipped at its input": "skip_elsewhere",
     "A barrier can be called": "barrier_outside",
     "may not change how many rows": "other_rows",
@@ -914,11 +938,12 @@ RAISED_BY: dict[str, str] = {
     "in a backwards tracer": "output_in_backward",
     "A gradient was replaced by a": "gradient_by_number",
     "A gradient was replaced by one": "gradient_by_another_shape",
+    "was edited inside an activation checkpoint": "edit_in_checkpoint",
     "takes a list of modules": "cache_of_one",
     "no module of this model has the path": "cache_of_nothing",
     "`return_dict_in_generate` depends": "scan_of_beams",
     "takes no scan= or validate=": "scan_of_a_function",
-    "The cache has no": "cache_without_inputs",
+    "The cache has nothing": "cache_of_a_module_that_had_run",
     "A scan has sizes and no values": "value_in_scan",
     "could not be loaded": "nowhere",
     "is loaded already": "loaded_with_options",

@@ -90,10 +90,45 @@ def test_attributes_fall_through(model: NNsight) -> None:
     assert block.offset is model._module.layers[0].offset
     assert model.absent is None
     assert model.training is True
-    assert model.eval() is model._module
+    assert model.eval() is model
     assert model.layers[0].training is False
     assert len(list(model.parameters())) == len(list(model._module.parameters()))
     assert model.state_dict().keys() == model._module.state_dict().keys()
+
+
+@both
+def test_methods_that_return_the_module_return_its_envoy(compile: bool) -> None:
+    model = NNsight(Model(), compile={"backend": "eager"} if compile else False)
+    moved = model.to(torch.float64)
+    assert moved is model
+    for name in ("cpu", "eval", "train", "double", "share_memory"):
+        assert getattr(model, name)() is model
+    assert model.requires_grad_(False) is model
+    assert model.apply(lambda module: None) is model
+    assert model.layers[0].half() is model.layers[0]
+    assert model.layers[0].attention.weight.dtype == torch.float16
+    assert model.double().layers[0].attention.weight.dtype == torch.float64
+    with moved.trace(X.double()):
+        result = moved.output.save()
+    assert result.dtype == torch.float64
+    assert not result.requires_grad
+    assert model.layers[0].helper(3) == 12
+
+
+def test_the_device_of_any_module() -> None:
+    model = NNsight(Model())
+    assert model.device == torch.device("cpu")
+    assert model.layers[1].attention.devices == {torch.device("cpu")}
+    model.layers[1].to("meta")
+    assert model.layers[1].device == torch.device("meta")
+    assert model.devices == {torch.device("cpu"), torch.device("meta")}
+    bare = NNsight(torch.nn.ReLU())
+    assert bare.device is None
+    assert bare.devices == set()
+    bare._module.device = "its own"
+    assert bare.device == "its own"
+    with pytest.raises(AttributeError, match="no attribute `devise`"):
+        _ = model.devise
 
 
 def test_unknown_attributes_name_near_matches(model: NNsight) -> None:

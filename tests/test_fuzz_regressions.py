@@ -308,3 +308,97 @@ def test_a_tensor_that_goes_on_under_several_names_behind_a_cut(compile: bool) -
         out = model.output.save()
     edited = x * 2 + 1
     torch.testing.assert_close(out, edited + torch.ones(2, 4).tanh() * edited)
+
+
+def _edits_a_vector(model: Any, vector: torch.Tensor) -> None:
+    vector.add_(model[0].output.detach().sum(0))
+
+
+def _edits_a_row(model: Any, vector: torch.Tensor) -> None:
+    vector[0] = model[0].output.detach().sum()
+
+
+def _edits_a_view(model: Any, vector: torch.Tensor) -> None:
+    hidden = model[0].output.detach()
+    vector[:2].mul_(hidden[0, :2])
+
+
+def _edits_its_input(model: Any, vector: torch.Tensor) -> None:
+    model.input.requires_grad_()
+    model.input[:, 0] = 1.0
+
+
+def _edits_a_weight(model: Any, vector: torch.Tensor) -> None:
+    model[0].weight.add_(model[0].output.detach().mean())
+
+
+def _edits_unseen(model: Any, vector: torch.Tensor) -> None:
+    hidden = model[0].output.detach()
+    with torch.no_grad():
+        vector.add_(hidden[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "block", [_edits_a_vector, _edits_a_row, _edits_a_view, _edits_its_input, _edits_a_weight, _edits_unseen]
+)
+def test_autograd_forbids_the_edit_of_a_leaf(block: Any, backend: str) -> None:
+    """Backends that lower ahead of time made the edit."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for compile in (False, True, True):
+        torch.manual_seed(0)
+        model = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), compile={"backend": backend})
+        vector, message = torch.ones(4, requires_grad=True), ""
+        try:
+            with model.trace(torch.ones(3, 4), compile=compile):
+                block(model, vector)
+        except RuntimeError as error:
+            message = str(error).splitlines()[0]
+        found.append((message, vector.detach()))
+    assert ("leaf Variable that requires grad" in found[0][0]) == (block is not _edits_unseen)
+    for message, vector in found[1:]:
+        assert message == found[0][0]
+        assert torch.equal(vector, found[0][1])
+
+
+def test_the_same_block_edits_a_leaf_or_what_comes_from_one() -> None:
+    """They differ in nothing that the program of a block is found by."""
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), compile={"backend": "aot_eager"})
+
+    def add_to(vector: torch.Tensor) -> None:
+        with model.trace(torch.ones(3, 4)):
+            vector.add_(model[0].output.detach().sum(0))
+
+    leaf = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        vector = leaf * 2
+        expected = vector + model._module[0](torch.ones(3, 4)).sum(0)
+        add_to(vector)
+        torch.testing.assert_close(vector, expected)
+        vector.sum().backward()
+        assert leaf.grad is not None
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            add_to(leaf)
+        assert torch.equal(leaf, torch.ones(4))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_view_and_what_was_detached_from_it_are_results_of_one_graph(backend: str) -> None:
+    """Ahead-of-time autograd made the one of the other by the view functions, so ``x.T.detach()`` was ``x``."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model = NNsight(module, compile={"backend": backend})
+    x = torch.randn(4, 4)
+    for _ in range(2):
+        with model.trace(x):
+            turned = (model[0].output * 2).T.save()
+            kept = turned.detach().save()
+            rows = model[1].output.relu()[1:3].save()
+            kept_rows = rows.detach().save()
+        hidden = module[0](x)
+        torch.testing.assert_close(turned, hidden.T * 2)
+        torch.testing.assert_close(kept, hidden.detach().T * 2)
+        torch.testing.assert_close(kept_rows, module[1](hidden).relu()[1:3].detach())
+        assert rows.requires_grad and not kept.requires_grad and not kept_rows.requires_grad
+        found = torch.autograd.grad(turned[0].square().sum() + rows.sum(), module[0].weight)
+        expected = torch.autograd.grad((hidden.T * 2)[0].square().sum() + module[1](hidden).relu()[1:3].sum(), module[0].weight)
+        torch.testing.assert_close(found, expected)

@@ -763,3 +763,61 @@ def test_views_of_one_block_survive_edits_of_another(small: NNsight, x: torch.Te
     with model.trace(x):
         first = model.second.output.unbind(0)[0].sum().save()
     assert torch.equal(first, by_hooks(small, x, lambda h: h.clone())[0][0].sum())
+
+
+class Counting(torch.nn.Module):
+    """Edits its buffers in place, as caches and statistics are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("rows", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.count += 1
+        self.rows[:1].add_(x.sum())
+        return self.second(self.norm(x)) * self.count
+
+
+def _reads_buffers(model: Any, net: Counting, x: torch.Tensor, compile: bool) -> tuple[Any, Any]:
+    with model.trace(x, compile=compile) as tracer:
+        model.first.output.relu_()
+        before = ((net.count + 0), net.rows.sum(), net.norm.running_mean.clone()).save()
+        hidden = model.second.input
+        between = ((net.count + 0), net.rows[0] * hidden[0], net.norm.running_mean.clone(), net.norm.running_var * 2).save()
+        out = (model.output + net.count).save()
+    return (before, between, out), tracer
+
+
+def _needs_buffers(model: Any, net: Counting, x: torch.Tensor, compile: bool) -> tuple[Any, Any]:
+    found: list[float] = []
+    with model.trace(x, compile=compile) as tracer:
+        model.first.output.relu_()
+        found.append(net.count.item())
+        model.second.input[:] *= 2.0
+        found += [net.count.item(), *net.rows[:, 0].tolist()]
+        if net.count > 1:
+            model.second.output[:] += 1.0
+        out = model.output.save()
+    return (found, out), tracer
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("block", [_reads_buffers, _needs_buffers])
+def test_buffers_that_the_model_edits(block: Any, backend: str) -> None:
+    """Where a block stands they are as the model has edited them by then, though no location hands them over."""
+    expected, found = [], []
+    for results, compile in ((expected, False), (found, True)):
+        torch.manual_seed(0)
+        net = Counting()
+        model = NNsight(net, compile={"backend": backend})
+        for scale in (1.0, 2.0, 3.0):
+            values, tracer = block(model, net, scale * torch.linspace(-1.0, 1.0, 8).reshape(2, 4), compile)
+            results.append((values, {name: value.clone() for name, value in net.named_buffers()}))
+            assert bool(tracer.report.breaks) == (compile and block is _needs_buffers)
+    torch.testing.assert_close(found, expected)
+    assert expected[0][1]["count"] == 1.0
+    assert not torch.equal(expected[0][1]["rows"], torch.zeros(2, 4)), "the effect is there"

@@ -601,6 +601,7 @@ def _edited(model: NNsight, case: Case, index: int, length: int) -> torch.Tensor
     return result
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache(backend: Counting) -> None:
     ids = torch.arange(5, 11)[None]
     results = []

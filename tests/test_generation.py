@@ -209,7 +209,7 @@ def test_an_open_loop_needs_an_invoke_for_what_follows(model: LanguageModel, com
     hooked = Hooked(model, "transformer.h.1", lambda _, h: -h)  # the norm behind it undoes other factors
     expected = hooked(**ids_of(model, LONG))
     assert not torch.equal(expected, model._module.generate(**ids_of(model, LONG), **GREEDY))
-    with pytest.warns(UserWarning, match=rf"`model\.transformer\.h\.1\.output\.i{NEW}`, which did not occur"):  # noqa: PT031
+    with pytest.warns(UserWarning, match=rf"`model\.transformer\.h\.1\.output\.i{NEW}`, which did not occur"):
         with model.generate(**GREEDY, compile=compile) as tracer:
             with tracer.invoke(LONG):
                 count = [].save()
@@ -240,7 +240,7 @@ def test_a_stop_ends_the_generation(model: LanguageModel, compile: bool) -> None
 
 @both
 def test_a_step_that_does_not_come(model: LanguageModel, compile: bool) -> None:
-    with pytest.warns(UserWarning, match=rf"`model\.lm_head\.output\.i{NEW + 2}`"):  # noqa: PT031
+    with pytest.warns(UserWarning, match=rf"`model\.lm_head\.output\.i{NEW + 2}`"):
         with model.generate(LONG, **GREEDY, compile=compile) as tracer:
             for _ in tracer.iter[NEW + 2]:
                 lost = model.lm_head.output.save()

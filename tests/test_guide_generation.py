@@ -368,12 +368,34 @@ def test_steps_do_not_count_from_the_end(compile: bool, steps: Any) -> None:
 def test_an_open_loop_that_touches_no_module_ends(compile: bool) -> None:
     model = tower()
     seen: list[int] = []
-    with model.trace(ids(), compile=compile) as tracer:
-        for step in tracer.iter[:]:
-            seen.append(step)  # noqa: PERF402
-        out = model.output.save()
+    with pytest.warns(UserWarning, match="asked nothing of the model"):
+        with model.trace(ids(), compile=compile) as tracer:
+            for step in tracer.iter[:]:
+                seen.append(step)  # noqa: PERF402
+            out = model.output.save()
     assert seen == [0]
     same(out, model._module(ids()))
+
+
+@both
+@pytest.mark.parametrize("chosen", [(2,), (0, 3)], ids=str)
+def test_an_edit_in_some_steps_of_an_open_loop(lm: LanguageModel, compile: bool, chosen: tuple[int, ...]) -> None:
+    """The other steps ask nothing of the model, and the loop goes on."""
+    plain, _ = reference("transformer.h.1")
+    expected, seen = reference("transformer.h.1", lambda step, h: -4.0 * h if step in chosen else None)
+    assert not torch.equal(plain, expected)
+    with pytest.warns(UserWarning, match="model had finished"):
+        with lm.generate(max_new_tokens=NEW, compile=compile, **GREEDY) as tracer:
+            with tracer.invoke(PARIS):
+                edited = [].save()
+                for step in tracer.iter[:]:
+                    if step in chosen:
+                        lm.transformer.h[1].output *= -4.0
+                        edited.append(lm.transformer.h[1].output)
+            with tracer.invoke():
+                text = tracer.result.save()
+    same(text, expected)
+    same(edited, [seen[step] for step in chosen])
 
 
 @both

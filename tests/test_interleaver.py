@@ -316,7 +316,7 @@ def test_values_outside_of_a_trace(model: NNsight, compile: bool) -> None:
 def test_two_threads_trace_one_model(model: NNsight, compile: bool) -> None:
     """Each gets its own values and its own edits; runs meet inside the model."""
     model._module.eval()
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=120)
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
     with torch.no_grad():
@@ -346,7 +346,7 @@ def test_two_threads_trace_one_model(model: NNsight, compile: bool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert not errors, errors
     module = model._module
     with torch.no_grad():

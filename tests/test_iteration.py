@@ -124,7 +124,7 @@ def test_an_open_loop_meets_every_call_and_ends_with_a_warning(
     after: list[str] = []
 
     def run(compile: bool) -> tuple[Any, Any]:
-        with pytest.warns(UserWarning, match=rf"`model\.cell\.output\.i{STEPS}`, {ENDED}") as caught:  # noqa: PT031
+        with pytest.warns(UserWarning, match=rf"`model\.cell\.output\.i{STEPS}`, {ENDED}") as caught:
             with model.trace(compile=compile) as tracer:
                 with tracer.invoke(x):
                     steps, values = [].save(), [].save()
@@ -145,7 +145,7 @@ def test_an_open_loop_meets_every_call_and_ends_with_a_warning(
 @both
 def test_an_open_loop_from_a_step(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
     _, out = reference(net, x, lambda step, h: h * 0.0 if step >= 3 else h)
-    with pytest.warns(UserWarning, match=ENDED):  # noqa: PT031
+    with pytest.warns(UserWarning, match=ENDED):
         with model.trace(compile=compile) as tracer:
             with tracer.invoke(x):
                 steps = [].save()
@@ -160,11 +160,13 @@ def test_an_open_loop_from_a_step(model: NNsight, net: Recurrent, x: torch.Tenso
 
 @both
 def test_an_open_loop_that_touches_no_module_ends(model: NNsight, x: torch.Tensor, compile: bool) -> None:
-    with model.trace(x, compile=compile) as tracer:
-        steps = [].save()
-        for step in tracer.iter[:]:
-            steps.append(step)
-        out = model.output.save()
+    with pytest.warns(UserWarning, match=r"ended after step 0, in which its body asked nothing") as warned:
+        with model.trace(x, compile=compile) as tracer:
+            steps = [].save()
+            for step in tracer.iter[:]:
+                steps.append(step)
+            out = model.output.save()
+    assert [warning.filename for warning in warned] == [__file__]
     assert steps == [0]
     same(out, model._module(x))
 
@@ -174,7 +176,7 @@ def test_a_bounded_loop_that_is_too_long_keeps_what_it_did(
     model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool
 ) -> None:
     after: list[str] = []
-    with pytest.warns(UserWarning, match=ENDED):  # noqa: PT031
+    with pytest.warns(UserWarning, match=ENDED):
         with model.trace(x, compile=compile) as tracer:
             values = [].save()
             for _ in tracer.iter[: STEPS + 3]:
@@ -188,7 +190,7 @@ def test_a_bounded_loop_that_is_too_long_keeps_what_it_did(
 
 @both
 def test_a_single_step_that_does_not_come(model: NNsight, x: torch.Tensor, compile: bool) -> None:
-    with pytest.warns(UserWarning, match=rf"`model\.cell\.output\.i{STEPS}`"):  # noqa: PT031
+    with pytest.warns(UserWarning, match=rf"`model\.cell\.output\.i{STEPS}`"):
         with model.trace(x, compile=compile) as tracer:
             for _ in tracer.iter[STEPS]:
                 lost = model.cell.output.save()
@@ -207,6 +209,22 @@ def test_only_the_first_read_of_a_step_is_pinned(
             cell = model.cell.output
             pairs.append((cell, model.gate.output))
     same(pairs, [(seen[2], seen[2].tanh()), (seen[4], seen[4].tanh())])
+
+
+@both
+@pytest.mark.parametrize("chosen", [(0, 3), (0, 1, 4)], ids=str)
+def test_steps_of_an_open_loop_without_a_read(
+    model: NNsight, net: Recurrent, x: torch.Tensor, chosen: tuple[int, ...], compile: bool
+) -> None:
+    seen, _ = reference(net, x, lambda step, h: h * 3.0 if step in chosen else h)
+    with pytest.warns(UserWarning, match=ENDED):
+        with model.trace(x, compile=compile) as tracer:
+            found = [].save()
+            for step in tracer.iter[:]:
+                if step in chosen:
+                    model.cell.output = model.cell.output * 3.0
+                    found.append(model.cell.output)
+    same(found, [seen[step] for step in chosen])
 
 
 @both

@@ -176,6 +176,19 @@ def test_one_prompt_in_every_form_equals_the_module(
     assert torch.equal(logits_of(model, prompt), gpt2(input_ids=ids).logits)
 
 
+def test_a_trace_that_is_a_plain_call(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
+    assert torch.equal(model.trace(TEXT, trace=False).logits, gpt2(input_ids=ids).logits)
+    assert torch.equal(model.trace(input_ids=ids, trace=False).logits, gpt2(input_ids=ids).logits)
+    with model.edit() as edited:
+        model.lm_head.output[:] = 0
+    assert not edited.trace(TEXT, trace=False).logits.any()
+    with model.trace(TEXT, trace=True):
+        logits = model.output.logits.save()
+    assert torch.equal(logits, gpt2(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="takes the input alone"):
+        model.trace(TEXT, trace=False, scan=True)
+
+
 @pytest.mark.parametrize("form", ["string", "list of ids", "2-D tensor", "2-D array"])
 def test_the_ids_may_be_given_by_name(
     form: str, model: LanguageModel, gpt2: Module, tokenizer: Any, ids: torch.Tensor

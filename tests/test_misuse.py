@@ -820,11 +820,11 @@ def enters_a_cache(case: Case) -> None:
             pass
 
 
-@mistake(AttributeError, "`model.first`", "include_inputs=True")
+@mistake(KeyError, "`model.frist` is not in the cache", "`model.first`")
 def looks_up_what_was_not_cached(case: Case) -> None:
     with case.trace(case.x) as tracer:
         cache = tracer.cache()
-    cache["model.first"].inputs  # noqa: B018  # wrong
+    cache["model.frist"]  # wrong
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -1143,7 +1143,7 @@ def test_the_table_is_long() -> None:
 @both
 def test_a_loop_beyond_the_last_step_warns(case: Case, compile: bool) -> None:
     before, tracing = attributes(case.net), sys.gettrace()
-    with pytest.warns(UserWarning, match=r"model\.first\.output\.i1.*Bound the loop"):  # noqa: PT031
+    with pytest.warns(UserWarning, match=r"model\.first\.output\.i1.*Bound the loop"):
         with case.trace(case.x) as tracer:
             kept = [].save()
             for _ in tracer.iter[:2]:

@@ -124,7 +124,38 @@ def test_a_leading_dot_ties_a_name_to_the_root() -> None:
     assert model.start is model.transformer.h[0]
     assert model.unembed is model.head
     with pytest.raises(ValueError, match="there is no module"):
-        make(rename={".mlp": "feedforward"})
+        make(rename={".nonsense": "feedforward"})
+
+
+def test_a_leading_dot_in_front_of_a_name_that_the_root_has_not() -> None:
+    model = make(rename={".mlp": "feedforward", ".h": "layers"})
+    assert model.transformer.layers is model.transformer.h
+    assert model.transformer.h[1].feedforward is model.transformer.h[1].mlp
+    assert not hasattr(model, "layers")
+
+
+def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
+    class WithBody(Net):
+        @property
+        def base_model(self) -> torch.nn.Module:
+            return self.transformer
+
+        @property
+        def itself(self) -> torch.nn.Module:
+            return self
+
+        @property
+        def elsewhere(self) -> torch.nn.Module:
+            return other
+
+    other = torch.nn.Linear(1, 1)
+    model = NNsight(WithBody())
+    assert model.base_model is model.transformer
+    assert model.itself is model
+    assert model.elsewhere is other
+    with model.trace(X):
+        hidden = model.base_model.h[1].output.save()
+    assert torch.equal(hidden, model._module.transformer(X))
 
 
 @pytest.mark.parametrize("name", ["head", "output", "input", "trace", "path"])
@@ -150,7 +181,7 @@ def test_a_name_for_two_modules() -> None:
         make(rename={"attn": "both", "mlp": "both"})
 
 
-@pytest.mark.parametrize("path", ["nonsense", "transformer.nonsense", "h.7", ".h"])
+@pytest.mark.parametrize("path", ["nonsense", "transformer.nonsense", "h.7", ".nonsense"])
 def test_a_missing_module(path: str) -> None:
     with pytest.raises(ValueError, match=f"there is no module `{path}`"):
         make(rename={path: "x"})

@@ -215,7 +215,7 @@ def of_several_layers(model: Any, **where: Any) -> Any:
         with (logits[:, 5] - logits[:, 6]).sum().backward():
             for tensor in reversed(hidden):
                 gradients.append(tensor.grad)
-                gradients.append((tensor * tensor.grad).sum(-1))
+                gradients.append((tensor * tensor.grad.abs()).sum(-1))
     return gradients
 
 

@@ -25,8 +25,11 @@ def model() -> Any:
 
 
 def mine(tensor: torch.Tensor) -> torch.Tensor:
-    """A function that nobody can look into before it is called, so its block is recorded each time."""
-    return tensor * 2.0
+    """A function that is not followed before it is called, because of its ``try``; so its block is recorded each time."""
+    try:
+        return tensor * 2.0
+    finally:
+        pass
 
 
 def runs(block: Callable[..., Any], *arguments: Any) -> int:

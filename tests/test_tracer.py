@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nnsight import NNsight
+from nnsight.envoy import Envoy
 from nnsight.runtime import OutOfOrderError
 
 from .conftest import Hooks, agree, assert_no_instrumentation, both, same
@@ -185,3 +186,23 @@ def test_one_tracer_is_one_run(model: NNsight, x: torch.Tensor, compile: bool) -
     assert first.report is not second.report
     assert first.report.spliced == (["model.first.output"] if compile else [])
     assert second.report.spliced == (["model.second.output"] if compile else [])
+
+
+@both
+def test_a_trace_asks_the_model_for_nothing_it_lacks(
+    model: NNsight, x: torch.Tensor, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the error, names like the missing one are looked for, and that takes longer than all the rest of a trace."""
+    missed: list[str] = []
+    unknown = Envoy._unknown
+
+    def noted(envoy: Envoy, name: str) -> str:
+        missed.append(name)
+        return unknown(envoy, name)
+
+    monkeypatch.setattr(Envoy, "_unknown", noted)
+    for _ in range(2):
+        with model.trace(x, compile=compile):
+            model.output.save()
+    assert missed == []
+    assert not hasattr(model, "misspelt") and missed == ["misspelt"]

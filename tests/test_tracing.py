@@ -5,6 +5,7 @@ Mostly with a tracer that has no model behind it: this layer knows nothing of mo
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib.util
@@ -23,6 +24,7 @@ import torch
 import nnsight
 from nnsight import NNsight, WithBlockNotFoundError
 from nnsight.tracing import Tracer
+from nnsight.tracing.parsing import parse
 
 
 def make() -> NNsight:
@@ -843,3 +845,20 @@ def test_blocks_are_reentrant_through_recursion(model: NNsight) -> None:
     for _ in range(3):
         expected = model._module(expected)
     assert torch.equal(depth(2), expected)
+
+
+def test_a_count_that_another_thread_has_disturbed_is_no_error_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython counts the depth of syntax trees for all threads together."""
+    failures = iter([True, True])
+    plain = ast.parse
+
+    def disturbed(*args: Any) -> ast.Module:
+        if next(failures, False):
+            raise SystemError("AST constructor recursion depth mismatch (before=69, after=63)")
+        return plain(*args)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert ast.unparse(parse("a  =  1")) == "a = 1"
+    assert next(failures, None) is None
+    with pytest.raises(SyntaxError):
+        parse("a = = 1")

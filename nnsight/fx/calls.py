@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import linecache
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
 from ..tracing.saving import keep_mark
 from . import control
+from .attempts import is_tried, may_fail_by_values
 from .control import ControlOperator, Inside
 from .demands import name_of
 from .functions import (
@@ -71,6 +72,9 @@ if TYPE_CHECKING:
 
 #: For how many sizes and integers a call's fake result is kept.
 _KEPT_SIZES = 256
+
+#: Number of elements up to which a failing call is made on zeros, to see which error it raises.
+_LARGEST_TRIAL = 2**22
 
 #: Types of scalar tensors that index as the integer in them does.
 _INDEX_TYPES = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -257,6 +261,8 @@ class CallRecorder(TorchFunctionMode):
         reason = self._needs_values(function)
         if reason is None and args and edits_in_place(function) and self._is_shown(args[0]):
             reason = "an array outside of torch has the memory that is edited"
+        if reason is None and may_fail_by_values(function, args) and is_tried():
+            reason = f"`{name_of(function)}` may fail because of values, inside a `try`"
         event = None
         if reason is None:
             try:
@@ -327,8 +333,7 @@ class CallRecorder(TorchFunctionMode):
     def fake_of(self, reference: Reference) -> torch.Tensor:
         """Return the fake of a tensor."""
         with self.graph.fake_lock, torch._C.DisableTorchFunction(), self.graph.fake_mode:
-            fake: torch.Tensor = self._fake_argument(reference)
-        return fake
+            return self._fake(reference)
 
     def memory_of(self, value: Value) -> int:
         """Return what is equal for values that share memory."""
@@ -373,8 +378,10 @@ class CallRecorder(TorchFunctionMode):
         Raises:
             Exception: What the call raises whatever the values are: the user's mistake.
         """
+        failure: Exception | None = None
+        result: Any = None
         try:
-            return True, self._on_fakes(event)
+            result = self._on_fakes(event)
         except UNANSWERABLE:
             return False, None
         except Exception as error:
@@ -383,7 +390,30 @@ class CallRecorder(TorchFunctionMode):
             scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(event))
             if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
                 return False, None
-            raise error.with_traceback(None) from None  # ends at the user's line
+            failure = error.with_traceback(None)
+        overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
+        if failure is not None or overlaps:  # an edit of elements that lie in one place is no mistake to fakes
+            failure = self._as_on_values(event) or failure
+        if failure is None:
+            return True, result
+        try:
+            raise failure.with_traceback(None) from None  # ends at the user's line
+        finally:
+            del failure  # whose traceback has this frame
+
+    def _as_on_values(self, event: Call) -> Exception | None:
+        """Return the error that a call raises on tensors with values, if it can be tried; fakes may raise another."""
+        fakes = [self.fake_of(reference) for reference in references(event)]
+        if any(fake.device.type != "cpu" or fake.numel() > _LARGEST_TRIAL for fake in fakes):
+            return None
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            made = {(type(item), item): _zeros_like(fake) for item, fake in zip(references(event), fakes, strict=True)}
+            args, kwargs = _arguments(event, lambda reference: made[type(reference), reference])
+            try:
+                event.function(*args, **kwargs)
+            except Exception as raised:
+                return raised
+        return None
 
     def tables(self) -> tuple[Any, ...]:
         """Return what there is by now, for :meth:`go_back`."""
@@ -547,23 +577,16 @@ class CallRecorder(TorchFunctionMode):
             quiet_fakes,
             torch.no_grad(),
         ):
-            args = tuple(self._fake_argument(argument) for argument in call.args)
-            kwargs = {key: self._fake_argument(value) for key, value in call.kwargs}
+            args, kwargs = _arguments(call, self._fake)
             return call.function(*args, **kwargs)
 
-    def _fake_argument(self, argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return self.fakes[argument.index]
-        if isinstance(argument, (Input, External)):
-            real = (self.inputs if isinstance(argument, Input) else self.externals)[argument.index]
-            if real.requires_grad:  # what torch remembers of a tensor, or of its base, may be older than that
-                return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
-            return self.graph.fake_mode.from_tensor(real, static_shapes=True)
-        if isinstance(argument, Constant):
-            return argument.value
-        if isinstance(argument, Nest):
-            return argument.build([self._fake_argument(item) for item in argument.items])
-        return argument
+    def _fake(self, reference: Reference) -> torch.Tensor:
+        if isinstance(reference, Value):
+            return self.fakes[reference.index]
+        real = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
+        if real.requires_grad:  # what torch remembers of a tensor, or of its base, may be older than that
+            return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
+        return self.graph.fake_mode.from_tensor(real, static_shapes=True)
 
     def _outcome(self, call: Call, result: Any) -> Outcome:
         """Number the tensors of a result; a tensor that was there before keeps its number."""
@@ -645,6 +668,23 @@ def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *a
     """Return what ``function`` draws for a tensor like this."""
     drawn: torch.Tensor = function(torch.empty_strided(size, stride, dtype=dtype, device=device), *args, **kwargs)
     return drawn
+
+
+def _arguments(call: Call, tensor: Callable[[Reference], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, with tensors for what it refers to."""
+
+    def argument(given: Any) -> Any:
+        if isinstance(given, (Value, Input, External)):
+            return tensor(given)
+        if isinstance(given, Constant):
+            return given.value
+        return given.build([argument(item) for item in given.items]) if isinstance(given, Nest) else given
+
+    return tuple(map(argument, call.args)), {name: argument(value) for name, value in call.kwargs}
+
+
+def _zeros_like(fake: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
 
 
 def _integers(numbers: tuple[int | float, ...]) -> tuple[int, ...]:

@@ -9,10 +9,11 @@ the compiler fails and says so.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.types import ConvertFrameReturn
+from torch._functorch import config as functorch_config
 
 from ..tracing.block import is_bound
 
@@ -32,12 +34,14 @@ __all__ = [
     "forget_fixed_floats",
     "generated_code_in",
     "is_whole_call",
+    "may_share",
     "options_of_compiled",
     "resolve_backend",
     "run_compiled_functions_as_written",
     "skip_code",
     "watch_autograd_functions",
     "why_it_ends",
+    "without_view_replay",
 ]
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
@@ -80,6 +84,24 @@ def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | N
         return None
     text = str(reason.reason).strip().split("\n", 1)[0]
     return "data-dependent branching" if text.startswith("generic_jump") else text, list(reason.user_stack)
+
+
+_any_alias: Callable[..., bool] | None = getattr(torch._C, "_any_output_is_alias_to_input_or_output", None)
+
+
+def may_share(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
+    """Whether one of ``tensors`` may share memory with another, or with one of ``others``; ``False`` is certain."""
+    return _any_alias is None or _any_alias(tuple(others), {}, tuple(tensors))
+
+
+def without_view_replay() -> contextlib.AbstractContextManager[Any]:
+    """Let ahead-of-time autograd make views among the results of a graph from their sizes and strides, in this context.
+
+    By default it calls the view functions of the graph again. For a view and what was detached from it, it calls them on the wrong one
+    of two tensors: ``x.T.detach()`` beside ``x.T`` comes out as ``x``, without a word.
+    """
+    patch: contextlib.AbstractContextManager[Any] = functorch_config.patch(view_replay_for_aliased_outputs=False)
+    return patch
 
 
 def forget_fixed_floats() -> None:

@@ -134,6 +134,11 @@ def may_fail(node: torch.fx.Node) -> bool:
         return not is_basic_index(node.args[1])
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "").partition(".")[0]
+    return is_failing(name)
+
+
+def is_failing(name: str) -> bool:
+    """Whether a function of this name may raise an error although it was called on fakes without one."""
     return name in FAILING or "linalg" in name
 
 
@@ -320,6 +325,61 @@ def writes_to_inputs(graph: torch.fx.Graph) -> bool:
     given = memory.of_inputs()
     sources = (source for node in effects(graph) if node.op != "output" for source in written(node))
     return any(memory.group(source) is given for source in sources)
+
+
+def edits_of_inputs(
+    graph: torch.fx.Graph, source_of: Callable[[torch.fx.Node], torch.fx.Node | None] = lambda _: None
+) -> Iterator[tuple[torch.fx.Node, frozenset[int], bool]]:
+    """Yield calls that may edit inputs in place, with the positions of these inputs, and whether autograd follows the call.
+
+    A call is taken at its word if it does not say that it edits something.
+
+    Args:
+        graph: Not changed.
+        source_of: Tells what a node passes on, if it does nothing else.
+    """
+    given: dict[torch.fx.Node, frozenset[int]] = {}
+    follows, position, nothing = True, 0, frozenset[int]()
+    for node in graph.nodes:
+        passed_on = source_of(node)
+        if node.op == "placeholder":
+            given[node] = frozenset({position})
+            position += 1
+        elif passed_on is not None:
+            given[node] = given.get(passed_on, nothing)
+        elif node.target is torch._C._set_grad_enabled:
+            follows = bool(node.args[0])
+        else:
+            sources = _edited_by(node)
+            found = nothing.union(*(given.get(source, nothing) for source in sources))
+            if found:
+                yield node, found, follows
+            if kind_of(node) in (Kind.READ, Kind.VIEW):
+                sources = node.all_input_nodes
+            given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
+
+
+def _edited_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that a call says it edits, or may edit."""
+    known = edited(node)
+    if known is not None:
+        return [known]
+    if node.op != "call_function":
+        return []
+    target: Any = node.target
+    name = getattr(target, "__name__", "").partition(".")[0]
+    if name in _EDITING:
+        return [item for item in node.all_input_nodes if item is not node.args[0]]
+    if isinstance(target, torch._ops.OpOverload):
+        names = [argument.name for argument in target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        writes = [argument.name for argument in target._schema.arguments if argument.is_write]
+        found = [given.get(argument) for argument in writes]
+    else:
+        in_place = node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
+        in_place = in_place or (kind_of(node) is Kind.EFFECT and _kind_of_function(target) is not Kind.EFFECT)
+        found = [node.args[0] if in_place and node.args else None, node.kwargs.get("out")]
+    return [item for item in found if isinstance(item, torch.fx.Node)]
 
 
 #: Operators that write to their first argument, and what they return shares memory with nothing else.

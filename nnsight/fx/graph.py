@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.report import Break
 from .compat import BackendCallable
-from .effects import Memory
+from .effects import Memory, edits_of_inputs
+from .nested import NestedGraph, unnest
 from .program import State
 from .switches import Switched, switched_at
 from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
@@ -86,6 +87,7 @@ class CapturedGraph:
         identities: For each node that returns its argument itself, the argument. Backends lower such a call to a copy, and then
             an edit in place of the one would not be seen in the other, as it is in the eager model.
         switched: What the graph has done to grad mode and autocast when it comes to a tap, where it has.
+        nested: Stretches that were graphs of their own, by their first node; an outer one before those in it.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
         cuts: The cuts that have been logged.
         start: The empty program.
@@ -104,6 +106,9 @@ class CapturedGraph:
     ) -> None:
         self.is_whole = is_whole
         self.graph_module = copy.deepcopy(graph_module)
+        self.nested: dict[torch.fx.Node, list[NestedGraph]] = {}
+        for nested in unnest(self.graph_module):
+            self.nested.setdefault(nested.start, []).append(nested)
         self.backend = backend
         self.regions = regions
         self.background = background
@@ -157,6 +162,18 @@ class CapturedGraph:
     def memory(self) -> Memory:
         """Which nodes may share memory."""
         return Memory(self.graph_module.graph)
+
+    @cached_property
+    def edited(self) -> list[tuple[int, frozenset[int]]]:
+        """Where the model may edit inputs in place, such as its buffers: number of the node, and positions of the inputs."""
+        found = edits_of_inputs(self.graph_module.graph, self._source_of)
+        return [(self.order[node], positions) for node, positions, _ in found]
+
+    def _source_of(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        if node not in self.tapped:
+            return self.identities.get(node)
+        tap, leaf = self.tapped[node]
+        return self.taps[tap].leaves[leaf]
 
     def binding(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the sizes that the graph's symbols have for these inputs."""

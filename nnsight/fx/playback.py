@@ -21,10 +21,11 @@ from ..runtime import gradients
 from ..runtime.report import Report
 from ..tracing import Scope
 from ..tracing.saving import saves
-from .determinate import Undetermined
+from .compat import may_share
 from .explaining import RanPiece
 from .functions import DRAWN_LIKE, edits_in_place
 from .journal import Journal
+from .kinds import Undetermined
 from .program import Call, State
 from .roots import kind_of
 from .splice import as_argument
@@ -219,16 +220,24 @@ def put_together(sources: tuple[Any, ...], structure: Any, values: Mapping[int, 
 def sharing_of(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:
     """Describe which of ``tensors`` are one object, or share memory, with each other and with the inputs of a graph."""
     ids = list(map(id, tensors))
-    positions = {id(item): position for position, item in enumerate(inputs)}
+    positions = dict(zip(map(id, inputs), range(len(inputs)), strict=True))
     described = [positions.get(number, -1) for number in ids]
     if len(tensors) > 1 or edits:
-        described += map(ids.index, ids)
+        described += _firsts(ids)
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-        described += map(storages.index, storages)
+        described += _firsts(storages)
         if edits:
-            of_inputs = {item.untyped_storage()._cdata for item in inputs if isinstance(item, torch.Tensor)}
+            of_inputs: set[int] = set()
+            if may_share(tensors, inputs):
+                of_inputs = {item.untyped_storage()._cdata for item in inputs if isinstance(item, torch.Tensor)}
             described += [storage in of_inputs for storage in storages]
     return tuple(described)
+
+
+def _firsts(numbers: Sequence[int]) -> list[int]:
+    """Return for each number where it is found first."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(number, position) for position, number in enumerate(numbers)]
 
 
 class Python(NamedTuple):
@@ -364,7 +373,7 @@ def _saved(block: Block, scope: Scope) -> list[tuple[str, Any]]:
 def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int]) -> tuple[tuple[Any, ...], Any]:
     """Return how a saved value is put together, see :class:`Effects`."""
     if type(value) in (list, tuple, dict) or not (isinstance(value, torch.Tensor) or kind_of(value) == "constant"):
-        leaves, structure = pytree.tree_flatten(value)
+        leaves, structure = pytree.tree_flatten(value, is_leaf=_is_size)  # which would come back as a tuple
         if structure.is_leaf():
             raise Undetermined(f"`{name}` is saved, a {type(value).__name__}")
     else:
@@ -380,6 +389,10 @@ def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int])
         else:
             raise Undetermined(f"`{name}` holds a {type(leaf).__name__}")
     return tuple(sources), structure
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)
 
 
 def _collect_containers(value: Any, found: list[int]) -> None:

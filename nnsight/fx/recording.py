@@ -85,6 +85,8 @@ class Recording(CallRecorder):
         self.run = run
         self.report = report
         self.fullgraph = fullgraph
+        self._edits = iter(graph.edited)
+        self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
         self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
@@ -141,6 +143,8 @@ class Recording(CallRecorder):
 
     def _stop_at(self, tap: Tap) -> None:
         self.tap = tap
+        if self._next_edit is not None:
+            self._watch_edits(self.graph.order[tap.node])
         leaves = self._visit(tap)
         if self._shows_edits(tap):
             self.cut("an array outside of torch has memory that the model may have edited", instead_of("numpy"))
@@ -156,6 +160,14 @@ class Recording(CallRecorder):
             self.modes_at_tap = None
         if changed is not value or not tap.is_single:  # a container may have been filled anew
             self._write(tap, leaves, changed)
+
+    def _watch_edits(self, position: int) -> None:
+        """Let the block find inputs that the model edits before node number ``position`` as they are then, such as its buffers."""
+        while self._next_edit is not None and self._next_edit[0] < position:
+            edited, inputs = self._next_edit
+            if edited >= self.piece.start:  # else it has run
+                self.used_storages |= {storage_of(self.inputs[index]) for index in inputs}
+            self._next_edit = next(self._edits, None)
 
     def _skip(self, tap: Tap) -> int:
         """Leave out the module whose input ``tap`` marks, if a block wants so; return the number of the next tap."""

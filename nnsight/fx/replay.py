@@ -34,12 +34,15 @@ from ..runtime.report import Report
 from ..tracing import Scope
 from ..tracing.block import is_bound
 from .counters import counters
-from .determinate import Undetermined, roots_of
+from .determinate import roots_of
 from .journal import Journal, Listening, journal_of_run
+from .kinds import Undetermined
 from .playback import Effects, NotAsBefore, Playback, effects_of
-from .roots import Read, Root, read_roots
+from .reading import Plan, Read
+from .roots import Root
 
 if TYPE_CHECKING:
+    from ..runtime.probing import Modules
     from ..tracing import Block
     from .driver import CompiledDriver
 
@@ -48,23 +51,39 @@ logger = logging.getLogger("nnsight.fx")
 #: Most environments of one block that are remembered.
 _KEPT = 64
 
+#: Most sets of roots of one block that are remembered.
+_READINGS = 4
+
 #: Runs of one block that may be written down without a replay in between; then its environment is never the same twice.
 _PATIENCE = 32
+
+
+class _Known:
+    """What is known about one block, if it reads these roots.
+
+    Attributes:
+        roots: What it reads from outside, with the kind of comparison.
+        plan: How they are read.
+        environments: Its effects, by what the roots are.
+    """
+
+    def __init__(self, roots: tuple[tuple[Root, str], ...]) -> None:
+        self.roots = roots
+        self.plan = Plan(roots)
+        self.environments: dict[Any, tuple[list[Callable[[], Any]], dict[Any, Effects]]] = {}
 
 
 class _Memory:
     """What is known about one block.
 
     Attributes:
-        roots: What it reads from outside, with the kind of comparison; ``None`` before it was looked at.
+        readings: What it reads from outside, the latest first: with other constants it may take other ways, and read others.
         must_run: Whether it is not looked at any more.
-        environments: Its effects, by what the roots are.
     """
 
     def __init__(self) -> None:
-        self.roots: tuple[tuple[Root, str], ...] | None = None
+        self.readings: list[_Known] = []
         self.must_run = False
-        self.environments: dict[Any, tuple[list[Callable[[], Any]], dict[Any, Effects]]] = {}
         self.futile = 0
 
     def note_futile(self) -> None:
@@ -72,7 +91,26 @@ class _Memory:
         self.futile += 1
         if self.futile > _PATIENCE:
             self.must_run = True
-            self.environments.clear()
+            self.readings = []
+
+    def found(self, settings: tuple[Any, ...], variable: Callable[[str], Any]) -> tuple[_Known, Any, Read] | None:
+        """Return what is known for the environment of now: the reading, what the roots are, and the objects among them."""
+        for place, reading in enumerate(self.readings):
+            read = reading.plan.read(variable)
+            key = None if read is None else (*settings, *read.key)
+            if read is not None and key in reading.environments:
+                if place:  # a new list: other threads may be going over this one
+                    self.readings = [reading, *(other for other in self.readings if other is not reading)]
+                return reading, key, read
+        return None
+
+    def reading_of(self, roots: tuple[tuple[Root, str], ...]) -> _Known:
+        """Return what is known of the block where it reads ``roots``."""
+        known = next((reading for reading in self.readings if reading.roots == roots), None)
+        if known is None:
+            known = _Known(roots)
+            self.readings = [known, *self.readings][:_READINGS]
+        return known
 
 
 class Replays:
@@ -86,7 +124,9 @@ class Replays:
         self._memories: weakref.WeakKeyDictionary[Block, _Memory] = weakref.WeakKeyDictionary()
         self.reasons: dict[tuple[str, int], str] = {}
 
-    def prepare(self, block: Block, scope: Scope, module_globals: dict[str, Any], tracer: Any, version: int) -> Attempt | None:
+    def prepare(
+        self, block: Block, scope: Scope, module_globals: dict[str, Any], tracer: Any, modules: Modules
+    ) -> Attempt | None:
         """Return what can be tried for a block that is about to run; ``None`` if it must run unobserved.
 
         Args:
@@ -94,7 +134,7 @@ class Replays:
             scope: Its variables.
             module_globals: The globals it sees.
             tracer: What ``as`` binds.
-            version: Of the tree of modules.
+            modules: Of the model.
         """
         memory = self._memories.get(block)
         if memory is None:
@@ -111,25 +151,22 @@ class Replays:
             builtins = module_globals["__builtins__"]
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
-        read = None if memory.roots is None else read_roots(memory.roots, variable)
-        key = None if read is None else (version, *_settings(), *read.key)
-        if key not in memory.environments:  # the proof is about the objects of now, another function may do anything
+        settings = modules.version, *_settings()
+        found = memory.found(settings, variable)
+        if found is None:  # the proof is about the objects of now, another function may do anything
             try:
-                roots = tuple(roots_of(block, tracer, variable).items())
+                roots = roots_of(block, tracer, modules, variable)
             except Undetermined as reason:
                 self.reasons[block.filename, block.line] = str(reason)
                 logger.debug("%s:%d: the block runs: %s", block.filename, block.line, reason)
                 memory.note_futile()
                 return None
-            if roots != memory.roots:
-                memory.roots = roots
-                memory.environments.clear()  # what is known is about other roots
-            read = read_roots(roots, variable)
+            reading = memory.reading_of(roots)
+            read = reading.plan.read(variable)
             if read is None:
                 return None
-            key = (version, *_settings(), *read.key)
-        assert read is not None and key is not None
-        return Attempt(self, memory, block, key, read)
+            found = reading, (*settings, *read.key), read
+        return Attempt(self, memory, block, *found)
 
 
 class Attempt:
@@ -139,6 +176,7 @@ class Attempt:
         replays: What it belongs to.
         memory: What is known about the block.
         block: The block.
+        reading: What is known about it if it reads what it reads now.
         key: What the roots and the settings are.
         read: The objects among the roots.
     """
@@ -148,10 +186,11 @@ class Attempt:
         replays: Replays,
         memory: _Memory,
         block: Block,
+        reading: _Known,
         key: tuple[Any, ...],
         read: Read,
     ) -> None:
-        self._replays, self._memory, self._block = replays, memory, block
+        self._replays, self._memory, self._block, self._reading = replays, memory, block, reading
         self._key, self._read = key, read
 
     @property
@@ -166,19 +205,19 @@ class Attempt:
 
     def known(self) -> dict[Any, Any] | None:
         """Return what is remembered of the block in this environment: effects, by what else they depend on."""
-        known = self._memory.environments.get(self._key)
+        known = self._reading.environments.get(self._key)
         if known is None or None in [reference() for reference in known[0]]:
             return None
         return known[1]
 
     def remember(self, under: Any, effects: Any) -> None:
         """Remember effects of the block in this environment."""
-        memory = self._memory
-        known = memory.environments.get(self._key)
+        environments = self._reading.environments
+        known = environments.get(self._key)
         if known is None or any(reference() is None for reference in known[0]):
-            while len(memory.environments) >= _KEPT:
-                memory.environments.pop(next(iter(memory.environments)))
-            known = memory.environments[self._key] = ([_reference(item) for item in self._read.objects], {})
+            while len(environments) >= _KEPT:
+                environments.pop(next(iter(environments)))
+            known = environments[self._key] = ([_reference(item) for item in self._read.objects], {})
         if len(known[1]) >= _KEPT:
             known[1].pop(next(iter(known[1])))
         known[1][under] = effects

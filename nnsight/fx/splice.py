@@ -23,6 +23,7 @@ import torch
 from .effects import REQUIRES_GRAD
 from .graph import CapturedGraph
 from .indexing import select_numbers
+from .nested import NestedGraph, call_nested
 from .passes import PassRun, run_passes
 from .program import (
     Apply,
@@ -193,7 +194,11 @@ class _Splicer:
             if self.skip_to is not None and node is not self.skip_to:
                 continue
             self.skip_to = None
-            if node in self.graph.tap_number:
+            idle = self._idle_at(node, results)
+            if idle is not None:
+                self.env.update(call_nested(self.new, idle, self._captured))
+                self.skip_to = idle.last.next
+            elif node in self.graph.tap_number:
                 self._at_tap(self.graph.tap_number[node])
             elif node.op not in ("placeholder", "output") and node not in self.passive:
                 self.env[node] = self.new.node_copy(node, self._captured)
@@ -255,6 +260,17 @@ class _Splicer:
             for step in steps:
                 needed.update(reference.index for reference in references(step.event) if isinstance(reference, Input))
         return needed
+
+    def _idle_at(self, node: torch.fx.Node, results: Sequence[Result]) -> NestedGraph | None:
+        """Return the nested graph that begins with ``node`` if it is needed as a whole: nothing happens or is taken out inside."""
+        order = self.graph.order
+        for nested in self.graph.nested.get(node, ()):
+            start, stop = order[nested.start], order[nested.last] + 1
+            happens = [order[self.graph.taps[number].node] for number in self.steps]
+            taken = [order[result] for result in results if isinstance(result, torch.fx.Node) and result not in nested.results]
+            if stop <= self.stop and not any(start <= number < stop for number in (*happens, *taken)):
+                return nested
+        return None
 
     def _switched(self, node: torch.fx.Node) -> Switched:
         """Return the modes that the captured graph has switched when it comes to ``node``, a tap."""

@@ -26,7 +26,7 @@ from . import background
 from .borders import mark_borders, partial_results
 from .compat import BackendCallable
 from .counters import counters
-from .effects import writes_to_inputs
+from .effects import edits_of_inputs, writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Prepared, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
@@ -104,6 +104,10 @@ class Variant:
         self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})
         self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
+        found = edits_of_inputs(self.spliced.graph_module.graph) if self._writes_to_inputs else ()
+        self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
+        #: Whether autograd forbids one of these edits, by which inputs are leaves.
+        self._forbidden: dict[tuple[int, ...], bool] = {}
         #: What runs until the whole graph is lowered.
         self._first_stages: dict[Any, Lowered] = {}
         self._asked = False
@@ -137,6 +141,8 @@ class Variant:
 
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
+        if self._edited and self._is_forbidden(binding, arguments):
+            return Lowered(self.spliced.graph_module.forward, (), (), 0), 0
         found = self.find(binding, self.sharing(arguments))
         if found is not None:
             return found, 0
@@ -173,6 +179,33 @@ class Variant:
                 made = made or self._as_a_whole(binding, arguments, sharing)
                 self._keep(made, binding)
             return made, made.compiles
+
+    def _is_forbidden(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
+        """Whether autograd forbids an edit that the graph makes, because it is one of a leaf.
+
+        Backends that trace autograd ahead of time do not tell. Such a graph runs node by node, so that autograd speaks for itself.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        leaves = tuple(position for position in self._edited if _is_of_leaf(arguments[position]))
+        if not leaves:
+            return False
+        forbidden = self._forbidden.get(leaves)
+        if forbidden is None:
+            with self._graph.lock:
+                forbidden = self._forbidden[leaves] = self._fails_on_fakes(binding, arguments)
+        return forbidden
+
+    def _fails_on_fakes(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
+        try:
+            prepared = self._prepared(binding, arguments, self.sharing(arguments))
+            with prepared.symbols.mode:
+                prepared.with_all_inputs(prepared.graph_module.forward)(*prepared.fakes)
+        except RuntimeError as error:
+            return "leaf Variable that requires grad" in str(error)
+        except Exception as error:  # which has its own place to be raised at
+            logger.debug("a graph cannot be run on fakes: %s", _summary(error))
+        return False
 
     def _keep(self, lowered: Lowered, binding: tuple[int | float, ...]) -> None:
         self._lowerings = [*self._lowerings[-_KEPT_LOWERINGS:], lowered]
@@ -268,6 +301,14 @@ class Variant:
         """Return the value of each wanted item."""
         sources = (computed, inputs, externals)
         return [item if source == 3 else sources[source][item] for source, item in self._plan]
+
+
+def _is_of_leaf(value: Any) -> bool:
+    """Whether a tensor is a leaf for autograd that requires a gradient, or a view of one."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return False
+    base = value._base if value._is_view() else value
+    return base is not None and base.is_leaf
 
 
 def _lower_in_background(

@@ -7,7 +7,7 @@ import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -43,7 +43,7 @@ class NNsight(Envoy):
             :meth:`compile`. ``"background"`` is short for ``{"background": True}``.
         rename: Further names for modules, by path: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
             ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``. Several names go into a list; a
-            leading dot ties a path, or a name, to the root.
+            leading dot ties a path that the root has, or a name, to the root.
         **options: ``envoys``, the class of the envoys below (see :class:`Envoy`); by default the class attribute
             ``envoys``.
 
@@ -120,6 +120,24 @@ class NNsight(Envoy):
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
 
+    @overload
+    def trace(self, *args: Any, trace: Literal[False], **kwargs: Any) -> Any: ...
+
+    @overload
+    def trace(
+        self,
+        *args: Any,
+        compile: bool | str | None = None,
+        backend: Backend | None = None,
+        remote: bool | str = False,
+        blocking: bool = True,
+        scan: bool = False,
+        validate: bool = False,
+        fn: Callable[..., Any] | None = None,
+        trace: Literal[True] = True,
+        **kwargs: Any,
+    ) -> InterleavingTracer: ...
+
     @uncompiled
     def trace(
         self,
@@ -131,8 +149,9 @@ class NNsight(Envoy):
         scan: bool = False,
         validate: bool = False,
         fn: Callable[..., Any] | None = None,
+        trace: bool = True,
         **kwargs: Any,
-    ) -> InterleavingTracer:
+    ) -> Any:
         """Run the model once, with the block of the ``with`` statement reading and editing its internals.
 
         Args:
@@ -149,11 +168,18 @@ class NNsight(Envoy):
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
                 other objects of yours, and what it prints, happens twice.
             fn: What to call instead of the model; a function that calls it, or modules of it, as often as it likes.
+            trace: ``False`` calls the model with the input as a trace prepares it: ``logits = model.trace(prompt, trace=False).logits``.
             **kwargs: The model's input, by name.
 
         Returns:
-            The tracer; ``tracer.report`` tells how the trace ran.
+            The tracer; ``tracer.report`` tells how the trace ran. With ``trace=False`` what the model returns.
         """
+        if not trace:
+            if any((compile is not None, backend, remote, not blocking, scan, validate, fn)):
+                raise ValueError("trace(trace=False) is a plain call of the model: it takes the input alone.")
+            self._driver(None)  # a lazy model loads, before its input goes to where it is
+            args, kwargs = self._prepare_input(*args, **kwargs)[:2]
+            return self(*args, **kwargs)
         if fn is not None and (scan or validate):
             raise ValueError(
                 "trace(fn=...) takes no scan= or validate=: these run a copy of the model on fakes, and the function calls the model."
@@ -283,13 +309,14 @@ class NNsight(Envoy):
         """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
 
         Args:
-            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``.
+            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``, which returns this model.
 
         Raises:
             InvalidProgramError: If this model lacks a part that the program names.
         """
         if not hasattr(program, "block_for"):
-            return self._module.apply(program)
+            self._module.apply(program)
+            return self
         from ..remote.program import apply_program
 
         return apply_program(self, program)

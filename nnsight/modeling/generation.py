@@ -40,6 +40,9 @@ class Generation:
         model: The wrapped model.
     """
 
+    #: Occurs once for each token.
+    pace = "model.output"
+
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
 

@@ -80,7 +80,7 @@ class ModelTracer(InterleavingTracer):
         if replays is None:
             return None
         assert self.info is not None and self.scope is not None and self._frame is not None
-        attempt = replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules.version)
+        attempt = replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules)
         if attempt is None:
             return None
         self.note_start()

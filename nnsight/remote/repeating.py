@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..fx.determinate import Undetermined
 from ..fx.journal import Journal
+from ..fx.kinds import Undetermined
 from ..fx.playback import Python, put_together, python_of, sharing_of
 from ..fx.replay import Attempt, Replays
 from ..tracing.saving import saves
@@ -228,7 +228,7 @@ def _remembered(tracer: ModelTracer) -> _Remembered | None:
         if replays is None:
             replays = _known[tree.root] = Replays()
     assert tracer.info is not None and tracer.scope is not None and tracer._frame is not None
-    attempt = replays.prepare(tracer.info, tracer.scope, tracer._frame.f_globals, tracer, named.modules.version)
+    attempt = replays.prepare(tracer.info, tracer.scope, tracer._frame.f_globals, tracer, named.modules)
     if attempt is None:
         return None
     prepared = model._prepare_input(*args, **kwargs)[:2]

@@ -17,8 +17,16 @@ from torch.utils import _pytree as pytree
 from ..tracing import save
 
 
+class MissingEntryError(AttributeError, KeyError):
+    """Something was looked up in a cache that it does not hold; by key and by attribute alike."""
+
+    __str__ = Exception.__str__  # not that of KeyError, which quotes
+
+
 class CacheEntry:
     """Values of one module. When the module ran several times, each is a list with one item for each call.
+
+    ``len(entry)`` is the number of calls, ``entry[i]`` and iteration give the entry of one call.
 
     Attributes:
         path: The module's path.
@@ -36,29 +44,38 @@ class CacheEntry:
         """Return how many values there are of the module's ``"input"`` or ``"output"``."""
         return len(self._values[key])
 
-    def _get(self, key: str, option: str) -> Any:
+    def __len__(self) -> int:
+        return max(map(len, self._values.values()))
+
+    def __getitem__(self, call: int) -> CacheEntry:
+        call = range(len(self))[call]
+        one = CacheEntry(self.path)
+        one._values = {key: values[call : call + 1] for key, values in self._values.items()}
+        return one
+
+    def __iter__(self) -> Iterator[CacheEntry]:
+        return (self[call] for call in range(len(self)))
+
+    def _get(self, key: str) -> Any:
         found = self._values[key]
-        if not found:
-            raise AttributeError(
-                f"The cache has no {key} of `{self.path}`: the module did not run in this trace, or the cache was made without "
-                f"`{option}=True`."
-            )
-        return found[0] if len(found) == 1 else found
+        return found[0] if len(found) == 1 else found or None
 
     @property
     def output(self) -> Any:
-        """What the module returned."""
-        return self._get("output", "include_output")
+        """What the module returned; None if outputs are not kept."""
+        return self._get("output")
 
     @property
     def inputs(self) -> Any:
-        """All arguments of the module, as ``(args, kwargs)``."""
-        return self._get("input", "include_inputs")
+        """All arguments of the module, as ``(args, kwargs)``; None if inputs are not kept."""
+        return self._get("input")
 
     @property
     def input(self) -> Any:
-        """The first argument of the module."""
+        """The first argument of the module; None if inputs are not kept."""
         inputs = self.inputs
+        if inputs is None:
+            return None
         if any(not args and not kwargs for args, kwargs in _listed(inputs)):
             raise ValueError(f"`{self.path}` was called without arguments, so it has no `.input`.")
         first = [args[0] if args else next(iter(kwargs.values())) for args, kwargs in _listed(inputs)]
@@ -67,6 +84,41 @@ class CacheEntry:
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(values)} {key}" for key, values in self._values.items() if values)
         return f"CacheEntry({self.path}: {counts or 'empty'})"
+
+
+class CacheCalls(list[CacheEntry]):
+    """The entries of a module that ran several times, one for each call; ``output``, ``inputs`` and ``input`` are lists of theirs.
+
+    Args:
+        entry: What was kept of all calls.
+    """
+
+    def __init__(self, entry: CacheEntry) -> None:
+        super().__init__(entry)
+        self._entry = entry
+
+    @property
+    def path(self) -> str:
+        """The module's path."""
+        return self._entry.path
+
+    @property
+    def output(self) -> Any:
+        """What the module returned at each call; None if outputs are not kept."""
+        return self._entry.output
+
+    @property
+    def inputs(self) -> Any:
+        """All arguments of each call, as ``(args, kwargs)``; None if inputs are not kept."""
+        return self._entry.inputs
+
+    @property
+    def input(self) -> Any:
+        """The first argument of each call; None if inputs are not kept."""
+        return self._entry.input
+
+    def __repr__(self) -> str:
+        return repr(self._entry)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -110,8 +162,8 @@ def paths_to_cache(modules: Any, known: Sequence[str], aliases: Mapping[str, str
     return paths
 
 
-class Cache(Mapping[str, CacheEntry]):
-    """Activations by module path, and by attribute along the path.
+class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
+    """Activations by module path, and by attribute along the path. It has the modules that ran, in that order, no others.
 
     Args:
         paths: The modules to keep.
@@ -154,6 +206,8 @@ class Cache(Mapping[str, CacheEntry]):
 
     def observe(self, path: str, key: str, value: Any) -> None:
         """Keep a copy of ``value``, which is at ``<path>.<key>`` now."""
+        if not len(self._entries[path]):  # comes behind those that ran before
+            self._entries[path] = self._entries.pop(path)
         self._entries[path].add(key, pytree.tree_map(self._kept, value))
 
     def _kept(self, leaf: Any) -> Any:
@@ -172,20 +226,21 @@ class Cache(Mapping[str, CacheEntry]):
         """
         return save(self)
 
-    def __getitem__(self, path: str) -> CacheEntry:
-        resolved = resolve_alias(path, self._aliases)
-        if resolved not in self._entries:
-            raise KeyError(
-                f"`{path}` is not in the cache; it has {len(self._entries)} modules, by paths such as "
-                f"`{next(iter(self._entries), '-')}`."
+    def __getitem__(self, path: str) -> CacheEntry | CacheCalls:
+        entry = self._entries.get(resolve_alias(path, self._aliases))
+        if entry is None:
+            raise MissingEntryError(
+                f"`{path}` is not in the cache; it has {len(self)} modules, by paths such as `{next(iter(self), '-')}`."
             )
-        return self._entries[resolved]
+        if not len(entry):
+            raise MissingEntryError(f"The cache has nothing of `{path}`: the module did not run after the cache was made.")
+        return entry if len(entry) == 1 else CacheCalls(entry)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return (path for path, entry in self._entries.items() if len(entry))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(1 for _ in self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -194,7 +249,7 @@ class Cache(Mapping[str, CacheEntry]):
 
 
 class _CacheView:
-    """A position along a path of a cache."""
+    """A position along a path of a cache. As a collection it has the paths of the cache from there on."""
 
     def __init__(self, cache: Cache, path: str) -> None:
         self._cache, self._path = cache, path
@@ -212,6 +267,19 @@ class _CacheView:
 
     def __getitem__(self, index: int | str) -> _CacheView:
         return _CacheView(self._cache, f"{self._path}.{index}")
+
+    def __iter__(self) -> Iterator[str]:
+        start = resolve_alias(self._path, self._cache._aliases)
+        return (path for path in self._cache if path == start or path.startswith(f"{start}."))
+
+    def __contains__(self, path: str) -> bool:
+        return path in set(self) or f"{self._path}.{path}" in self._cache
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return f"CacheView({self._path})"

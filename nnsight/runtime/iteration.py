@@ -5,12 +5,15 @@ step waits for it, later ones take whatever comes next. It can be written as a `
 that runs once for each step.
 
 A loop without an end has no way to know that the model is about to finish. It waits for a step that never comes, and
-is ended then, with a warning.
+is ended then, with a warning. A step in which the body asks nothing of the model, as in ``if step == 2: ...``, waits for
+the end of the call of the model in a generation, and elsewhere for the location that the loop waited for last; where there
+is none, nothing tells how many steps there are, and the loop ends with a warning.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -51,14 +54,22 @@ class IteratorTracer(Tracer):
 
     def __iter__(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
-        before = mediator.begin_loop()
+        before, visited = mediator.begin_loop()
         try:
             for step in self._steps:
                 mediator.point_at(step)
                 requests = mediator.requests
                 yield step
-                if mediator.requests == requests and isinstance(self._steps, itertools.count):
-                    return  # an endless loop that never waits for the model would never end
+                if mediator.requests > requests or not isinstance(self._steps, itertools.count):
+                    continue
+                if not mediator.keep_pace(step, visited):  # an endless loop that never waits for the model would never end
+                    warnings.warn(
+                        f"The loop over tracer.iter[...] has no end, and ended after step {step}, in which its body asked nothing "
+                        "of the model: nothing tells how many steps there are. Bound the loop, as in `tracer.iter[:3]`.",
+                        UserWarning,
+                        stacklevel=2,
+                    )
+                    return
         finally:
             mediator.end_loop(before)
 

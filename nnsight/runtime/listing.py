@@ -11,11 +11,12 @@ import __future__
 import ast
 import copy
 import functools
+import inspect
 import linecache
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,24 @@ class Listing:
     code: types.CodeType
 
 
-_listings: dict[int, tuple[weakref.ref[types.CodeType], Listing]] = {}
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A function as it is written.
+
+    Attributes:
+        arguments: Its parameters.
+        body: Its statements.
+        class_name: Name of the class around it, for private names.
+    """
+
+    arguments: ast.arguments
+    body: tuple[ast.stmt, ...]
+    class_name: str | None
+
+
+_Key = tuple[weakref.ref[types.CodeType], Any]
+_listings: dict[int, _Key] = {}
+_definitions: dict[int, _Key] = {}
 
 
 def listing_of(function: types.FunctionType) -> Listing:
@@ -80,27 +98,59 @@ def listing_of(function: types.FunctionType) -> Listing:
     Raises:
         SourceError: If there is no source, or the file was changed after it was loaded.
     """
+    listing: Listing = _once(_listings, function, _list)
+    return listing
+
+
+def definition_of(function: types.FunctionType) -> Definition:
+    """Return how a plain function, or a lambda, is written; looked for once for its code.
+
+    Raises:
+        SourceError: If there is no source, or what is written there does not compile to exactly this code.
+    """
+    definition: Definition = _once(_definitions, function, _define)
+    return definition
+
+
+def _once(known: dict[int, _Key], function: types.FunctionType, make: Callable[[types.FunctionType], Any]) -> Any:
     key = id(function.__code__)
-    known = _listings.get(key)
-    if known is None:
-        forget = _listings.pop
+    found = known.get(key)
+    if found is None:
+        forget = known.pop
         reference = weakref.ref(function.__code__, lambda _: forget(key, None))
-        known = _listings[key] = (reference, _list(function))
-    return known[1]
+        found = known[key] = (reference, make(function))
+    return found[1]
+
+
+def _tree_of(function: types.FunctionType) -> ast.Module:
+    code = function.__code__
+    tree = parsed_file(code.co_filename, function.__globals__)
+    if tree is None:
+        where = f"{code.co_filename}:{code.co_firstlineno}"
+        raise SourceError(f"`{function.__qualname__}` ({where}) has no source text that could be read.")
+    return tree
+
+
+def _define(function: types.FunctionType) -> Definition:
+    code, tree = function.__code__, _tree_of(function)
+    imported = sorted(_imported(tree).intersection(code.co_names))
+    for node, class_name in _candidates(tree, code):
+        statement: ast.stmt = ast.Return(copy.deepcopy(node)) if isinstance(node, ast.Lambda) else copy.deepcopy(node)
+        if _is_exactly(_compiled(ast.copy_location(statement, node), class_name, code, [], imported), code):
+            body = [ast.copy_location(ast.Return(node.body), node.body)] if isinstance(node, ast.Lambda) else node.body
+            return Definition(node.args, tuple(body), class_name)
+    where = f"{code.co_filename}:{code.co_firstlineno}"
+    raise SourceError(f"`{function.__qualname__}` is not what is written at {where}.")
 
 
 def _list(function: types.FunctionType) -> Listing:
     code = function.__code__
     where = f"{code.co_filename}:{code.co_firstlineno}"
-    tree = parsed_file(code.co_filename, function.__globals__)
-    if tree is None:
-        raise SourceError(f"`{function.__qualname__}` ({where}) has no source text that could be read.")
-    found = _definition(tree, code)
-    if found is None:
+    node, class_name = next(_candidates(_tree_of(function), code), (None, None))
+    if node is None or isinstance(node, ast.Lambda):
         raise SourceError(
             f"`{function.__qualname__}` was not found at {where}. The file was probably edited after it was loaded: reload it."
         )
-    node, class_name = found
     plain = copy.deepcopy(node)
     if not _same(_compiled(plain, class_name, code, []), code):
         raise SourceError(f"The file of `{function.__qualname__}` ({where}) was edited after it was loaded: reload it.")
@@ -116,28 +166,58 @@ def _list(function: types.FunctionType) -> Listing:
     )
 
 
-def _definition(tree: ast.Module, code: types.CodeType) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, str | None] | None:
-    """Return the definition that ``code`` was compiled from, and the name of the class around it."""
+def _candidates(
+    tree: ast.Module, code: types.CodeType
+) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, str | None]]:
+    """Yield the definitions that ``code`` may have been compiled from, and the name of the class around each."""
     pending: list[tuple[ast.AST, str | None]] = [(tree, None)]
     while pending:
         node, class_name = pending.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if first == code.co_firstlineno:
-                return node, class_name
+                yield node, class_name
+        elif isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
+            yield node, class_name
         if isinstance(node, ast.ClassDef):
             class_name = node.name
         pending.extend((child, class_name) for child in ast.iter_child_nodes(node))
-    return None
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Return the names that a file imports outside of functions: their methods are called by other instructions."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, (ast.Module, ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            pending.extend(ast.iter_child_nodes(node))
+    return found
 
 
 def _compiled(
-    node: ast.FunctionDef | ast.AsyncFunctionDef, class_name: str | None, original: types.CodeType, free: list[str]
+    node: ast.stmt,
+    class_name: str | None,
+    original: types.CodeType,
+    free: list[str],
+    imported: Sequence[str] = (),
 ) -> types.CodeType:
-    """Compile the body of ``node``, without decorators, defaults and annotations; they are those of the original."""
-    node.decorator_list = []
-    node.returns = None
-    arguments = node.args
+    """Compile the body of ``node``, without decorators, defaults and annotations; they are those of the original.
+
+    Args:
+        node: A definition, which is changed, or a statement that returns a lambda.
+        class_name: Name of the class around it.
+        original: What the result is to take the place of.
+        free: More names that are variables of a function around it.
+        imported: Names that the file imports.
+    """
+    defined: Any = node.value if isinstance(node, ast.Return) else node
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        node.decorator_list = []
+        node.returns = None
+    arguments = defined.args
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
     for argument in every:
         if argument is not None:
@@ -152,7 +232,8 @@ def _compiled(
         top = ast.ClassDef(name=class_name, bases=[], keywords=[], body=[outer], decorator_list=[], type_params=[])
     for made in (outer, top):
         ast.copy_location(made, node)
-    module = ast.fix_missing_locations(ast.Module(body=[top], type_ignores=[]))
+    imports: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in imported]
+    module = ast.fix_missing_locations(ast.Module(body=[*imports, top], type_ignores=[]))
     flags = original.co_flags & _FUTURE_FLAGS
     code = compile(module, original.co_filename, "exec", flags=flags, dont_inherit=True)
     for _ in range(2 if class_name is None else 3):
@@ -175,6 +256,21 @@ def _same(compiled: types.CodeType, original: types.CodeType) -> bool:
     if any(name.startswith("@py") for name in original.co_varnames + original.co_names):
         return all(mine <= theirs for mine, theirs in zip(*parts, strict=True))
     return parts[0] == parts[1]
+
+
+def _is_exactly(compiled: types.CodeType, original: types.CodeType) -> bool:
+    """Whether two functions have the same instructions, with the same names and constants."""
+    names = all(
+        getattr(compiled, name) == getattr(original, name)
+        for name in ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
+    )
+    names = names and not (compiled.co_flags ^ original.co_flags) & ~inspect.CO_NESTED
+    return names and len(compiled.co_consts) == len(original.co_consts) and all(
+        _is_exactly(mine, theirs)
+        if isinstance(mine, types.CodeType) and isinstance(theirs, types.CodeType)
+        else type(mine) is type(theirs) and repr(mine) == repr(theirs)
+        for mine, theirs in zip(compiled.co_consts, original.co_consts, strict=True)
+    )
 
 
 def _is_plain(constant: Any) -> bool:

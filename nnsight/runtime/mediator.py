@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from ..tracing.errors import user_position_now, user_position_of
 from ..tracing.saving import save
 from .batching import BatchGroup
+from .checkpointing import CheckpointVisit, checkpoint_hooks
 from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
@@ -143,11 +145,20 @@ class Mediator(Exchange, MediatorSurface):
         if self.iteration == occurrence != 0:
             self.iteration = None
         assert self._greenlet is not None
-        self._turn(self._greenlet.switch)
+        if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
+            self._turn(self._greenlet.switch)
+        else:
+            self._turn_in_checkpoint(CheckpointVisit(location, self._value, user_position_of(self._greenlet.gr_frame)))
         if self._on_leave:
             self._send_views_back()
         left, self._value, self._location = self._value, None, None
         return left if view is None else view.widen(left)
+
+    def _turn_in_checkpoint(self, visit: CheckpointVisit) -> None:
+        assert self._greenlet is not None
+        with visit.apart():
+            self._turn(self._greenlet.switch)
+        visit.warn_if_edited(self._value)
 
     @property
     def last_visited(self) -> str | None:
@@ -343,14 +354,35 @@ class Mediator(Exchange, MediatorSurface):
             here = self._occurrence
         self.iteration = here + steps
 
-    def begin_loop(self) -> int | None:
-        """Note that the block enters a loop over occurrences; return what :meth:`end_loop` is to be given."""
+    def begin_loop(self) -> tuple[int | None, object]:
+        """Note that the block enters a loop over occurrences; return what :meth:`end_loop` and :meth:`keep_pace` are to be given."""
         self.loops += 1
-        return self.iteration
+        return self.iteration, self._visited
 
     def point_at(self, occurrence: int | None) -> None:
         """Let requests ask for ``occurrence``; see :attr:`iteration`."""
         self.iteration = occurrence
+
+    def keep_pace(self, step: int, visited: object) -> bool:
+        """Let the model run through ``step`` of a loop, in which the block has asked for nothing.
+
+        Args:
+            step: The occurrence.
+            visited: What :meth:`begin_loop` returned.
+
+        Returns:
+            Whether it can be told where the step ends: in a generation, and when the loop has waited for something before.
+        """
+        interleaver = self.interleaver
+        assert interleaver is not None
+        location = getattr(interleaver.tracer, "pace", None)
+        if location is None and self._visited is not visited and self._visited is not None:
+            location = self._visited[0]
+        if location is None or interleaver.recorder is not None:
+            return False
+        if interleaver.counts.get(location, 0) <= step:
+            self.request(location)
+        return True
 
     def end_loop(self, before: int | None) -> None:
         """Note that the block has left a loop, and let requests ask again for what they asked for ``before`` it."""

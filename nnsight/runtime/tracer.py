@@ -114,6 +114,8 @@ class InterleavingTracer(RunControls, Tracer):
     ) -> None:
         super().__init__(backend)
         self.report = Report()
+        #: A location that a run of several steps passes at the end of each; None for one that has no steps of its own.
+        self.pace: str | None = getattr(type(model), "pace", None)
         self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
         self._invokes: list[Invoke] | None = None

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .block import Block, compile_block
+from .parsing import parse
 from .source import WithSite, find_with
 
 
@@ -89,7 +90,7 @@ class Excerpt:
         Raises:
             SyntaxError: If the text is not a ``with`` statement of this version of Python.
         """
-        tree = ast.parse("".join(self.register()), self.registered_name)
+        tree = parse("".join(self.register()), self.registered_name)
         node = next((node for node in ast.walk(tree) if isinstance(node, ast.With)), None)
         if node is None or node.lineno != self.line or not 0 <= self.item < len(node.items):
             raise SyntaxError(f"The text of {self.place} is not a `with` statement.")

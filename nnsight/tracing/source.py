@@ -24,6 +24,7 @@ from textwrap import dedent
 from .assertions import are_rewritten
 from .errors import WithBlockNotFoundError
 from .fitting import fits
+from .parsing import parse
 from .unfiled import candidates
 
 _ENTER_INSTRUCTION = "BEFORE_WITH"
@@ -73,7 +74,7 @@ def parsed_file(filename: str, module_globals: dict[str, object]) -> ast.Module 
 
 def _parsed(text: str) -> ast.Module | None:
     try:
-        return ast.parse(text)
+        return parse(text)
     except (SyntaxError, ValueError):
         return None
 

@@ -33,6 +33,8 @@ from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import Any
 
+from .parsing import parse
+
 #: What was entered at prompts, a text for each statement, in order.
 _entered: list[str] = []
 
@@ -112,7 +114,7 @@ def _arguments_of_cell_magics() -> Iterator[str]:
         if "run_cell_magic(" not in text:
             continue
         with contextlib.suppress(SyntaxError):
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(parse(text)):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
 

@@ -18,7 +18,9 @@ from .cases import BACKENDS, cases
 from .runner import Case, Disagreement, run_case
 
 
-def run_seed(number: int, count: int, backends: tuple[str, ...], survey: bool) -> tuple[int, list[str]]:
+def run_seed(
+    number: int, count: int, backends: tuple[str, ...], survey: bool, backward: bool = False
+) -> tuple[int, list[str]]:
     """Run about ``count`` blocks that ``number`` yields.
 
     Returns:
@@ -37,7 +39,7 @@ def run_seed(number: int, count: int, backends: tuple[str, ...], survey: bool) -
         report_multiple_bugs=False,
         phases=[Phase.generate] if survey else [Phase.generate, Phase.shrink],
     )
-    @given(case=cases(backends))
+    @given(case=cases(backends, backward))
     def run(case: Case) -> None:
         nonlocal done, failed
         if not failed:
@@ -66,6 +68,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:100", help="a range of seeds, the end excluded")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="backends, separated by commas")
     parser.add_argument("--survey", action="store_true", help="print each failing program as it is drawn")
+    parser.add_argument("--backward", action="store_true", help="blocks with a backward pass only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
@@ -73,7 +76,11 @@ def main() -> int:
     total, failed, start = 0, 0, time.monotonic()
     for number in range(first, end):
         done, failures = run_seed(
-            number, options.cases // (end - first), tuple(options.backends.split(",")), options.survey
+            number,
+            options.cases // (end - first),
+            tuple(options.backends.split(",")),
+            options.survey,
+            options.backward,
         )
         total, failed = total + done, failed + len(failures)
         for message in failures:

@@ -192,9 +192,9 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
 
 
 @st.composite
-def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = True) -> BlockPlan:
-    """Draw a block for a model with these passages; ``skips`` is whether modules may be skipped."""
-    form = draw(st.sampled_from(["trace", "trace", "trace", "invokes", "edit", "plain"]))
+def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool = False) -> BlockPlan:
+    """Draw a block for a model with these passages; with ``backward`` it has a backward pass."""
+    form = "trace" if backward else draw(st.sampled_from(["trace", "trace", "trace", "invokes", "edit", "plain"]))
     plain = form == "plain"
     cutting = draw(st.sampled_from([False, False, True])) and not plain
     if form == "invokes":
@@ -203,8 +203,8 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, skips: bool = 
         )
     else:
         kinds = ["edit", "trace"] if form == "edit" else ["trace"]
-    ends = ["", "", "", "", "stop", "skip" if skips else "", "mistake", "gradient" if grad else ""]
-    end = "" if plain else draw(st.sampled_from(ends))
+    ends = ["", "", "", "", "stop", "skip", "mistake", "gradient" if grad else ""]
+    end = "" if plain else draw(st.sampled_from(["gradient"] if backward else ends))
     actors, cuts, gradients, marked = [], False, [], False
     for position, kind in enumerate(kinds):
         author = _Author(draw, "abc"[position], cutting and kind != "edit", kind == "trace", kind != "edit", plain)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .blocks import blocks
-from .nets import broken_specs, is_broken, specs
+from .nets import broken_specs, specs
 from .passages import passages_of
 from .runner import ROUNDS, Case
 
@@ -16,16 +16,16 @@ BACKENDS = ("eager",) * 7 + ("aot_eager",)
 
 
 @st.composite
-def cases(draw: Any, backends: tuple[str, ...] = BACKENDS) -> Case:
-    """Draw a model and up to eight blocks for it."""
+def cases(draw: Any, backends: tuple[str, ...] = BACKENDS, backward: bool = False) -> Case:
+    """Draw a model and up to eight blocks for it; with ``backward`` each has a backward pass at its end."""
     broken = draw(st.sampled_from([False] * 9 + [True]))  # several graphs take long to capture
     spec = draw(broken_specs() if broken else specs)
     ids = draw(st.booleans())
     returns = draw(st.sampled_from(["tensor", "tuple", "dict"]))
-    grad = draw(st.booleans())
+    grad = backward or draw(st.booleans())
     backend = draw(st.sampled_from(backends))
     passages = passages_of(spec, ids, returns)
-    kinds = blocks(passages, grad, skips=not is_broken(spec))  # a part that breaks the graph cannot be skipped compiled
+    kinds = blocks(passages, grad, backward)
     drawn = [draw(kinds)]
     cheap = backend == "eager"
     # Many, as a capture costs more than a block; a smaller case has one.

@@ -355,6 +355,12 @@ def is_broken(spec: Spec) -> bool:
     return kind in BREAKING or any(is_broken(child) for child in children)
 
 
+def chooses(spec: Spec) -> bool:
+    """Whether the way that the model takes depends on values."""
+    kind, *children = spec
+    return kind == "chooses" or any(chooses(child) for child in children)
+
+
 def _part(spec: Spec, by_hand: bool) -> torch.nn.Module:
     kind, *children = spec
     if kind in LEAVES:

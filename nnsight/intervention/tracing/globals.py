@@ -61,4 +61,8 @@ class _Globals:
 
 Globals = _Globals()
 
-__all__ = ["Globals"]
+__all__ = ["Globals", "Object"]
+
+
+class Object:
+    """For annotations of values of a trace. These are tensors, and whatever modules return: nothing is an instance."""

@@ -1,0 +1,77 @@
+"""Visits inside an activation checkpoint, of which torch knows nothing when it computes the inside again.
+
+``torch.utils.checkpoint`` keeps no tensors of a part of the model, and runs that part again in the backward pass. By then the run whose
+block looked into it is over. So two things are different there:
+
+* What the block computes is not computed again, so autograd keeps its tensors as it does anywhere else.
+* What is computed again is the model without the block's edits, and so are the gradients. Nothing fails, hence a warning. A compiled
+  trace has no such problem: of a part that a block touches, autograd keeps the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+from torch.utils import _pytree as pytree
+
+#: Where the hooks of a checkpoint that does not use reentrant autograd come from.
+_CHECKPOINTS = torch.utils.checkpoint.__name__
+
+
+def checkpoint_hooks() -> Any:
+    """Return the hooks with which the innermost activation checkpoint keeps autograd from keeping tensors; ``None`` outside of one."""
+    hooks = _top_saved_tensors_default_hooks(True)
+    return hooks if hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS else None
+
+
+class CheckpointVisit:
+    """A visit of a location inside an activation checkpoint.
+
+    Args:
+        location: The location.
+        value: What the model has there.
+        position: File and line of the block where it waits for the location.
+    """
+
+    def __init__(self, location: str, value: Any, position: tuple[str, int]) -> None:
+        self.location, self._position = location, position
+        self._before = _state(value)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let autograd keep what is computed in this context."""
+        taken = []
+        while (hooks := checkpoint_hooks()) is not None:
+            taken.append(hooks)
+            _pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            for pack, unpack in reversed(taken):
+                _push_saved_tensors_default_hooks(pack, unpack)
+
+    def warn_if_edited(self, value: Any) -> None:
+        """Warn if the value with which the model goes on is not what it was, and gradients may be asked for."""
+        if torch.is_grad_enabled() and _state(value) != self._before:
+            warnings.warn_explicit(
+                f"`{self.location}` was edited inside an activation checkpoint. A backward pass computes the inside again without "
+                "the edit, so its gradients would be wrong. Switch checkpointing off (`gradient_checkpointing_disable()` of a "
+                "transformers model), trace compiled (`trace(..., compile=True)`), or trace under `torch.no_grad()`.",
+                UserWarning,
+                *self._position,
+            )
+
+
+def _state(value: Any) -> list[Any]:
+    """Return what is equal as long as ``value`` has the same tensors, and nobody has written to them."""
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [(id(leaf), 0 if leaf.is_inference() else leaf._version) for leaf in leaves]

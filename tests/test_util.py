@@ -1,0 +1,77 @@
+"""Helpers that programs import from ``nnsight.util``."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+from nnsight import NNsight
+from nnsight.intervention.tracing.globals import Object
+from nnsight.util import WrapperModule, apply, fetch_attr
+
+from .conftest import both
+
+X = torch.ones(2, 4)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@both
+def test_a_module_that_passes_its_input_on_is_a_place_for_a_value(compile: bool) -> None:
+    class Attachment(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = WrapperModule()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x)
+
+    torch.manual_seed(0)
+    model = NNsight(Net(), compile={"backend": "eager"} if compile else False)
+    model.layers[0].attachment = Attachment()
+    with model.edit() as edited:
+        model.layers[0].output[:] = model.layers[0].attachment(model.layers[0].output, hook=True)
+    with edited.trace(X):
+        inner = edited.layers[0].attachment.output.clone().save()
+        edited.layers[0].attachment.output *= 2.0
+        out = edited.output.save()
+    first, second = model._module.layers
+    assert torch.equal(inner, first(X))
+    assert torch.equal(out, second(first(X) * 2.0))
+    assert WrapperModule()(1, 2) == (1, 2)
+
+
+def test_paths_lead_through_modules_and_envoys() -> None:
+    net = Net()
+    model = NNsight(net)
+    assert fetch_attr(net, "layers.1.weight") is net.layers[1].weight
+    assert fetch_attr(model, "layers.1") is model.layers[1]
+    assert fetch_attr(model, "") is model
+    with pytest.raises(AttributeError):
+        fetch_attr(model, "layers.7")
+
+
+def test_a_function_of_everything_of_a_type() -> None:
+    Pair = collections.namedtuple("Pair", "first second")
+    data = [1, (2, "a"), {"b": 3, "c": None}, slice(4, None), Pair(5, "d")]
+    assert apply(data, lambda number: -number, int) == [-1, (-2, "a"), {"b": -3, "c": None}, slice(-4, None), Pair(-5, "d")]
+    assert data[0] == 1
+
+
+def test_values_of_a_trace_are_tensors_and_no_objects_of_their_own() -> None:
+    model = NNsight(Net())
+    with model.trace(X):
+        hidden = model.layers[0].output.save()
+    assert isinstance(hidden, torch.Tensor)
+    assert not isinstance(hidden, Object)

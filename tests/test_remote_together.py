@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,6 +87,29 @@ def test_jobs_share_a_forward_pass_and_get_what_they_get_alone(model: Any, forwa
         assert {name: value.shape for name, value in mine.items()} == {name: value.shape for name, value in wanted.items()}
         close(mine, wanted)
     assert not torch.allclose(found[0]["logits"], found[3]["logits"])  # the same prompt, other edits
+
+
+def tensors() -> int:
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_activations_of_a_job_go_with_it(model: Any, together: bool, no_gc: None) -> None:
+    """By reference counting alone: what waits for the garbage collector is memory that the next job lacks."""
+    payloads = [steering(model, number) for number in range(2)]
+
+    def run() -> None:
+        if together:
+            assert all(kind_of(model, payload) is not None for payload in payloads)
+            execute_payloads(model, payloads)
+        else:
+            for payload in payloads:
+                execute_payload(model, payload)
+
+    run()  # what is remembered of a model, such as which dims of its values are those of the batch
+    before = tensors()
+    run()
+    assert tensors() == before
 
 
 def test_jobs_have_any_number_of_rows_and_invokes(model: Any, forwards: list[int]) -> None:

@@ -672,15 +672,19 @@ def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *a
 
 def _arguments(call: Call, tensor: Callable[[Reference], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call, with tensors for what it refers to."""
+    args = tuple(_given(argument, tensor) for argument in call.args)
+    return args, {name: _given(argument, tensor) for name, argument in call.kwargs}
 
-    def argument(given: Any) -> Any:
-        if isinstance(given, (Value, Input, External)):
-            return tensor(given)
-        if isinstance(given, Constant):
-            return given.value
-        return given.build([argument(item) for item in given.items]) if isinstance(given, Nest) else given
 
-    return tuple(map(argument, call.args)), {name: argument(value) for name, value in call.kwargs}
+def _given(argument: Any, tensor: Callable[[Reference], torch.Tensor]) -> Any:
+    """Return what an argument in an event stands for; no function in a function, which would be a cycle that holds ``tensor``."""
+    if isinstance(argument, (Value, Input, External)):
+        return tensor(argument)
+    if isinstance(argument, Constant):
+        return argument.value
+    if isinstance(argument, Nest):
+        return argument.build([_given(item, tensor) for item in argument.items])
+    return argument
 
 
 def _zeros_like(fake: torch.Tensor) -> torch.Tensor:

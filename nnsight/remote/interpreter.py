@@ -125,25 +125,24 @@ class Interpreter:
 
     def saved(self, leaf: Callable[[Any], Any]) -> dict[str, Any]:
         """Return the trees of what is saved, with ``leaf(tensor)`` for tensors."""
+        return {name: self._tree(saved, leaf) for name, saved in self.job.saves.items()}
 
-        def tree(saved: Any) -> Any:
-            if type(saved) is not dict:
-                return saved
-            ((kind, content),) = saved.items()
-            if kind in ("list", "tuple"):
-                return {kind: [tree(item) for item in content]}
-            if kind == "dict":
-                return {kind: [[key, tree(item)] for key, item in content]}
-            if kind != "ref":
-                return saved
-            made = self.values.get(content[0])
-            if made is None:
-                return {"absent": "never computed"}
-            if content[1] < len(made) and made[content[1]] is None:  # such as a mask that the model did without
-                return {"absent": NONE}
-            return leaf(self._output(made, content[0], content[1]))
-
-        return {name: tree(saved) for name, saved in self.job.saves.items()}
+    def _tree(self, saved: Any, leaf: Callable[[Any], Any]) -> Any:
+        if type(saved) is not dict:
+            return saved
+        ((kind, content),) = saved.items()
+        if kind in ("list", "tuple"):
+            return {kind: [self._tree(item, leaf) for item in content]}
+        if kind == "dict":
+            return {kind: [[key, self._tree(item, leaf)] for key, item in content]}
+        if kind != "ref":
+            return saved
+        made = self.values.get(content[0])
+        if made is None:
+            return {"absent": "never computed"}
+        if content[1] < len(made) and made[content[1]] is None:  # such as a mask that the model did without
+            return {"absent": NONE}
+        return leaf(self._output(made, content[0], content[1]))
 
     def check_time(self) -> None:
         """Raise if the job has taken too long.

@@ -105,7 +105,7 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     if drops(model._tree.paths):
         return None  # what is drawn for the batch would depend on who else is in it
     run = job.runs[0]
-    described = [_described(run[part], job.tensors) for part in ("args", "kwargs")]
+    described = [json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs")]
     return None if any("scalar" in text for text in described) else "\n".join(described)
 
 
@@ -199,15 +199,11 @@ def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:
         return error
 
 
-def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """Return a tree of arguments as text, with tensors by type and by their sizes without that of the rows."""
-
-    def described(part: Any) -> Any:
-        if type(part) is dict and type(part.get("tensor")) is str and len(part) == 1:
-            tensor = tensors[part["tensor"]]
-            return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
-        if type(part) is dict:
-            return {key: described(value) for key, value in part.items()}
-        return [described(item) for item in part] if type(part) is list else part
-
-    return json.dumps(described(tree))
+def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a tree of arguments with types in place of tensors, and sizes without that of the rows."""
+    if type(tree) is dict and type(tree.get("tensor")) is str and len(tree) == 1:
+        tensor = tensors[tree["tensor"]]
+        return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
+    if type(tree) is dict:
+        return {key: _described(value, tensors) for key, value in tree.items()}
+    return [_described(item, tensors) for item in tree] if type(tree) is list else tree

@@ -15,7 +15,9 @@ follow the costs of a trace, of each save in it and of each edit (see :func:`cos
 is in the table too; it runs in an environment of its own, which is made when it is missing (``workers.py``).
 
 The contenders of a table run interleaved, in an order shuffled anew each round, so drift of the machine hits all of them. A ratio
-of the first table is the median over the rounds of the ratio in one round; in the second, medians are compared.
+of the first table is the median over the rounds of the ratio in one round; in the second, medians are compared. There a round
+takes many short turns, and a contender's time in it is the lower quartile of its calls: a machine that changes its speed, or is
+interrupted, adds to some calls and takes from none.
 ``python benchmarks/overhead.py [--rounds N] [--quick] [--only MODEL] [--peer]`` prints
 tables and writes them to ``benchmarks/results/overhead.json``.
 """
@@ -55,6 +57,9 @@ SHAPES = ((12, 768, 1.02), (4, 256, 1.05))
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 OURS, THEIRS = "this package", PEER
+
+#: How many turns each contender for the tiny net has in a round.
+TURNS = 10
 
 #: Microseconds of each round, by package and contender.
 Times = dict[tuple[str, str], list[float]]
@@ -247,7 +252,7 @@ def measure_tiny(
 
     Args:
         rounds: Each contender runs once in each, in an order shuffled anew.
-        calls: Calls of a contender in a round; their median is the time of the round.
+        calls: Calls of a contender in a round; their lower quartile is the time of the round.
         peer: Folder of the environment of the public package; ``None`` leaves it out.
 
     Returns:
@@ -261,9 +266,13 @@ def measure_tiny(
         times: Times = {job: [] for job in jobs}
         order = random.Random(0)
         for _ in tqdm(range(rounds), desc="tiny net", leave=False):
-            for job in order.sample(jobs, len(jobs)):
-                who, name = job
-                times[job].append(statistics.median(workers[who].times(name, calls)) / 1e3)
+            made: dict[tuple[str, str], list[int]] = {job: [] for job in jobs}
+            for _ in range(TURNS):
+                for job in order.sample(jobs, len(jobs)):
+                    who, name = job
+                    made[job] += workers[who].times(name, calls // TURNS)
+            for job, nanoseconds in made.items():
+                times[job].append(statistics.quantiles(nanoseconds, n=4)[0] / 1e3)
         versions = {who: worker.versions for who, worker in workers.items()}
     rows = []
     for (who, name), values in times.items():

@@ -9,7 +9,9 @@ requests at once, all of the same length; in turn, in every round and in random 
 * ``tables``: the same, half of the requests steered at one layer, with two vectors;
 * ``taps, idle``: compiled with a tap at every layer, no request with a block;
 * ``taps``: the same, half of the requests with a block that adds a vector at one layer;
-* ``blocks, eager``: the same blocks in an engine that compiles nothing.
+* ``captures, idle``: compiled with captures of every layer, no request with a block;
+* ``captures of one layer``, ``of all``: the same, half of the requests with a block that saves one hidden state, or all, at each token;
+* ``blocks, eager``: the same blocks as ``taps`` in an engine that compiles nothing.
 
 ``python benchmarks/vllm_engine.py [--rounds N] [--tokens N]`` prints a table and writes ``benchmarks/results/vllm_engine.json``.
 """
@@ -60,6 +62,18 @@ def with_edits(model: VLLM, sampling: dict[str, Any], vectors: list[torch.Tensor
                         model.transformer.h[3].residual += vectors[number % 4 // 2]
 
 
+def with_reads(model: VLLM, sampling: dict[str, Any], layers: list[int]) -> None:
+    """Run the requests, every other one with a block that saves the hidden states after some layers."""
+    with model.trace(**sampling) as tracer:
+        for number, prompt in enumerate(PROMPTS):
+            with tracer.invoke(prompt):
+                if number % 2 == 0:
+                    kept = [].save()
+                    for _ in tracer.iter[: sampling["max_tokens"]]:
+                        for layer in layers:
+                            kept.append(model.transformer.h[layer].residual)
+
+
 def contenders(sampling: dict[str, Any]) -> dict[str, Callable[[], None]]:
     """Start the engines; return what each contender does in a round."""
     vectors = [torch.randn(128, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -68,6 +82,7 @@ def contenders(sampling: dict[str, Any]) -> dict[str, Callable[[], None]]:
     eager = VLLM("nnsight/demo", **OPTIONS)
     tables = VLLM("nnsight/demo", **OPTIONS, edits=["transformer.h.*"])
     taps = VLLM("nnsight/demo", **OPTIONS, taps=["transformer.h.*"])
+    captures = VLLM("nnsight/demo", **OPTIONS, captures=["transformer.h.*"])
     return {
         "plain": lambda: without_blocks(plain, sampling),  # type: ignore[arg-type]
         "plain, eager": lambda: without_blocks(eager, sampling),
@@ -75,6 +90,9 @@ def contenders(sampling: dict[str, Any]) -> dict[str, Callable[[], None]]:
         "tables": lambda: with_edits(tables, sampling, vectors, steer=True),
         "taps, idle": lambda: without_blocks(taps, sampling),
         "taps": lambda: with_edits(taps, sampling, vectors, steer=False),
+        "captures, idle": lambda: without_blocks(captures, sampling),
+        "captures of one layer": lambda: with_reads(captures, sampling, [3]),
+        "captures of all": lambda: with_reads(captures, sampling, list(range(6))),
         "blocks, eager": lambda: with_edits(eager, sampling, vectors, steer=False),
     }
 
@@ -104,13 +122,13 @@ def main() -> None:
             start = time.perf_counter()
             runs[name]()
             times[name].append(time.perf_counter() - start)
-    print(f"{'contender':16} {'ratio to plain':>15} {'quartiles':>16}   (paired, {arguments.rounds} rounds)")
+    print(f"{'contender':22} {'ratio to plain':>15} {'quartiles':>16}   (paired, {arguments.rounds} rounds)")
     table = {}
     for name, found in times.items():
         ratios = [mine / plain for mine, plain in zip(found, times["plain"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         table[name] = {"ratio": middle, "quartiles": [low, high], "median_s": statistics.median(found)}
-        print(f"{name:16} {middle:15.2f} {f'{low:.2f} .. {high:.2f}':>16}")
+        print(f"{name:22} {middle:15.2f} {f'{low:.2f} .. {high:.2f}':>16}")
     import vllm
 
     RESULTS.parent.mkdir(exist_ok=True)

@@ -30,6 +30,13 @@ COMPILED = {
     ],
     "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2},
 }
+CAPTURING = {
+    "captures": [
+        *("model.layers.1", "model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn.o_proj.input"),
+        *("model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.down_proj.input"),
+    ],
+    "edits": {"modules": ["model.layers.0"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -398,3 +405,34 @@ def test_an_engine_whose_process_was_ended_says_so(folder: Path, alone: dict[str
     del model
     gc.collect()
     assert tokens(VLLM(folder, **OPTIONS)(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()
+
+
+def test_captures_show_whole_values(folder: Path, alone: dict[str, torch.Tensor], reference: LanguageModel, vector: torch.Tensor) -> None:
+    gc.collect()
+    capturing = VLLM(folder, **OPTIONS, **CAPTURING, tensor_parallel_size=2)
+    layer = capturing.model.layers[1]
+    with capturing.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[0]):
+            found = {
+                "qkv": layer.self_attn.qkv_proj.output[0],
+                "attended": layer.self_attn.o_proj.input,
+                "projected": layer.self_attn.o_proj.output[0],
+                "gate_up": layer.mlp.gate_up_proj.output[0],
+                "down": layer.mlp.down_proj.input,
+                "hidden": layer.residual,
+                "logits": capturing.logits.output,
+            }.save()
+            result = tracer.result.save()
+        with tracer.invoke(PROMPTS[1]):
+            capturing.model.layers[0].steer(add=vector)
+            hidden = torch.cat([layer.residual for _ in tracer.iter[:6]]).save()
+            other = tracer.result.save()
+    for name, value in found.items():
+        close(value, alone[name])
+    assert tokens(result) == alone["tokens"][0].tolist()
+    ids = [*other.prompt_token_ids, *tokens(other)[:-1]]
+    with torch.no_grad(), reference.trace([ids]):
+        reference.model.layers[0].output[:] += vector
+        expected = reference.model.layers[1].output[0].save()
+    close(hidden, expected)
+    assert "captured" in str(tracer.report)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nnsight.modeling.vllm import VLLM
+from nnsight.modeling.vllm.captures import Captures
 from nnsight.modeling.vllm.prompts import prompt_of
 from nnsight.modeling.vllm.ranks import ABANDON, WORK, Leader
 from nnsight.modeling.vllm.requests import Limits, RequestRun
@@ -22,7 +23,7 @@ from nnsight.modeling.vllm.rows import Rows, RowView
 from nnsight.modeling.vllm.spread import Spread, Spreads
 from nnsight.modeling.vllm.steering import Slots, Steering, add_tables, steered
 from nnsight.modeling.vllm.steps import Part, Step
-from nnsight.modeling.vllm.taps import Layout, tapped_modules
+from nnsight.modeling.vllm.taps import Layout, at_side, tapped_modules
 from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
 from nnsight.runtime.interleaver import active_interleaver
 from nnsight.runtime.mediator import Mediator
@@ -317,6 +318,26 @@ def test_patterns_of_taps() -> None:
     assert list(tapped_modules(model, ["h.1.0"])) == ["h.1.0"]
     with pytest.raises(ValueError, match="no module 'h.7'"):
         tapped_modules(model, ["h.7"])
-    layout = Layout(("h.*", "h.1.inputs", "h.0.output"), ("h.0",), 3, 2)
-    assert (layout.taps_of("input"), layout.taps_of("output")) == (["h.1"], ["h.*", "h.0"])
+    layout = Layout(("h.*", "h.1.inputs", "h.0.output"), ("ln",), ("h.0",), 3, 2)
+    assert (at_side(layout.taps, "input"), at_side(layout.taps, "output")) == (["h.1"], ["h.*", "h.0"])
     assert Layout.described(layout.description) == layout
+
+
+def test_buffers_of_captures_stay_where_they_are() -> None:
+    """A graph that is replayed writes to the addresses that it was recorded with."""
+    captures, mark = Captures(), torch.zeros(1)
+    torch.ops.nnsight.capture([torch.ones(8, 2)], mark, "0", "h.output")
+    assert captures._buffers == {}  # nobody reads
+    with captures.filling():
+        torch.ops.nnsight.capture([torch.ones(8, 2), torch.zeros(8)], mark, "(0, (1, None))", "h.output")
+        (form, buffers) = captures._buffers["h.output"]
+        torch.ops.nnsight.capture([torch.full((3, 2), 2.0), torch.ones(3)], mark, "(0, (1, None))", "h.output")
+    assert [found.data_ptr() for found in captures._buffers["h.output"][1]] == [found.data_ptr() for found in buffers]
+    seen: list[Any] = []
+    run = run_of(lambda: seen.append(requested("h.output")))
+    step = Step([Part(run, Rows(1, 2, 3), Rows(0, 1, 1))])
+    captures.hand_out(step, 3)
+    assert run.error is None, run.error
+    ((first, (second, nothing)),) = seen
+    assert torch.equal(first, torch.full((2, 2), 2.0)) and torch.equal(second, torch.ones(2)) and nothing is None
+    assert buffers[0][3:].eq(1).all()  # what is behind the step is not shown

@@ -99,7 +99,7 @@ class Engine:
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
             return Limits(hidden)
-        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank)
+        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank, tuple(tapped.captured))
 
     def stop_at(self, tree: ModuleTree) -> None:
         """Say by which tree the model's calls are intercepted."""

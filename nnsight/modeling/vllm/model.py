@@ -55,6 +55,7 @@ class VLLM(MetaMixin):
         taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop only at
             what these modules return; or, with ``.input`` behind the path, at what they are given. Without taps and edits the engine
             compiles nothing, and blocks can stop everywhere.
+        captures: Likewise, modules whose values the compiled graph copies for blocks that only read them. The graph is not split there.
         edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
             dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), and how
             many directions each may remove (``"rank"``, 1).
@@ -90,6 +91,7 @@ class VLLM(MetaMixin):
         mode: str = "sync",
         tensor_parallel_size: int = 1,
         taps: Sequence[str] | None = None,
+        captures: Sequence[str] | None = None,
         edits: Sequence[str] | Mapping[str, Any] | None = None,
         rename: Any = None,
         **options: Any,
@@ -102,17 +104,17 @@ class VLLM(MetaMixin):
                 f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
             )
         _check_options(mode, tensor_parallel_size, options)
-        layout = _layout_of(taps, edits)
+        layout = _layout_of(taps, captures, edits)
         # A block sees a prompt whole; tables apply to any part of one.
-        chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
+        chunked = {} if layout is not None and not (layout.taps or layout.captures) else {"enable_chunked_prefill": False}
         # A step may begin when the one before has ended: a block can write the tokens that it begins with.
         engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
         if tensor_parallel_size != 1:
             engine_options["tensor_parallel_size"] = tensor_parallel_size
         if layout is None and not engine_options["enforce_eager"]:
             raise ValueError(
-                "VLLM(enforce_eager=False) needs taps: a compiled engine stops at the modules that it was made with only, as in "
-                "`taps=['model.layers.*']`."
+                "VLLM(enforce_eager=False) needs taps or captures: a compiled engine shows the values of the modules that it was "
+                "made with only, as in `taps=['model.layers.*']`."
             )
         self.__dict__["_layout"] = layout
         self.__dict__["_engine"] = None
@@ -358,14 +360,14 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 
 
-def _layout_of(taps: Any, edits: Any) -> Layout | None:
-    """Return what the graph of the engine has for ``taps`` and ``edits``; ``None`` for an engine that compiles nothing.
+def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
+    """Return what the graph of the engine has for these arguments; ``None`` for an engine that compiles nothing.
 
     Raises:
         TypeError: If they are not what :class:`VLLM` says.
         ValueError: If there is no room for an edit.
     """
-    if not taps and not edits:
+    if not taps and not captures and not edits:
         return None
     room = {"slots": 16, "rank": 1}
     if isinstance(edits, Mapping):
@@ -374,13 +376,13 @@ def _layout_of(taps: Any, edits: Any) -> Layout | None:
         if unknown or "modules" not in edits:
             raise TypeError(f"edits= is a list of paths, or a dict with 'modules', 'slots' and 'rank', not {edits!r}.")
         edits = edits["modules"]
-    for name, paths in (("taps", taps or ()), ("edits", edits or ())):
+    for name, paths in (("taps", taps or ()), ("captures", captures or ()), ("edits", edits or ())):
         if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
             raise TypeError(f"{name}= is a list of paths of modules, as in ['model.layers.*'], not {paths!r}.")
     for name, least in (("slots", 1), ("rank", 0)):
         if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
             raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
-    return Layout(tuple(taps or ()), tuple(edits or ()), **room)
+    return Layout(tuple(taps or ()), tuple(captures or ()), tuple(edits or ()), **room)
 
 
 def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:

@@ -19,11 +19,20 @@ import torch
 from ...runtime.errors import OutOfOrderError
 from ...runtime.interleaver import Interleaver, active_run
 from ...runtime.mediator import EarlyStopException, Mediator
-from .rows import RequestReplacements, Rows, RowView
+from .rows import RequestReplacements, Rows, RowView, place_of, read_only
 from .steering import Steering
 
 #: Locations of what is not a module's.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
+
+#: How the blocks of a request run.
+BETWEEN, AT_TAPS, CAPTURED, AS_PARAMETERS, BESIDE = (
+    "between modules",
+    "at taps of the compiled model",
+    "behind the compiled model, on values captured in it",
+    "in the compiled model, as parameters",
+    "beside",
+)
 
 _NO_SKIP = (
     "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
@@ -40,12 +49,14 @@ class Limits:
         locations: Where it stops; ``None`` for everywhere.
         steered: Where its compiled graph has tables for edits; ``None`` if it is not compiled.
         rank: How many directions they may read.
+        captured: Where values can be read, when the model has run, and not edited.
     """
 
     hidden: int
     locations: tuple[str, ...] | None = None
     steered: tuple[str, ...] | None = None
     rank: int = 0
+    captured: tuple[str, ...] = ()
 
 
 class _NoSkips(dict[str, Any]):
@@ -58,13 +69,13 @@ class _NoSkips(dict[str, Any]):
 class _OnlyAt:
     """Refuses requests for locations at which a compiled engine does not stop."""
 
-    def __init__(self, locations: Iterable[str]) -> None:
-        self._locations = {*locations, LOGITS, SAMPLES, "result"}
+    def __init__(self, limits: Limits) -> None:
+        self._locations = {*(limits.locations or ()), *limits.captured, LOGITS, SAMPLES, "result"}
 
     def __call__(self, location: str) -> None:
         if location not in self._locations and not location.startswith("barrier("):
             tapped = ", ".join(f"`{found}`" for found in sorted(self._locations))
-            place = location.removeprefix("model.").removesuffix(".output")
+            place = place_of(location)
             remedy = f"with `taps=[..., {place!r}]`, or without taps, for an engine that stops between all modules."
             if ".source." in location:
                 remedy = "without taps, for an engine that stops at operations, too: these cannot be tapped."
@@ -110,12 +121,12 @@ class RequestRun(Interleaver):
         self.begun = False
         self.visited: dict[str, None] = {}
         self.skips = _NoSkips()
-        self.check_replacement = RequestReplacements()
+        self.check_replacement = RequestReplacements(limits.captured)
         self.limits = limits
         self.steering: dict[str, Steering] = {}
         self.steered_here = self.steering if limits.steered is None else {}
         if limits.locations is not None:
-            self.check_location = _OnlyAt(limits.locations)
+            self.check_location = _OnlyAt(limits)
 
     @property
     def failed(self) -> BaseException | None:
@@ -134,12 +145,14 @@ class RequestRun(Interleaver):
     @property
     def tier(self) -> str:
         """How the blocks of the request run."""
-        between = "between modules"
         if self.touches_model:
-            return between if self.limits.locations is None else "at taps of the compiled model"
+            if self.limits.locations is None:
+                return BETWEEN
+            waiting = {mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None}
+            return CAPTURED if waiting.intersection(self.limits.captured) else AT_TAPS
         if self.steering:
-            return between if self.limits.steered is None else "in the compiled model, as parameters"
-        return "beside"
+            return BETWEEN if self.limits.steered is None else AS_PARAMETERS
+        return BESIDE
 
     @property
     def needs_stops(self) -> bool:
@@ -201,7 +214,11 @@ class RequestRun(Interleaver):
             left = self._guarded(self.handle, location, view.value, otherwise=view)
         if left is view:
             return value
-        return self._guarded(view.put_back, left, otherwise=value)
+        if location not in self.limits.captured:
+            return self._guarded(view.put_back, left, otherwise=value)
+        if self.error is None and view.is_changed(left):
+            self.fail(read_only(location))
+        return value
 
     def _steered(self, location: str, value: Any, rows: Rows) -> Any:
         """Return what a layer returned, with the request's rows steered."""

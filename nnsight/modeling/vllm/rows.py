@@ -9,6 +9,7 @@ rows; what it replaced becomes a new tensor, so that other names of the model fo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,12 @@ class RowView:
             return leaf
         return (self._rows.of(leaf) if self._rows.has(leaf) else leaf).clone()
 
+    def is_changed(self, left: Any) -> bool:
+        """Whether the block edited or replaced something; ``left`` is what it left."""
+        given = zip(self._given, self._versions, strict=True)
+        edited = any(isinstance(leaf, torch.Tensor) and leaf._version > version for leaf, version in given)
+        return edited or any(new is not old for new, old in zip(pytree.tree_leaves(left), self._given, strict=True))
+
     def put_back(self, left: Any) -> Any:
         """Return the value of the whole batch with what the block changed in its rows.
 
@@ -104,17 +111,42 @@ class RowView:
 
 
 class RequestReplacements(Replacements):
-    """Looks at the replacements of one request, at the user's line; see :class:`~nnsight.runtime.replacing.Replacements`."""
+    """Looks at the replacements of one request, at the user's line; see :class:`~nnsight.runtime.replacing.Replacements`.
+
+    Args:
+        captured: Locations at which nothing can be replaced.
+    """
+
+    def __init__(self, captured: Collection[str] = ()) -> None:
+        super().__init__()
+        self._captured = captured
 
     def __call__(self, location: str, old: Any, new: Any) -> None:
         """Raise for a replacement that does not fit in place of the request's rows.
 
         Raises:
             ReplacementShapeError: If structure or shape differ: the other rows of the batch are as they are.
+            ValueError: If the value is a copy that the model does not use.
         """
+        if location in self._captured:
+            raise read_only(location)
         super().__call__(location, old, new)
         if location != "result":
             check_replacement(location, old, new)
+
+
+def place_of(location: str) -> str:
+    """Return what a location is called in ``taps=``."""
+    return location.removeprefix("model.").removesuffix(".output")
+
+
+def read_only(location: str) -> ValueError:
+    """Return the error for an edit of what is captured."""
+    return ValueError(
+        f"`{location}` was edited, and this engine captures it: its value is copied out of the compiled graph and handed to blocks "
+        f"when the model has run, where an edit comes too late. Make the model with `taps=[..., {place_of(location)!r}]`, or edit a "
+        "clone."
+    )
 
 
 def check_replacement(location: str, old: Any, new: Any) -> None:

@@ -15,7 +15,6 @@ rows, and everything between two taps stays compiled. Three things are as they a
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
+from .captures import Captures, parsed, value_of
 from .steering import Slots, add_tables, steered
 from .steps import Step
 
@@ -33,7 +33,7 @@ from .steps import Step
 HANDOFF = "nnsight::handoff"
 
 #: Part of the key of the compile cache: to be raised when what is put into a graph changes.
-_FORMAT = 3
+_FORMAT = 4
 
 
 @torch.library.custom_op(HANDOFF, mutates_args=("leaves",))
@@ -44,7 +44,7 @@ def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
         if isinstance(step, Step):
             step.counts[location] = 1
         return
-    value = _value_of(_parsed(form), leaves)
+    value = value_of(parsed(form), leaves)
     left = pytree.tree_leaves(step.meet(location, value))
     for kept, new in zip(pytree.tree_leaves(value), left, strict=True):
         if new is not kept and isinstance(kept, torch.Tensor):
@@ -62,30 +62,23 @@ class Layout:
 
     Attributes:
         taps: Modules whose output is handed to blocks, as paths or patterns; with ``.input`` behind them, those whose input is.
+        captures: Likewise, modules whose values are copied for blocks that read them; see :mod:`.captures`.
         edits: Layers with tables for edits, likewise; see :mod:`.steering`.
         slots: How many different edits the tables have room for.
         rank: How many directions each may read.
     """
 
     taps: tuple[str, ...] = ()
+    captures: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
     slots: int = 16
     rank: int = 1
 
-    def taps_of(self, side: str) -> list[str]:
-        """Return the modules that are tapped at a side, ``"input"`` or ``"output"``."""
-        found = []
-        for tap in self.taps:
-            path, _, tail = tap.rpartition(".")
-            at = {"input": "input", "inputs": "input", "output": "output"}.get(tail)
-            if (at or "output") == side:
-                found.append(tap if at is None else path)
-        return found
-
     @property
     def modules(self) -> list[str]:
         """The modules that it names."""
-        return [*self.taps_of("input"), *self.taps_of("output"), *self.edits]
+        places = (*self.taps, *self.captures)
+        return [*at_side(places, "input"), *at_side(places, "output"), *self.edits]
 
     @property
     def description(self) -> dict[str, Any]:
@@ -96,7 +89,18 @@ class Layout:
     def described(cls, description: Mapping[str, Any]) -> Layout:
         """Return the layout with this description."""
         given = {name: value for name, value in description.items() if name != "format"}
-        return cls(**{**given, "taps": tuple(given["taps"]), "edits": tuple(given["edits"])})
+        return cls(**{**given, **{name: tuple(given[name]) for name in ("taps", "captures", "edits")}})
+
+
+def at_side(places: Iterable[str], side: str) -> list[str]:
+    """Return the modules among ``places`` that are meant at a side, ``"input"`` or ``"output"``."""
+    found = []
+    for place in places:
+        path, _, tail = place.rpartition(".")
+        at = {"input": "input", "inputs": "input", "output": "output"}.get(tail)
+        if (at or "output") == side:
+            found.append(place if at is None else path)
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Tapped:
 
     Attributes:
         locations: Where blocks can stop.
+        captured: Where they can read behind the model.
+        captures: What is copied there.
         rows: The slot of each row of a step, ``[tokens]``, which every layer with tables looks at.
         slots: Who has which entry of the tables.
         rank: As in the layout.
@@ -112,6 +118,8 @@ class Tapped:
     """
 
     locations: list[str]
+    captured: list[str]
+    captures: Captures
     rows: torch.Tensor
     slots: Slots
     rank: int
@@ -139,7 +147,7 @@ def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, tor
         }
         if not named:
             children = ", ".join(path for path in modules if path and path.count(".") <= 1)
-            raise ValueError(f"taps and edits: the model has no module {tap!r}. Paths begin with one of: {children}.")
+            raise ValueError(f"taps, captures and edits: the model has no module {tap!r}. Paths begin with one of: {children}.")
         found |= named
     return found
 
@@ -154,20 +162,27 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
         hidden: Channels of the hidden state.
         dtype: Of the hidden state.
     """
-    inputs, outputs = (tapped_modules(model, layout.taps_of(side)) for side in ("input", "output"))
+    named: dict[str, str] = {}
+    for operation, places in (("capture", layout.captures), ("handoff", layout.taps)):  # a tap does what a capture does, and more
+        for side in ("input", "output"):
+            for path in tapped_modules(model, at_side(places, side)):
+                named[f"model.{path}.{side}"] = operation
     steered = tapped_modules(model, layout.edits)
-    for path, module in (inputs | outputs | steered).items():
-        module.nnsight_path = f"model.{path}"  # type: ignore[assignment]
-        module.nnsight_taken = path in inputs  # type: ignore[assignment]
-        module.nnsight_returned = path in outputs  # type: ignore[assignment]
-        module.nnsight_steers = path in steered  # type: ignore[assignment]
+    modules: dict[str, Any] = {**tapped_modules(model, layout.modules)}
+    for path, module in modules.items():
+        module.nnsight_path = f"model.{path}"
+        module.nnsight_takes = named.get(f"model.{path}.input", "")
+        module.nnsight_returns = named.get(f"model.{path}.output", "")
+        module.nnsight_steers = path in steered
+        if "capture" in (module.nnsight_takes, module.nnsight_returns):
+            module.register_buffer("nnsight_mark", torch.zeros(1, device=rows.device), persistent=False)
         if path in steered:
             add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
         base: Any = type(module)
         module.__class__ = _tapped(base)
     tables = {f"model.{path}.output": module for path, module in steered.items()}
-    locations = [*(f"model.{path}.input" for path in inputs), *(f"model.{path}.output" for path in outputs)]
-    return Tapped(locations, rows, Slots(tables, layout.slots), layout.rank, list(tables))
+    locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
+    return Tapped(locations, captured, Captures(), rows, Slots(tables, layout.slots), layout.rank, list(tables))
 
 
 @functools.cache
@@ -176,36 +191,40 @@ def _tapped(base: Any) -> Any:
     forward_of_base: Callable[..., Any] = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.nnsight_taken:
-            args, kwargs = _handed_over((args, kwargs), self.nnsight_path + ".input")
+        if self.nnsight_takes:
+            args, kwargs = _shown(self, (args, kwargs), self.nnsight_takes, ".input")
         output = forward_of_base(self, *args, **kwargs)
         if self.nnsight_steers:
             output = steered(self, output)
-        if self.nnsight_returned:
-            output = _handed_over(output, self.nnsight_path + ".output")
+        if self.nnsight_returns:
+            output = _shown(self, output, self.nnsight_returns, ".output")
         return output
 
     return type(f"Tapped{base.__name__}", (base,), {"forward": forward, "nnsight_base": base, "__module__": __name__})
 
 
-def _handed_over(value: Any, location: str) -> Any:
+def _shown(module: Any, value: Any, operation: str, side: str) -> Any:
     """Return ``value`` as the blocks leave it. Dynamo traces this."""
     leaves: list[torch.Tensor] = []
     form = _form_of(value, leaves)
     if not leaves:
         return value
-    torch.ops.nnsight.handoff(leaves, form, location)
+    if operation == "capture":
+        torch.ops.nnsight.capture(leaves, module.nnsight_mark, form, module.nnsight_path + side)
+        return value
+    leaves = [leaf.clone() for leaf in leaves]
+    torch.ops.nnsight.handoff(leaves, form, module.nnsight_path + side)
     return _filled(value, list(leaves))
 
 
 def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
-    """Return the structure of ``value`` as a literal, with a number for each tensor, and copies of these in ``leaves``.
+    """Return the structure of ``value`` as a literal, with a number for each tensor, and these in ``leaves``.
 
     The operation gets it as a constant of the graph, which is there also when the graph comes from a cache. What is neither a tensor
     nor a container is ``...``: blocks cannot use it.
     """
     if isinstance(value, torch.Tensor):
-        leaves.append(value.clone())
+        leaves.append(value)
         return str(len(leaves) - 1)
     if type(value) is tuple:
         return "(" + "".join([_form_of(item, leaves) + ", " for item in value]) + ")"
@@ -229,17 +248,3 @@ def _filled(value: Any, leaves: list[torch.Tensor]) -> Any:
     return value
 
 
-@functools.cache
-def _parsed(form: str) -> Any:
-    return ast.literal_eval(form)
-
-
-def _value_of(form: Any, leaves: list[torch.Tensor]) -> Any:
-    """Return what :func:`_form_of` made ``form`` from."""
-    if type(form) is int:
-        return leaves[form]
-    if type(form) in {tuple, list}:
-        return type(form)(_value_of(item, leaves) for item in form)
-    if type(form) is dict:
-        return {key: _value_of(item, leaves) for key, item in form.items()}
-    return form

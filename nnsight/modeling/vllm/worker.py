@@ -98,11 +98,22 @@ def _hooks(base: Any) -> dict[str, Any]:
         if self.step is not None:
             if self.tapped is None:
                 self.stack.enter_context(self.tree.instrumentation)
+            else:
+                self.stack.enter_context(self.tapped.captures.filling())
             self.stack.enter_context(self.step.active())
         output = base._model_forward(self, input_ids, positions, *args, **kwargs)
         if self.step is not None:
+            if self.tapped is not None:
+                self.tapped.captures.hand_out(self.step, first.shape[0])
             self.step.rows_are_requests()
         return output
+
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model to see what it needs, or to record graphs; what these copy goes to the buffers of captures."""
+        with ExitStack() as stack:
+            if self.tapped is not None:
+                stack.enter_context(self.tapped.captures.filling())
+            return base._dummy_run(self, *args, **kwargs)
 
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         step, self.step = self.step, None
@@ -113,7 +124,8 @@ def _hooks(base: Any) -> dict[str, Any]:
             sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
         return sampled
 
-    return {"execute_model": execute_model, "_model_forward": _model_forward, "_sample": _sample}
+    hooks = (execute_model, _model_forward, _dummy_run, _sample)
+    return {hook.__name__: hook for hook in hooks}
 
 
 def _parts(runner: Any, total: int) -> list[Part]:

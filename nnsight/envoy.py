@@ -170,20 +170,26 @@ class Envoy(Located):
         """
         return source_of(self)
 
-    def modules(self, include: Callable[[Envoy], bool] | None = None) -> list[Envoy]:
-        """Return this envoy and all below it, each once, those for which ``include`` holds."""
-        return [envoy for _, envoy in Envoy.named_modules(self, include)]
+    def modules(self, include_fn: Callable[[Envoy], bool] | None = None, names: bool = False) -> list[Any]:
+        """Return this envoy and all below it, each once.
 
-    def named_modules(self, include: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
-        """Return path and envoy of this module and all below it, each once, those for which ``include`` holds."""
-        found: dict[int, tuple[str, Envoy]] = {}
+        Args:
+            include_fn: Only those for which this is true.
+            names: Return pairs of path and envoy.
+        """
+        found: dict[int, Envoy] = {}
         pending: list[Envoy] = [self]
         while pending:
             envoy = pending.pop()
             if id(envoy) not in found:
-                found[id(envoy)] = (envoy._path, envoy)
+                found[id(envoy)] = envoy
                 pending.extend(reversed(envoy._children.values()))
-        return [(path, envoy) for path, envoy in found.values() if include is None or include(envoy)]
+        chosen = [envoy for envoy in found.values() if include_fn is None or include_fn(envoy)]
+        return [(envoy._path, envoy) for envoy in chosen] if names else chosen
+
+    def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
+        """Return path and envoy of this module and all below it; see :meth:`modules`."""
+        return Envoy.modules(self, include_fn, names=True)
 
     def get(self, path: str) -> Any:
         """Return what a dotted path below this envoy names, such as ``"transformer.h.0.output"``."""

@@ -191,6 +191,8 @@ def test_shared_modules_have_one_envoy(model: NNsight) -> None:
 
 def test_searching_modules(model: NNsight) -> None:
     linear = model.modules(lambda envoy: isinstance(envoy._module, torch.nn.Linear))
+    assert linear == model.modules(include_fn=lambda envoy: isinstance(envoy._module, torch.nn.Linear))
+    assert model.modules(names=True) == model.named_modules() == [(envoy.path, envoy) for envoy in model.modules()]
     assert [envoy.path for envoy in linear] == [
         f"model.{name}" for name, module in model._module.named_modules() if isinstance(module, torch.nn.Linear)
     ]

@@ -233,6 +233,32 @@ def test_steering_in_place_equals_transformers(model: VLLM, reference: LanguageM
     close(torch.cat(states), expected)
 
 
+def test_an_edit_in_some_steps_of_an_open_loop(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """Steps in which the block reads nothing are steps, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the loop has no end
+        with model.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                steps, states = [].save(), [].save()
+                for step in tracer.iter[:]:
+                    steps.append(step)
+                    if step in (2, 3):
+                        model.model.layers[2].residual += vector
+                        states.append(model.model.layers[3].residual)
+            with tracer.invoke(PROMPTS[1]):
+                other = tracer.result.save()
+    with torch.no_grad(), reference.generate(PROMPTS[0], max_new_tokens=6, do_sample=False, eos_token_id=-1) as tracer:
+        expected = [].save()
+        for step in tracer.iter[:6]:
+            if step in (2, 3):
+                reference.model.layers[2].output[:] += vector
+                expected.append(reference.model.layers[3].output[0])
+    assert steps[:6] == [0, 1, 2, 3, 4, 5] and len(states) == len(expected) == 2
+    for mine, theirs in zip(states, expected, strict=True):
+        close(mine, theirs)
+    assert tokens(other) == plain(model, [PROMPTS[1]])[0]
+
+
 @pytest.mark.parametrize("form", ["augmented", "assigned", "pair", "pair in place"])
 def test_all_forms_of_an_edit_do_the_same(
     model: VLLM, reference: LanguageModel, vector: torch.Tensor, form: str

@@ -70,6 +70,7 @@ def model(folder: Path, alone: dict[str, torch.Tensor], request: pytest.FixtureR
 
 everywhere = pytest.mark.parametrize("model", [{}], ids=["everywhere"], indirect=True)
 compiled = pytest.mark.parametrize("model", [COMPILED], ids=["compiled"], indirect=True)
+capturing = pytest.mark.parametrize("model", [CAPTURING], ids=["capturing"], indirect=True)
 
 
 def everything(model: VLLM) -> dict[str, torch.Tensor]:
@@ -407,11 +408,12 @@ def test_an_engine_whose_process_was_ended_says_so(folder: Path, alone: dict[str
     assert tokens(VLLM(folder, **OPTIONS)(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()
 
 
-def test_captures_show_whole_values(folder: Path, alone: dict[str, torch.Tensor], reference: LanguageModel, vector: torch.Tensor) -> None:
-    gc.collect()
-    capturing = VLLM(folder, **OPTIONS, **CAPTURING, tensor_parallel_size=2)
-    layer = capturing.model.layers[1]
-    with capturing.trace(**GREEDY) as tracer:
+@capturing
+def test_captures_show_whole_values(
+    model: VLLM, alone: dict[str, torch.Tensor], reference: LanguageModel, vector: torch.Tensor
+) -> None:
+    layer = model.model.layers[1]
+    with model.trace(**GREEDY) as tracer:
         with tracer.invoke(PROMPTS[0]):
             found = {
                 "qkv": layer.self_attn.qkv_proj.output[0],
@@ -420,11 +422,11 @@ def test_captures_show_whole_values(folder: Path, alone: dict[str, torch.Tensor]
                 "gate_up": layer.mlp.gate_up_proj.output[0],
                 "down": layer.mlp.down_proj.input,
                 "hidden": layer.residual,
-                "logits": capturing.logits.output,
+                "logits": model.logits.output,
             }.save()
             result = tracer.result.save()
         with tracer.invoke(PROMPTS[1]):
-            capturing.model.layers[0].steer(add=vector)
+            model.model.layers[0].steer(add=vector)
             hidden = torch.cat([layer.residual for _ in tracer.iter[:6]]).save()
             other = tracer.result.save()
     for name, value in found.items():

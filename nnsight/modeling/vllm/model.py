@@ -19,6 +19,7 @@ from ..base import _Names
 from ..language import _folder_or_name
 from ..mixins import MetaMixin
 from .choices import Choice
+from .requests import SAMPLES
 from .residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
 from .taps import Layout, tapped_modules
 from .tracing import RequestTracer
@@ -82,6 +83,8 @@ class VLLM(MetaMixin):
     """
 
     envoys = ModuleEnvoy
+    #: Where a step ends in which a loop of a block asked for nothing.
+    pace = SAMPLES
 
     def __init__(
         self,

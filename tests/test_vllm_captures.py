@@ -254,3 +254,60 @@ def test_a_tap_comes_before_all_captures_of_a_step(mixed: VLLM) -> None:
     with pytest.raises(OutOfOrderError, match=r"layers\.1\.output"), mixed.trace(PROMPTS[0], **{**GREEDY, "max_tokens": 1}):
         first = mixed.model.layers[0].residual.save()
         tapped = mixed.model.layers[1].residual.save()
+
+
+def test_prompts_that_are_split_and_prefixes_that_are_cached(folder: Path, reference: LanguageModel) -> None:
+    """A block gets all tokens of its prompt at once, in whatever portions the engine computed them, and none from a cache."""
+    chunked = VLLM(folder, **OPTIONS, captures=["model.layers.*"], max_num_batched_tokens=32, max_num_seqs=4)
+    shared = list(range(10, 58))
+    prompts = [[*shared, *range(60, 90)], [*shared, 99], [7, 8, 9], [*shared, *range(60, 90)]]
+    plain(chunked, [{"prompt_token_ids": prompt} for prompt in prompts])
+    for _ in range(2):
+        with chunked.trace(**GREEDY) as tracer:
+            found, results, logits = {}.save(), {}.save(), {}.save()
+            for number, prompt in enumerate(prompts):
+                with tracer.invoke(prompt):
+                    kept, last = [], []
+                    for _ in tracer.iter[:6]:
+                        kept.append([chunked.model.layers[1].residual, chunked.model.layers[3].residual])
+                        last.append(chunked.logits.output)
+                    found[number], logits[number], results[number] = kept, last, tracer.result
+        for number, result in results.items():
+            assert [len(rows) for rows, _ in found[number]] == [len(prompts[number]), 1, 1, 1, 1, 1]
+            expected = states(reference, [*prompts[number], *tokens(result)[:-1]])
+            close(torch.cat([rows for rows, _ in found[number]]), expected[1])
+            close(torch.cat([rows for _, rows in found[number]]), expected[3])
+            assert torch.cat(logits[number]).argmax(-1).tolist() == tokens(result)
+        assert [tokens(result) for result in results.values()] == [
+            list(made.token_ids) for made in plain(chunked, [{"prompt_token_ids": prompt} for prompt in prompts])
+        ]
+    scheduler = chunked.engine.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler.max_num_scheduled_tokens == 32 < len(prompts[0])  # else nothing was split
+    assert not chunked._engine._runner.runs
+
+
+def test_a_request_that_is_computed_anew_is_read_once(
+    folder: Path, reference: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has room for three blocks of 128 tokens; both requests come to need a second one."""
+    small = VLLM(
+        folder, **OPTIONS | {"kv_cache_memory_bytes": 3 * 128 * 2048}, block_size=128, enable_prefix_caching=False,
+        captures=["model.layers.*"],
+    )  # fmt: skip
+    prompts = [[7 + number for number in range(120)], [9 + number for number in range(122)]]
+    scheduler = small.engine.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *args, **kwargs: (preempted.append(args), preempt(*args, **kwargs))[1])
+    with small.trace(**{**GREEDY, "max_tokens": 16}) as tracer:
+        found, results = {}.save(), {}.save()
+        for number, prompt in enumerate(prompts):
+            with tracer.invoke(prompt):
+                kept = []
+                for _ in tracer.iter[:16]:
+                    kept.append(small.model.layers[2].residual)
+                    small.logits.output  # noqa: B018 - one more location at each step
+                found[number], results[number] = kept, tracer.result
+    assert preempted
+    for number, result in results.items():
+        assert [len(rows) for rows in found[number]] == [len(prompts[number]), *[1] * 15]
+        close(torch.cat(found[number]), states(reference, [*prompts[number], *tokens(result)[:-1]])[2])

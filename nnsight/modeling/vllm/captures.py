@@ -72,10 +72,15 @@ class Captures:
     def hand_out(self, step: Step, rows: int) -> None:
         """Offer what the model has computed in a step of ``rows`` rows to the blocks that wait for it."""
         for location, (form, buffers) in self._buffers.items():
+            value = value_of(parsed(form), [buffer[:rows] for buffer in buffers])
+            for part in step.kept:
+                part.run.keep(location, value, part.tokens)
             if location in step.waited:
-                step.meet(location, value_of(parsed(form), [buffer[:rows] for buffer in buffers]))
+                step.meet(location, value)
             else:
                 step.counts[location] = 1
+        for part in step.parts:
+            part.run.kept.clear()
 
 
 @functools.cache

@@ -63,7 +63,7 @@ class VLLM(MetaMixin):
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
             ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
-            there are edits only: blocks see a prompt whole.
+            there are no taps: blocks see a prompt whole.
 
     Attributes:
         tokenizer: That of the repository.
@@ -108,8 +108,9 @@ class VLLM(MetaMixin):
             )
         _check_options(mode, tensor_parallel_size, options)
         layout = _layout_of(taps, captures, edits)
-        # A block sees a prompt whole; tables apply to any part of one.
-        chunked = {} if layout is not None and not (layout.taps or layout.captures) else {"enable_chunked_prefill": False}
+        # A block sees a prompt whole; tables apply to any part of one, and what one device captures is put together.
+        alone = tensor_parallel_size == 1 or layout is None or not layout.captures
+        chunked = {} if layout is not None and not layout.taps and alone else {"enable_chunked_prefill": False}
         # A step may begin when the one before has ended: a block can write the tokens that it begins with.
         engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
         if tensor_parallel_size != 1:

@@ -59,6 +59,7 @@ class Alone:
     """The only rank of an engine."""
 
     attended = False
+    alone = True
 
     def step(self, runner: Any, parts: list[Part]) -> Step | None:
         """Return the step that the model is about to make, or ``None`` if nobody has to stop in it."""
@@ -134,6 +135,8 @@ class Leader(Alone):
     Attributes:
         attended: Whether a request with blocks is in the engine, as the followers were told.
     """
+
+    alone = False
 
     def __init__(self, connections: Sequence[Any], group: Group, spreads: Spreads) -> None:
         self._connections = connections
@@ -224,6 +227,8 @@ class Follower(Alone):
         spreads: Knows how values are spread.
         tree: The modules, as the leader has them.
     """
+
+    alone = False
 
     def __init__(self, connection: Any, group: Group, spreads: Spreads, tree: Any) -> None:
         self._connection = connection

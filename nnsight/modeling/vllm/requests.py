@@ -98,7 +98,9 @@ class RequestRun(Interleaver):
         name: As given.
         error: What ended the run before its time, if anything did: an error of a block, or ``tracer.stop()``.
         begun: Whether the request has gone to the engine.
-        steps: How many steps of the engine have had rows of the request.
+        steps: How many tokens the engine has sampled for it, or is about to.
+        seen: Tokens of which the model has had values for the block; fewer come again after a preemption.
+        kept: Captured values of a prompt of which only a part has run, by location.
         visited: Locations at which a block was served, in order, each once.
         limits: As given.
         steering: What is done to hidden states at every token, by location.
@@ -118,6 +120,8 @@ class RequestRun(Interleaver):
         self.name = name
         self.error: BaseException | None = None
         self.steps = 0
+        self.seen = 0
+        self.kept: dict[str, list[Any]] = {}
         self.begun = False
         self.visited: dict[str, None] = {}
         self.skips = _NoSkips()
@@ -209,7 +213,7 @@ class RequestRun(Interleaver):
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
         self.visited[location] = None
-        view = RowView(rows, location, value)
+        view = RowView(rows, location, value, self.kept.get(location, ()))
         with torch.inference_mode(False), torch.no_grad():
             left = self._guarded(self.handle, location, view.value, otherwise=view)
         if left is view:
@@ -219,6 +223,10 @@ class RequestRun(Interleaver):
         if self.error is None and view.is_changed(left):
             self.fail(read_only(location))
         return value
+
+    def keep(self, location: str, value: Any, rows: Rows) -> None:
+        """Keep the request's rows of a captured value until the rest of its prompt has run."""
+        self.kept.setdefault(location, []).append(RowView(rows, location, value).value)
 
     def _steered(self, location: str, value: Any, rows: Rows) -> Any:
         """Return what a layer returned, with the request's rows steered."""

@@ -9,7 +9,7 @@ rows; what it replaced becomes a new tensor, so that other names of the model fo
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,16 +52,22 @@ class RowView:
         rows: Its rows.
         location: Where the model is.
         whole: The value of the whole batch.
+        earlier: Values of this request that come before its rows.
 
     Attributes:
         value: The value of its rows: copies, as ordinary tensors.
     """
 
-    def __init__(self, rows: Rows, location: str, whole: Any) -> None:
+    def __init__(self, rows: Rows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
         self._rows, self._location, self._whole = rows, location, whole
         self._leaves, self._structure = pytree.tree_flatten(whole)
         with torch.inference_mode(False), torch.no_grad():
             self._given = [self._copy(leaf) for leaf in self._leaves]
+            if earlier:
+                parts = zip(*map(pytree.tree_leaves, earlier), self._given, strict=True)
+                self._given = [
+                    torch.cat(pieces) if rows.has(leaf) else pieces[-1] for leaf, pieces in zip(self._leaves, parts, strict=True)
+                ]
         # Copies of the engine's tensors may begin at another version than 0.
         self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._given]
         self.value = pytree.tree_unflatten(self._given, self._structure)

@@ -22,20 +22,24 @@ class Part(NamedTuple):
         run: Its run.
         tokens: Its rows of the flat batch.
         request: Its row of what has one row for each request.
+        ends: Whether these are the last tokens before the next one is sampled; else the rows are kept until those come.
     """
 
     run: RequestRun
     tokens: Rows
     request: Rows
+    ends: bool = True
 
 
 class Step:
     """What an intercepted call takes for the active run.
 
     Args:
-        parts: The requests with blocks that take part.
+        parts: What requests with blocks have in it.
 
     Attributes:
+        parts: Those whose blocks take part.
+        kept: Those of requests whose other tokens come in later steps.
         current: No block: the model runs.
         skips: Nothing can be skipped.
         counts: Counts a passage for all requests of the step.
@@ -46,7 +50,9 @@ class Step:
     skips: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
     def __init__(self, parts: Iterable[Part]) -> None:
-        self.parts = list(parts)
+        given = list(parts)
+        self.parts = [part for part in given if part.ends]
+        self.kept = [part for part in given if not part.ends]
         self.counts = _Counts(self.parts)
         self.waited: Any = _Waited(self.parts)
         self.offer = type(self).meet

@@ -139,18 +139,24 @@ def _parts(runner: Any, total: int) -> list[Part]:
     resumed = getattr(scheduled.scheduled_cached_reqs, "resumed_req_ids", ())
     parts: list[Part] = []
     start = 0
+    # What is only read can be put together from several steps, and what was read before is left out where it comes again.
+    patient = runner.tapped is not None and not runner.tapped.locations and runner.link.alone
     for index, request in enumerate(batch.req_ids):
         size = scheduled.num_scheduled_tokens[request]
         run: RequestRun | None = runner.runs.get(request)
         if run is not None and run.error is None:
             done = int(batch.num_computed_tokens_cpu[index])
-            if run.touches_model and request in resumed:
+            first = max(done, run.seen) if patient else done
+            ends = done + size >= runner.requests[request].num_tokens  # and a token is sampled
+            if run.touches_model and not patient and request in resumed:
                 run.fail(RuntimeError(_PREEMPTED))
-            elif run.touches_model and ((run.steps == 0 and done) or done + size < int(batch.num_prompt_tokens[index])):
+            elif run.touches_model and (done > run.seen or not (ends or patient)):
                 run.fail(ValueError(_CHUNKED))
             else:
-                run.steps += 1
-                parts.append(Part(run, Rows(start, size, total, done), Rows(index, 1, len(batch.req_ids))))
+                run.steps += ends
+                run.seen = max(done + size, run.seen)
+                rows = Rows(start + first - done, max(done + size - first, 0), total, first)
+                parts.append(Part(run, rows, Rows(index, 1, len(batch.req_ids)), ends))
         start += size
     return parts
 

@@ -24,7 +24,7 @@ from greenlet import getcurrent, greenlet
 
 import nnsight
 from nnsight import LanguageModel, NNsight
-from nnsight.runtime import OutOfOrderError, active_interleaver
+from nnsight.runtime import OutOfOrderError, active_interleaver, workers
 from nnsight.runtime.errors import MissedProviderError, ReplacementShapeError
 from nnsight.tracing import WithBlockNotFoundError
 from nnsight.tracing.saving import saves
@@ -160,7 +160,8 @@ def attributes(module: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def alive_greenlets() -> list[greenlet]:
-    mine = set()
+    """Greenlets that run, or wait for something; not those that wait for the next block of this thread."""
+    mine = {worker for _, worker in workers._idle.workers}
     current = getcurrent()
     while current is not None:
         mine.add(current)

@@ -21,7 +21,7 @@ from nnsight.modeling.vllm.ranks import ABANDON, WORK, Leader
 from nnsight.modeling.vllm.requests import Limits, RequestRun
 from nnsight.modeling.vllm.rows import Rows, RowView
 from nnsight.modeling.vllm.spread import Spread, Spreads
-from nnsight.modeling.vllm.steering import Slots, Steering, add_tables, steered
+from nnsight.modeling.vllm.steering import RowSlots, Slots, Steering, add_tables, steered
 from nnsight.modeling.vllm.steps import Part, Step
 from nnsight.modeling.vllm.taps import Layout, at_side, tapped_modules
 from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
@@ -341,3 +341,14 @@ def test_buffers_of_captures_stay_where_they_are() -> None:
     ((first, (second, nothing)),) = seen
     assert torch.equal(first, torch.full((2, 2), 2.0)) and torch.equal(second, torch.ones(2)) and nothing is None
     assert buffers[0][3:].eq(1).all()  # what is behind the step is not shown
+
+
+def test_entries_of_rows_are_forgotten_with_their_step() -> None:
+    looked_at = torch.zeros(8, dtype=torch.int64)
+    rows = RowSlots(looked_at)
+    rows.fill([(1, 3, 2), (5, 6, 1)])
+    assert looked_at.tolist() == [0, 2, 2, 0, 0, 1, 0, 0] and rows.filled == 6
+    rows.fill(iter([(0, 2, 3)]))
+    assert looked_at.tolist() == [3, 3, 0, 0, 0, 0, 0, 0] and rows.filled == 2
+    rows.fill([])
+    assert not looked_at.any() and rows.filled == 0

@@ -15,7 +15,7 @@ engine that stops between its modules the same sum is added there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,35 @@ class Slots:
             if steering is not None:
                 values = getattr(steering, name)
                 (table[: steering.rank] if name in {"down", "up"} else table).copy_(values)
+
+
+class RowSlots:
+    """Says for each row of a step which entry of the tables applies to it.
+
+    Args:
+        rows: What the layers look at, zeros, int64 ``[tokens]``.
+
+    Attributes:
+        filled: How many rows of the last step were looked at; 0 where no row had an entry.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+        # Written to row by row, which a tensor is slow at, and then copied at once.
+        self._staged = rows if rows.device.type == "cpu" else torch.zeros_like(rows, device="cpu", pin_memory=True)
+        self._numbers: Any = self._staged.numpy()
+        self.filled = 0
+
+    def fill(self, entries: Iterable[tuple[int, int, int]]) -> None:
+        """Set rows to entries, given as the first row, the row behind the last one, and the number of the entry; others to none."""
+        before, self.filled = self.filled, 0
+        self._numbers[:before] = 0
+        for start, stop, entry in entries:
+            self._numbers[start:stop] = entry
+            self.filled = stop
+        if self._staged is not self._rows:
+            end = max(before, self.filled)
+            self._rows[:end].copy_(self._staged[:end], non_blocking=True)
 
 
 def add_tables(

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from .captures import Captures, parsed, value_of
-from .steering import Slots, add_tables, steered
+from .steering import RowSlots, Slots, add_tables, steered
 from .steps import Step
 
 #: Name of the operation as vLLM's list of splitting operations has it.
@@ -111,7 +111,7 @@ class Tapped:
         locations: Where blocks can stop.
         captured: Where they can read behind the model.
         captures: What is copied there.
-        rows: The slot of each row of a step, ``[tokens]``, which every layer with tables looks at.
+        rows: The slot of each row of a step.
         slots: Who has which entry of the tables.
         rank: As in the layout.
         steered: Where the tables apply.
@@ -120,7 +120,7 @@ class Tapped:
     locations: list[str]
     captured: list[str]
     captures: Captures
-    rows: torch.Tensor
+    rows: RowSlots
     slots: Slots
     rank: int
     steered: list[str]
@@ -158,7 +158,7 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
     Args:
         model: The model.
         layout: The layout.
-        rows: Zeros, int64, for the longest step of the engine.
+        rows: Zeros, int64, for the longest step of the engine: the slot of each row, which every layer with tables looks at.
         hidden: Channels of the hidden state.
         dtype: Of the hidden state.
     """
@@ -182,7 +182,7 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
         module.__class__ = _tapped(base)
     tables = {f"model.{path}.output": module for path, module in steered.items()}
     locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
-    return Tapped(locations, captured, Captures(), rows, Slots(tables, layout.slots), layout.rank, list(tables))
+    return Tapped(locations, captured, Captures(), RowSlots(rows), Slots(tables, layout.slots), layout.rank, list(tables))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ it, with the tokens. A step without blocks runs as it would without this package
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -62,7 +62,6 @@ class Worker(_Base):  # type: ignore[misc]
         runner.link = Alone()
         runner.step = None
         runner.slots = {}
-        runner.steered = 0
         runner.tapped = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -84,15 +83,15 @@ def _hooks(base: Any) -> dict[str, Any]:
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
-        if not (self.runs or self.slots or self.steered or self.link.attended):
+        if not (self.runs or self.slots or _steered(self) or self.link.attended):
             return base.execute_model(self, scheduler_output, *args, **kwargs)
         self.scheduled = scheduler_output
         with ExitStack() as self.stack:
             return base.execute_model(self, scheduler_output, *args, **kwargs)
 
     def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if self.slots or self.steered:
-            _fill_rows(self)
+        if self.slots or _steered(self):
+            self.tapped.rows.fill(_entries(self))
         first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         self.step = self.link.step(self, _parts(self, first.shape[0]) if self.runs else [])
         if self.step is not None:
@@ -161,16 +160,21 @@ def _parts(runner: Any, total: int) -> list[Part]:
     return parts
 
 
-def _fill_rows(runner: Any) -> None:
-    """Say for each row of the step that ``runner`` is about to make which entry of the tables applies to it."""
-    rows, batch = runner.tapped.rows, runner.input_batch
-    rows[: runner.steered].zero_()
-    start = runner.steered = 0
+def _steered(runner: Any) -> bool:
+    """Whether rows of the last step were steered, of whom the tables are to forget."""
+    return runner.tapped is not None and bool(runner.tapped.rows.filled)
+
+
+def _entries(runner: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield the rows of steered requests in the step that ``runner`` is about to make, and their entries of the tables."""
+    sizes, batch = runner.scheduled.num_scheduled_tokens, runner.input_batch
+    start = 0
     for index, request in enumerate(batch.req_ids):
-        size = runner.scheduled.num_scheduled_tokens[request]
-        slot, first = runner.slots.get(request, (0, 0))
-        skipped = max(first - int(batch.num_computed_tokens_cpu[index]), 0)
-        if slot and skipped < size:
-            rows[start + skipped : start + size] = slot
-            runner.steered = start + size
+        size = sizes[request]
+        found = runner.slots.get(request)
+        if found is not None:
+            slot, first = found
+            skipped = max(first - int(batch.num_computed_tokens_cpu[index]), 0) if first else 0
+            if slot and skipped < size:
+                yield start + skipped, start + size, slot
         start += size

@@ -127,6 +127,7 @@ class Gateway:
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
         self._loops: list[asyncio.Task[None]] = []
+        self._settling: dict[Job, asyncio.Task[None]] = {}  # those that are on their way to the disk
         self._unnoted: list[Job] = []  # those that have ended, of which the disk does not know yet
         self._noting: asyncio.Task[None] | None = None
 
@@ -177,8 +178,8 @@ class Gateway:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
-        if self._noting is not None:
-            await asyncio.gather(self._noting, return_exceptions=True)
+        writing = [*self._settling.values(), *([] if self._noting is None else [self._noting])]
+        await asyncio.gather(*writing, return_exceptions=True)
         for served in self.served.values():
             served.engine.close()
 
@@ -226,7 +227,7 @@ class Gateway:
             self._uploads[account.name] -= 1
 
     async def submit(self, account: Account, model_key: str, nonce: str, payload: IO[bytes], size: int) -> Job:
-        """Take a job in; the same nonce and payload again is the same job.
+        """Take a job in, which may run from now on; the same nonce and payload again is the same job.
 
         Raises:
             RefusedError: If it cannot be taken.
@@ -276,11 +277,39 @@ class Gateway:
         self.metrics.received.inc(size)
         self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
-        await self._settle(served, job)
+        settling = self._settling[job] = asyncio.create_task(self._settle(served, job))
+        settling.add_done_callback(functools.partial(self._settled, job))
         return job
 
+    def _settled(self, job: Job, settling: asyncio.Task[None]) -> None:
+        self._settling.pop(job, None)
+        if not settling.cancelled():
+            settling.exception()  # seen, whether or not somebody waits
+
+    async def secure(self, job: Job, listened: bool) -> None:
+        """Return when the job survives a power failure; where somebody has ``listened`` to it, it may have ended instead.
+
+        The disk takes longer than a short job. What became of it is told through the WebSocket then, and there is nothing left to lose.
+
+        Raises:
+            RefusedError: If there turns out to be no room for it.
+        """
+        settling = self._settling.get(job)
+        if settling is None:
+            return
+        if not listened:
+            await asyncio.shield(settling)
+            return
+        ending = asyncio.create_task(job.wait())
+        try:
+            await asyncio.wait([settling, ending], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+        if settling.done():
+            settling.result()
+
     async def _settle(self, served: Served, job: Job) -> None:
-        """Return when the job survives a power failure. One that has not run by then, and would not, is not taken.
+        """Have the job survive a power failure. One that has not run by then, and would not, is not taken.
 
         Raises:
             RefusedError: If there turns out to be no room for it.

@@ -208,11 +208,12 @@ class Client:
                     patience.renew()
                 for message, result in _frames(socket, job_id):
                     after = message["number"]
+                    finished = JobStatus(message["status"]).finished
+                    if finished and session_id:  # before the message is seen: who has seen the last one asks for no more
+                        self._keep(session_id, socket)
+                        socket = None
                     yield message, result
-                    if JobStatus(message["status"]).finished:
-                        if session_id:
-                            self._keep(session_id, socket)
-                            socket = None
+                    if finished:
                         return
             except (ConnectionClosed, _LostError) as error:
                 try:  # something on the way may let HTTP through and no WebSocket

@@ -113,13 +113,13 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
                 await _check_payload(blob, version)
                 nonce = envelope.get("nonce", "")
                 job = await gateway.submit(account, envelope["model_key"], nonce, blob.file, blob.size or 0)
+                await gateway.secure(job, listened=sessions.attach(envelope["session_id"], job, account))
         except ClientDisconnect:
             raise RefusedError(400, "disconnect", "The connection ended before the upload did.") from None
         except TimeoutError:
             raise RefusedError(
                 408, "upload", f"The upload took longer than {gateway.settings.upload:g} seconds."
             ) from None
-        sessions.attach(envelope["session_id"], job, account)
         # One that was submitted before is told by what became of it.
         return job.messages[0] if job.created >= began or not job.status.finished else job.latest
 

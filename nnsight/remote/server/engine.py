@@ -43,7 +43,13 @@ class TimeLimitError(RuntimeError):
 
 
 class Engine(Protocol):
-    """Runs programs on one model."""
+    """Runs programs on one model.
+
+    Attributes:
+        width: How many groups of payloads it takes at a time.
+    """
+
+    width: int
 
     def kind_of(self, payload: bytes) -> Hashable | None:
         """Return what programs have in common that can run as one batch; ``None`` for one that runs alone."""
@@ -56,8 +62,8 @@ class Engine(Protocol):
             TimeLimitError: If it took longer than ``seconds``.
         """
 
-    def interrupt(self) -> None:
-        """End what runs now, soon; it fails."""
+    def interrupt(self, payloads: Sequence[bytes]) -> None:
+        """End the run that was given this very list of payloads, soon; it fails."""
 
     @property
     def healthy(self) -> bool:
@@ -171,6 +177,8 @@ class ThreadEngine:
         most_stuck: How many threads may be given up before the engine is not healthy any more.
     """
 
+    width = 1
+
     def __init__(
         self,
         run: Callable[[bytes, Log], bytes],
@@ -216,8 +224,8 @@ class ThreadEngine:
             future.exception()  # seen
         raise TimeLimitError(f"The job ran longer than its {seconds:g} seconds.")
 
-    def interrupt(self) -> None:
-        """End what runs now, at the next bytecode of Python."""
+    def interrupt(self, payloads: Sequence[bytes]) -> None:
+        """End what runs now, at the next bytecode of Python; there is one run at a time."""
         self._worker.interrupt()
 
     def close(self) -> None:

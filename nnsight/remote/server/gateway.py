@@ -85,6 +85,19 @@ class JobCancelledError(Exception):
 
 
 @dataclass(eq=False)
+class Group:
+    """Jobs of one kind that run together.
+
+    Attributes:
+        jobs: The jobs; those of a group that fails follow each other.
+        payloads: What the engine has of them.
+    """
+
+    jobs: list[Job]
+    payloads: list[bytes] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Served:
     """A model that is served.
 
@@ -92,14 +105,19 @@ class Served:
         key: Its name.
         engine: What runs it.
         queue: The jobs that wait for it.
-        running: Those that run.
+        groups: Those that run, with the task in which they do.
     """
 
     key: ModelKey
     engine: Engine
     queue: FairQueue = field(default_factory=FairQueue)
-    running: list[Job] = field(default_factory=list)
+    groups: dict[Group, asyncio.Task[None]] = field(default_factory=dict)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def running(self) -> list[Job]:
+        """The jobs that run."""
+        return [job for group in self.groups for job in group.jobs]
 
 
 class Gateway:
@@ -127,6 +145,7 @@ class Gateway:
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
         self._loops: list[asyncio.Task[None]] = []
+        self._settling: dict[Job, asyncio.Task[None]] = {}  # those that are on their way to the disk
         self._unnoted: list[Job] = []  # those that have ended, of which the disk does not know yet
         self._noting: asyncio.Task[None] | None = None
 
@@ -174,18 +193,19 @@ class Gateway:
     async def stop(self) -> None:
         """End at once what is still running here. What ran is run again after the next start."""
         self.draining = True
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
-        if self._noting is not None:
-            await asyncio.gather(self._noting, return_exceptions=True)
+        runs = [run for served in self.served.values() for run in served.groups.values()]
+        for task in (*self._loops, *runs):
+            task.cancel()
+        await asyncio.gather(*self._loops, *runs, return_exceptions=True)
+        writing = [*self._settling.values(), *([] if self._noting is None else [self._noting])]
+        await asyncio.gather(*writing, return_exceptions=True)
         for served in self.served.values():
             served.engine.close()
 
     @property
     def problems(self) -> list[str]:
         """What keeps the server from running jobs."""
-        stuck = [f"the engine of {key} hangs" for key, served in self.served.items() if not served.engine.healthy]
+        stuck = [f"the engine of {key} cannot run jobs" for key, served in self.served.items() if not served.engine.healthy]
         ended = [f"a loop has ended: {loop!r}" for loop in self._loops if loop.done()]
         return [*(["the server is about to stop"] if self.draining else []), *stuck, *ended]
 
@@ -226,7 +246,7 @@ class Gateway:
             self._uploads[account.name] -= 1
 
     async def submit(self, account: Account, model_key: str, nonce: str, payload: IO[bytes], size: int) -> Job:
-        """Take a job in; the same nonce and payload again is the same job.
+        """Take a job in, which may run from now on; the same nonce and payload again is the same job.
 
         Raises:
             RefusedError: If it cannot be taken.
@@ -269,18 +289,46 @@ class Gateway:
             )
             coming.exception()  # seen, whether or not somebody waits
             raise
-        job.tell(JobStatus.QUEUED, f"Waits behind {len(served.queue) + bool(served.running)} jobs or groups of jobs.")
+        job.tell(JobStatus.QUEUED, f"Waits behind {len(served.queue) + bool(served.groups)} jobs or groups of jobs.")
         coming.set_result(job)
         served.queue.put(job)
         served._wake.set()
         self.metrics.received.inc(size)
         self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
-        await self._settle(served, job)
+        settling = self._settling[job] = asyncio.create_task(self._settle(served, job))
+        settling.add_done_callback(functools.partial(self._settled, job))
         return job
 
+    def _settled(self, job: Job, settling: asyncio.Task[None]) -> None:
+        self._settling.pop(job, None)
+        if not settling.cancelled():
+            settling.exception()  # seen, whether or not somebody waits
+
+    async def secure(self, job: Job, listened: bool) -> None:
+        """Return when the job survives a power failure; where somebody has ``listened`` to it, it may have ended instead.
+
+        The disk takes longer than a short job. What became of it is told through the WebSocket then, and there is nothing left to lose.
+
+        Raises:
+            RefusedError: If there turns out to be no room for it.
+        """
+        settling = self._settling.get(job)
+        if settling is None:
+            return
+        if not listened:
+            await asyncio.shield(settling)
+            return
+        ending = asyncio.create_task(job.wait())
+        try:
+            await asyncio.wait([settling, ending], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+        if settling.done():
+            settling.result()
+
     async def _settle(self, served: Served, job: Job) -> None:
-        """Return when the job survives a power failure. One that has not run by then, and would not, is not taken.
+        """Have the job survive a power failure. One that has not run by then, and would not, is not taken.
 
         Raises:
             RefusedError: If there turns out to be no room for it.
@@ -300,8 +348,10 @@ class Gateway:
         if job.status.finished:
             return
         served = self.served[job.model]
-        if not served.queue.remove(job) and served.running == [job]:
-            served.engine.interrupt()
+        if not served.queue.remove(job):
+            for group in served.groups:
+                if group.jobs == [job]:
+                    served.engine.interrupt(group.payloads)
         self._fail(job, JobCancelledError("The job was cancelled."))
 
     async def _keep(self, job: Job, served: Served, payload: IO[bytes]) -> None:
@@ -336,49 +386,56 @@ class Gateway:
     # -- jobs run ----------------------------------------------------------------------------------------------------
 
     async def _work(self, served: Served) -> None:
-        """Run the jobs of a model, for ever."""
+        """Run the jobs of a model, for ever: as many groups at a time as its engine takes."""
         while True:
             await served._wake.wait()
             if self.draining or not served.engine.healthy:
                 await asyncio.sleep(0.2)
                 continue
-            jobs = served.queue.take(self.settings.together)
+            jobs = served.queue.take(self.settings.together) if len(served.groups) < served.engine.width else []
             if not jobs:
                 served._wake.clear()
                 continue
-            served.running = jobs
+            group = Group(jobs)
+            served.groups[group] = asyncio.create_task(self._run_group(served, group))
             self._count(served)
-            try:
-                await self._run(served, jobs)
-            except Exception as error:  # a fault of this file must not end the loop
-                _log.exception("a run failed")
-                for job in jobs:
-                    self._fail(job, error)
-            finally:
-                served.running = []
-                self._count(served)
 
-    async def _run(self, served: Served, jobs: list[Job]) -> None:
+    async def _run_group(self, served: Served, group: Group) -> None:
+        """Run jobs; a fault of this file ends them, and nothing else."""
+        jobs = list(group.jobs)
+        try:
+            await self._run(served, group)
+        except Exception as error:
+            _log.exception("a run failed")
+            for job in jobs:
+                self._fail(job, error)
+        finally:
+            del served.groups[group]
+            served._wake.set()
+            self._count(served)
+
+    async def _run(self, served: Served, group: Group) -> None:
         """Have jobs of one kind run, and say what came of each. A group that fails as a whole is run one by one."""
-        started = time.time()
+        started, jobs = time.time(), group.jobs
         for job in jobs:
             job.attempts += 1
             job.tell(JobStatus.DISPATCHED, "The job has gone to the engine.")
             self.metrics.waited.labels(job.model).observe(started - job.created)
             job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs))
         self.metrics.together.labels(str(served.key)).observe(len(jobs))
-        payloads = await asyncio.to_thread(lambda: [self.spool.begin(job) for job in jobs])
+        group.payloads = await asyncio.to_thread(lambda: [self.spool.begin(job) for job in jobs])
         try:
             logs = [functools.partial(job.tell, JobStatus.LOG) for job in jobs]
-            outcomes: list[Outcome] = await served.engine.execute(payloads, max(job.seconds for job in jobs), logs)
+            seconds = max(job.seconds for job in jobs)
+            outcomes: list[Outcome] = await served.engine.execute(group.payloads, seconds, logs)
         except Exception as error:
             if len(jobs) > 1:
                 _log.warning("a group of jobs failed", extra={"jobs": [job.id for job in jobs], "error": repr(error)})
                 for job in jobs:
                     job.attempts -= 1
                     if not job.status.finished:
-                        served.running = [job]
-                        await self._run(served, [job])
+                        group.jobs = [job]
+                        await self._run(served, group)
                 return
             outcomes = [error]
         runtime = time.time() - started

@@ -109,6 +109,11 @@ class Job:
                 return
             await changed.wait()
 
+    async def wait(self) -> None:
+        """Return when the job is finished."""
+        while not self.status.finished:
+            await self._changed.wait()
+
     def record(self) -> dict[str, Any]:
         """Return what is kept on disk."""
         names = "owner model nonce digest size seconds id created ended attempts result_size".split()

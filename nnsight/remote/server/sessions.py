@@ -96,13 +96,14 @@ class Sessions:
         self._gateway = gateway
         self._open: dict[str, _Session] = {}
 
-    def attach(self, session_id: str, job: Job, account: Account) -> None:
-        """Tell about ``job`` on a socket. If that is gone, its client will come back and ask."""
+    def attach(self, session_id: str, job: Job, account: Account) -> bool:
+        """Tell about ``job`` on a socket, and return whether there is one. If it is gone, its client will come back and ask."""
         session = self._open.get(session_id)
         if session is None or (session.account is not None and session.account.name != account.name):
-            return
+            return False
         session.account = account
         session.add(job, job.messages[0]["number"])
+        return True
 
     async def serve(self, websocket: WebSocket, account: Account | None, job: Job | None, after: int) -> None:
         """Accept a socket and tell about jobs on it until it closes; for ``job``, until that is finished."""

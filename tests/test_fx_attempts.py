@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from greenlet import greenlet
 
-from nnsight import NNsight
-from nnsight.fx import attempts
+from nnsight import NNsight, fx
+from nnsight.fx.attempts import catcher
 from nnsight.fx.recording import GraphBreakError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -98,11 +103,11 @@ def test_a_function_that_the_block_calls_catches(net: torch.nn.Module) -> None:
 
 
 def test_elsewhere_such_calls_stay_in_the_graph(net: torch.nn.Module) -> None:
-    """Neither a `with` nor a `finally` catches anything, and most calls fail by no value."""
+    """Neither most managers nor a `finally` catch anything, and most calls fail by no value."""
     model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
     with model.trace(x) as tracer:
         hidden = model[0].output
-        with torch.no_grad():
+        with torch.no_grad(), Quiet():
             rows = torch.arange(4.0)[hidden.argmax(-1)]
         try:
             rows = rows + torch.arange(4.0)[hidden.argmax(-1)]
@@ -118,7 +123,9 @@ def test_elsewhere_such_calls_stay_in_the_graph(net: torch.nn.Module) -> None:
 
 def test_with_one_graph_the_call_is_refused(net: torch.nn.Module) -> None:
     model = NNsight(net, compile={"backend": "eager", "fullgraph": True})
-    with pytest.raises(GraphBreakError, match="`__getitem__` may fail because of values, inside a `try` at `model.0.output`"):
+    with pytest.raises(
+        GraphBreakError, match="`__getitem__` may fail because of values, inside a `try` at `model.0.output`"
+    ):
         with model.trace(torch.ones(2, 4)):
             try:
                 torch.zeros(2)[model[0].output.argmax(-1)]
@@ -156,26 +163,293 @@ def test_a_mistake_has_the_words_of_an_eager_trace(net: torch.nn.Module, mistake
     assert len(run(False)[0]) == 1
 
 
-def _with_handlers(values: list[int]) -> list[bool]:
-    found = [attempts.is_tried()]
+# -- what catches ------------------------------------------------------------------------------------------------------
+
+
+class Quiet:
+    """Lets errors through."""
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
+        if error is not None:
+            return False
+        self.left = True
+        return None
+
+    @contextlib.contextmanager
+    def method(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.left = True
+
+
+class Loud(Quiet):
+    """Drops index errors."""
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
+        return kind is not None and issubclass(kind, IndexError)
+
+    @contextlib.contextmanager
+    def method(self) -> Iterator[None]:
+        try:
+            yield
+        except IndexError:
+            self.left = True
+
+
+@contextlib.contextmanager
+def _between() -> Iterator[None]:
+    with Quiet(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _suppressing() -> Iterator[None]:
+    with Quiet(), contextlib.suppress(IndexError):
+        yield
+
+
+@contextlib.contextmanager
+def _returning() -> Iterator[None]:
     try:
-        found.append(attempts.is_tried())
-    except ValueError:
-        found.append(attempts.is_tried())
-    try:
-        found.append(attempts.is_tried())
+        yield
     finally:
-        values.clear()
+        return  # noqa: B012
+
+
+def _quiet_managers(note: Callable[[], None]) -> None:
+    quiet, lock, made = Quiet(), threading.Lock(), _between()
+    with quiet:
+        note()
+    with Quiet() as first, lock, quiet.method():
+        note()
+    with made, _between(), contextlib.nullcontext(first):
+        note()
+    with torch.no_grad(), torch.enable_grad(), torch.set_grad_enabled(False), torch.inference_mode():
+        note()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        note()
+    with open(__file__), warnings.catch_warnings(record=True), threading.Lock(), torch.profiler.record_function("here"):
+        note()
     try:
-        found.append(attempts.is_tried())
+        with quiet:
+            note()
+    finally:
+        quiet.left = False
+
+
+def _other_managers(note: Callable[[], None]) -> None:
+    loud, suppressing, several = Loud(), contextlib.suppress(IndexError), [Quiet()]
+    with loud:
+        note()
+    with Loud():
+        note()
+    with loud.method():
+        note()
+    with suppressing:
+        note()
+    with contextlib.suppress(IndexError), Quiet():
+        note()
+    with Quiet(), contextlib.suppress(IndexError):
+        note()
+    with contextlib.ExitStack():
+        note()
+    with pytest.raises(IndexError):
+        note()
+        raise IndexError
+    with _suppressing():
+        note()
+    with _returning():
+        note()
+    with several[0]:  # nothing is evaluated to find out
+        note()
+    with (Quiet if several else Loud)():
+        note()
+    with contextlib.suppress(IndexError):
+        try:
+            with Quiet():
+                note()
+        finally:
+            loud.left = False
+
+
+def _tries(note: Callable[[], None]) -> None:
+    try:
+        note()
+    except ValueError:
+        raise KeyError from None
+    try:
+        with Quiet():
+            note()
     except BaseException:
         raise
-    with torch.no_grad():
-        found.append(attempts.is_tried())
-    return found
+    try:
+        try:
+            note()
+        finally:
+            pass
+    except ValueError:
+        pass
+    for _ in range(2):
+        try:
+            note()
+        finally:
+            break  # noqa: B012
 
 
-def test_what_is_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames behind the block's do not count, so the function plays the block."""
-    monkeypatch.setattr(attempts, "BLOCK_NAME", "_with_handlers")
-    assert _with_handlers([]) == [False, True, False, True, False]
+def _no_tries(note: Callable[[], None]) -> None:
+    note()
+    try:
+        pass
+    except ValueError:
+        pass
+    else:
+        note()
+    try:
+        raise ValueError
+    except ValueError:
+        note()
+    try:
+        note()
+    finally:
+        with contextlib.suppress(IndexError):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (_quiet_managers, [None] * 7),
+        (_other_managers, ["a `with` that may catch it"] * 13),
+        (_tries, ["a `try`"] * 4),
+        (_no_tries, [None] * 4),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_what_would_catch_an_error(function: Callable[[Callable[[], None]], None], expected: list[str | None]) -> None:
+    found: list[str | None] = []
+    greenlet(lambda: function(lambda: found.append(catcher()))).switch()  # as a block, which has no frames around it
+    assert found == expected
+
+
+def suppressed(hidden: torch.Tensor, notes: list[str]) -> None:
+    with contextlib.suppress(IndexError):
+        _index(hidden)
+        notes.append("no error")
+
+
+def expected_by_a_test(hidden: torch.Tensor, notes: list[str]) -> None:
+    with pytest.raises(IndexError) as raised:
+        _index(hidden)
+    notes.append(raised.typename)
+
+
+def dropped_by_a_class(hidden: torch.Tensor, notes: list[str]) -> None:
+    with Loud(), Quiet():
+        _index(hidden)
+        notes.append("no error")
+
+
+def dropped_by_a_generator(hidden: torch.Tensor, notes: list[str]) -> None:
+    with Loud().method():
+        _index(hidden)
+        notes.append("no error")
+
+
+def dropped_by_a_stack(hidden: torch.Tensor, notes: list[str]) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(notes.append, "left")
+        stack.enter_context(contextlib.suppress(IndexError))
+        _index(hidden)
+        notes.append("no error")
+
+
+def dropped_by_a_finally(hidden: torch.Tensor, notes: list[str]) -> None:
+    for _ in range(2):
+        try:
+            _index(hidden)
+            notes.append("no error")
+        finally:
+            break  # noqa: B012
+
+
+def tried_around_a_manager(hidden: torch.Tensor, notes: list[str]) -> None:
+    try:
+        with torch.no_grad():
+            _index(hidden)
+            notes.append("no error")
+    except IndexError:
+        notes.append("caught")
+
+
+def tried_around_a_finally(hidden: torch.Tensor, notes: list[str]) -> None:
+    try:
+        try:
+            _index(hidden)
+            notes.append("no error")
+        finally:
+            notes.append("finally")
+    except IndexError:
+        notes.append("caught")
+
+
+DROPPING: list[Callable[..., Any]] = [
+    suppressed, expected_by_a_test, dropped_by_a_class, dropped_by_a_generator, dropped_by_a_stack, dropped_by_a_finally,
+    tried_around_a_manager, tried_around_a_finally,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attempt", DROPPING)
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "does not fail"])
+def test_an_error_of_values_that_something_drops(
+    net: torch.nn.Module, attempt: Callable[..., Any], fails: bool
+) -> None:
+    if attempt is expected_by_a_test and not fails:
+        return  # raises by itself
+    model, x = NNsight(net, compile={"backend": "eager"}), torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+
+    def run(compile: bool) -> Any:
+        notes: list[str] = []
+        with model.trace(x, compile=compile) as tracer:
+            hidden = model[0].output
+            attempt(hidden if fails else hidden[:, :1] - 7, notes)
+            notes.append("behind")
+            model[1].output = hidden * 2.0
+            out = model.output.save()
+        return notes, out, tracer
+
+    expected, wanted, _ = run(False)
+    assert torch.equal(wanted, net[2](net[0](x) * 2.0))
+    for _ in range(2):
+        fx.counters.reset()
+        notes, out, tracer = run(True)
+        assert notes == expected and notes[-1] == "behind"
+        assert torch.equal(out, wanted)
+        (cut,) = tracer.report.breaks
+        assert "`__getitem__` may fail because of values, inside a " in cut.reason
+        assert (
+            Path(__file__).read_text().splitlines()[cut.line - 1] == "    return torch.zeros(2)[hidden.argmax(-1) + 7]"
+        )
+    assert fx.counters.compiles == fx.counters.recordings == 0
+
+
+def test_a_try_around_an_iteration_catches(net: torch.nn.Module) -> None:
+    """Its body is a block in the block."""
+    model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
+
+    def run(compile: bool) -> list[str]:
+        notes: list[str] = []
+        with model.trace(x, compile=compile) as tracer:
+            try:
+                with tracer.iter[0:1]:
+                    _index(model[0].output)
+                    notes.append("no error")
+            except IndexError:
+                notes.append("caught")
+            model.output.save()
+        return notes
+
+    assert run(False) == run(True) == run(True) == ["caught"]

@@ -25,7 +25,7 @@ from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
 from ..tracing.saving import keep_mark
 from . import control
-from .attempts import is_tried, may_fail_by_values
+from .attempts import catcher, may_fail_by_values
 from .control import ControlOperator, Inside
 from .demands import name_of
 from .functions import (
@@ -261,8 +261,10 @@ class CallRecorder(TorchFunctionMode):
         reason = self._needs_values(function)
         if reason is None and args and edits_in_place(function) and self._is_shown(args[0]):
             reason = "an array outside of torch has the memory that is edited"
-        if reason is None and may_fail_by_values(function, args) and is_tried():
-            reason = f"`{name_of(function)}` may fail because of values, inside a `try`"
+        if reason is None and may_fail_by_values(function, args):
+            caught_by = catcher()
+            if caught_by is not None:
+                reason = f"`{name_of(function)}` may fail because of values, inside {caught_by}"
         event = None
         if reason is None:
             try:

@@ -9,7 +9,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -39,6 +39,47 @@ def pytest_configure(config: pytest.Config) -> None:
 def _seed_and_counters() -> None:
     torch.manual_seed(0)
     fx.counters.reset()
+
+
+@pytest.fixture(autouse=True)
+def _compiled_is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the ``compiled`` half of a test, blocks become part of captured graphs: nothing falls back to Python unseen.
+
+    Each run of a block that waits for a value has to come upon a captured graph, unless it ends with an error; and a half that
+    runs eager traces only is a mistake in the test.
+    """
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is None or callspec.params.get("compile") is not True:
+        yield
+        return
+    from nnsight.fx.driver import CompiledDriver
+    from nnsight.fx.playback import Playback
+    from nnsight.runtime.eager import EagerDriver
+
+    modes: list[str] = []
+    around, dispatch = CompiledDriver.around, Playback.dispatch
+
+    def noted(driver: Any, mode: str) -> Any:
+        def run(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:
+            waits = bool(interleaver.waited)
+            result = driver(interleaver, args, kwargs, report)
+            modes.append(mode)
+            assert mode == "eager" or report.graphs or not waits, "the model ran without a captured graph"
+            return result
+
+        return run
+
+    def replayed(*arguments: Any) -> Any:
+        modes.append("compiled")
+        return dispatch(*arguments)
+
+    for kind, mode in ((EagerDriver, "eager"), (CompiledDriver, "compiled")):
+        call = kind.__call__
+        monkeypatch.setattr(kind, "__call__", lambda self, *rest, call=call, mode=mode: noted(partial(call, self), mode)(*rest))
+    monkeypatch.setattr(CompiledDriver, "around", lambda self, function: noted(around(self, function), "compiled"))
+    monkeypatch.setattr(Playback, "dispatch", replayed)
+    yield
+    assert not modes or "compiled" in modes, "no trace of this test ran compiled"
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
+import nnsight
 from nnsight import NNsight, fx
-from nnsight.fx.taps import Opaque, describe, parse_structure
+from nnsight.fx.taps import Opaque, describe, flatten, parse_structure, unflatten
 
 from .conftest import same
 
@@ -28,6 +29,22 @@ class Pair(NamedTuple):
 class Output(ModelOutput):
     logits: torch.Tensor | None = None
     hidden: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclasses.dataclass
+class State:
+    """A dataclass that ``pytree`` does not know."""
+
+    hidden: torch.Tensor
+    mask: torch.Tensor | None = None
+    steps: int = 3
+    rest: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    hidden: torch.Tensor
+    rest: Any = ()
 
 
 class Cache:
@@ -53,6 +70,10 @@ STRUCTURES: dict[str, Any] = {
     "torch result": lambda x: torch.max(x, dim=-1),
     "integers": lambda x: (x.long(), x > 0, x.sum()),
     "same twice": lambda x: (lambda y: (y, y))(x + 1),
+    "dataclass": lambda x: State(x + 1, rest=[x * 2, None, "name"]),
+    "frozen dataclass": lambda x: Frozen(x + 1, (x * 2, 1)),
+    "nested dataclasses": lambda x: {"a": State(x, rest=State(x * 2)), "b": (Frozen(x + 1, {"c": x * 3}), None), "n": 1},
+    "shapes": lambda x: (x + 1, x.shape, {"a": x.size(), "n": x.shape[0]}),
 }
 
 
@@ -78,6 +99,26 @@ class Taker(torch.nn.Module):
         return value
 
 
+def plain(value: Any) -> Any:
+    """Return a value with dataclasses as dicts, for comparison."""
+    if isinstance(value, (State, Frozen)):
+        return {"class": type(value).__name__, **{name: plain(held) for name, held in vars(value).items()}}
+    if isinstance(value, dict):
+        return {key: plain(held) for key, held in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+
+
+def mapped(value: Any, function: Any) -> Any:
+    """Return a value with ``function`` applied to its tensors."""
+    if isinstance(value, (State, Frozen)):
+        return type(value)(**{name: mapped(held, function) for name, held in vars(value).items()})
+    if type(value) in (tuple, list):
+        return type(value)(mapped(held, function) for held in value)
+    if type(value) is dict:
+        return {key: mapped(held, function) for key, held in value.items()}
+    return pytree.tree_map_only(torch.Tensor, function, value) if not isinstance(value, torch.Size) else value
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_reading_structures(name: str) -> None:
     make = STRUCTURES[name]
@@ -85,12 +126,12 @@ def test_reading_structures(name: str) -> None:
     expected = make(X * 2)
     for compile in (False, True):
         with model.trace(X, compile=compile) as tracer:
-            out = model.maker.output.save()
-            given = model.identity.input.save()
-            result = tracer.result.save()
-        same(out, expected)
-        same(given, expected)
-        same(result, expected)
+            out = nnsight.save(model.maker.output)
+            given = nnsight.save(model.identity.input)
+            result = nnsight.save(tracer.result)
+        same(plain(out), plain(expected))
+        same(plain(given), plain(expected))
+        same(plain(result), plain(expected))
     assert tracer.report.graphs == 1
     assert not tracer.report.breaks
 
@@ -102,21 +143,25 @@ def test_replacing_structures(name: str) -> None:
     model = NNsight(Taker(make), compile={"backend": "eager"})
 
     def changed(value: Any) -> Any:
-        return pytree.tree_map(lambda leaf: leaf.clone().zero_() if isinstance(leaf, torch.Tensor) else leaf, value)
+        return mapped(value, lambda leaf: leaf.clone().zero_())
 
     for compile in (False, True):
         with model.trace(X, compile=compile) as tracer:
             model.maker.output = changed(model.maker.output)
-            given = model.identity.input.save()
-            result = tracer.result.save()
-        same(given, changed(make(X * 2)))
-        same(result, changed(make(X * 2)))
+            given = nnsight.save(model.identity.input)
+            result = nnsight.save(tracer.result)
+        same(plain(given), plain(changed(make(X * 2))))
+        same(plain(result), plain(changed(make(X * 2))))
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_survive_their_description(name: str) -> None:
-    spec = pytree.tree_structure(STRUCTURES[name](X))
-    assert parse_structure(describe(spec)) == spec
+    value = STRUCTURES[name](X)
+    leaves, spec = flatten(value)
+    same(plain(unflatten(leaves, spec)), plain(value))
+    if "dataclass" not in name:
+        assert spec == pytree.tree_structure(value)
+        assert parse_structure(describe(spec)) == spec
 
 
 def test_a_class_that_is_gone() -> None:
@@ -168,6 +213,184 @@ def test_objects_no_graph_can_hold() -> None:
     assert all("compile=False" in text for text in refusals)
     assert not tracer.report.breaks
     assert not hasattr(Opaque("kind", "place"), "__len__")
+
+
+class Passing(torch.nn.Module):
+    """A dataclass goes from module to module, and the first of them changes it."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.first, self.second = torch.nn.Linear(4, 4), Maker(lambda state: state.hidden * state.steps + state.rest[0])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        state = Frozen(x, [x]) if self.frozen else State(x, rest=[x])
+        kept = state
+        state = self.first_of(state)
+        if self.frozen:
+            return self.second(State(state.hidden, rest=state.rest)), state.hidden.shape.numel()
+        return self.second(state), kept.hidden, kept.steps, kept is state
+
+    def first_of(self, state: Any) -> Any:
+        if self.frozen:
+            return Frozen(self.first(state.hidden), state.rest)
+        state.hidden = self.first(state.hidden)
+        state.steps += 1
+        return state
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_edits_inside_a_dataclass(frozen: bool, backend: str) -> None:
+    """In place, of an attribute, and of the whole object; and the object is the one the model goes on with."""
+    torch._dynamo.reset()
+    module = Passing(frozen)
+    model = NNsight(module, compile={"backend": backend})
+
+    def in_place(state: State) -> State:
+        state.hidden[:, 0] = 5.0
+        return state
+
+    def an_attribute(state: State) -> State:
+        state.hidden = state.hidden * 2
+        state.rest[0] = state.rest[0] + 1
+        return state
+
+    def another(state: State) -> State:
+        return dataclasses.replace(state, hidden=state.hidden - 1, rest=[state.rest[0] * 3])
+
+    def by_hook(edit: Any) -> Any:
+        handle = module.second.register_forward_pre_hook(lambda _, args: (edit(args[0]),))
+        try:
+            return module(X)
+        finally:
+            handle.remove()
+
+    with torch.no_grad():
+        for edit in (in_place, an_attribute, another):
+            assert not torch.equal(by_hook(edit)[0], module(X)[0])
+            for _ in range(2):
+                expected = by_hook(edit)
+                with model.trace(X) as tracer:
+                    model.second.input = edit(model.second.input)
+                    out = nnsight.save(model.output)
+                if edit is another:  # its tensors go into the object that the model has
+                    out, expected = out[0], expected[0]
+                same(out, expected)
+                assert tracer.report.graphs == 1
+                assert not tracer.report.breaks
+    assert fx.counters.captures == 1
+    assert fx.counters.recordings == 3
+
+
+def test_a_dataclass_of_the_user_is_left_alone() -> None:
+    """What is given to the model keeps its tensors; a frozen one is never written to."""
+    for kind in (State, Frozen):
+        model = NNsight(Maker(lambda state: state.hidden + 1), compile={"backend": "eager"})
+        given = kind(X)
+        hidden = given.hidden
+        for _ in range(2):
+            with model.trace(given) as tracer:
+                seen = model.input.hidden.save()
+                out = model.output.save()
+            assert torch.equal(out, X + 1)
+            assert torch.equal(seen, X)
+            assert given.hidden is hidden
+        assert tracer.report.graphs == 1
+        assert torch.equal(model(given), X + 1)
+
+
+class Filling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, kept: list[Any], table: dict[str, Any], state: State) -> torch.Tensor:
+        x = self.linear(x)
+        kept.append(x)
+        table["last"] = (x + 1, kept)
+        state.steps += 1
+        state.mask = x * 2
+        return x
+
+
+class Collecting(torch.nn.Module):
+    """Modules add to a list, a dict and a dataclass that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Filling() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, outer: list[Any]) -> Any:
+        kept: list[Any] = []
+        table: dict[str, Any] = {}
+        state = State(x)
+        for layer in self.layers:
+            x = layer(x, kept, table=table, state=state)
+        outer.append(len(kept))
+        return x, tuple(kept), table["last"][0], len(table["last"][1]), state.steps, state.mask
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_modules_fill_the_containers_that_they_are_given(backend: str) -> None:
+    """Also where no block looks at them, and where one edits what is in them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Collecting()
+    model = NNsight(module, compile={"backend": backend})
+
+    def by_hook() -> Any:
+        def edit(module: Any, args: Any, kwargs: Any) -> None:
+            args[1][0][:, 0] = 7.0
+            kwargs["state"].hidden = kwargs["state"].hidden * 0
+
+        handle = module.layers[1].register_forward_pre_hook(edit, with_kwargs=True)
+        try:
+            return module(X, [])
+        finally:
+            handle.remove()
+
+    with torch.no_grad():
+        for _ in range(2):
+            outer: list[Any] = []
+            same(model(X, outer), module(X, []))
+            assert outer == [3]
+            outer.clear()
+            with model.trace(X, outer) as tracer:
+                out = nnsight.save(model.output)
+            same(out, module(X, []))
+            assert outer == [3]
+            with model.trace(X, []) as tracer:
+                args, kwargs = model.layers[1].inputs
+                args[1][0][:, 0] = 7.0
+                kwargs["state"].hidden = kwargs["state"].hidden * 0
+                out = nnsight.save(model.output)
+            same(out, by_hook())
+            assert tracer.report.graphs == 1
+            assert not tracer.report.breaks
+    assert fx.counters.captures == 1
+
+
+def test_a_shape_stays_a_shape_for_the_model() -> None:
+    model = NNsight(Taker(lambda x: (x, x.shape)), compile={"backend": "eager"})
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.taker = model._module
+
+        def forward(self, x: torch.Tensor) -> Any:
+            value, shape = self.taker(x)
+            return value + shape.numel()
+
+    counting = NNsight(Counting(), compile={"backend": "eager"})
+    for rows in (2, 3, 5):
+        with counting.trace(torch.ones(rows, 4)) as tracer:
+            value, shape = counting.taker.output
+            counting.taker.output = (value * 2, shape)
+            out = counting.output.save()
+        assert torch.equal(out, torch.full((rows, 4), 4.0 + 4 * rows))
+        assert tracer.report.graphs == 1
 
 
 def test_taps_leave_no_trace_in_the_plain_graph() -> None:

@@ -8,6 +8,7 @@ globals, its closure, its defaults and the attributes of ``self`` are roots, rea
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import types
 import weakref
@@ -35,6 +36,7 @@ from .kinds import (
     Items,
     Keywords,
     Known,
+    Members,
     RootOf,
     Row,
     Spread,
@@ -90,6 +92,8 @@ class Calls(Expressions):
                 kind = self.kind(argument.value)
                 if isinstance(kind, Row):
                     given += kind.value
+                elif isinstance(kind, Members) and type(kind.value) is not dict:
+                    given += self.members(kind).values()
                 elif isinstance(kind, (Items, Known)) and type(kind.value) in (tuple, list):
                     given += map(Known, kind.value)  # each is compared in a replay
                 else:
@@ -105,6 +109,8 @@ class Calls(Expressions):
                 named |= kind.value
             elif isinstance(kind, Items) and type(kind.value) is dict and all(type(key) is str for key in kind.value):
                 named |= {key: Known(value) for key, value in kind.value.items()}
+            elif isinstance(kind, Members) and type(kind.value) is dict and all(type(key) is str for key in kind.value):
+                named |= self.members(kind)
             else:
                 named["**"] = kind
         return given, named
@@ -128,10 +134,13 @@ class Calls(Expressions):
             return given[0] if len(given) == 1 and not named else self.fail(node)
         if id(called) in harmless_functions():
             self.findings.add(function.root, "object")
+            if called is len and len(given) == 1 and not named and isinstance(given[0], (Envoys, Items, Members, Row)):
+                return Known(len(given[0].value))
             given = [kind.value if isinstance(kind, Spread) else kind for kind in given]
             if called in (max, min):
                 self.check_storable(given, node)
-            self.check_storable([kind for kind in given if not isinstance(kind, Items)], node)
+            parts = [part for kind in given for part in (kind.value if isinstance(kind, Row) else (kind,))]
+            self.check_storable([kind for kind in parts if not isinstance(kind, Items)], node)
             self.check_storable(named.values(), node)
             return OWN if called in MAKING else VALUE
         if any(isinstance(kind, Spread) for kind in given) or "**" in named:
@@ -144,6 +153,8 @@ class Calls(Expressions):
             return self.call(method, [self.root(of, called.__self__), *given], named, node)
         if isinstance(called, torch.nn.Module):
             return self._call_module(function, given, named, node)
+        if type(called) is functools.partial:
+            return self._call_partial(function, given, named, node)
         step = Step("special", "__call__")
         try:
             found = step.of(called)
@@ -152,6 +163,13 @@ class Calls(Expressions):
         if not isinstance(found, types.FunctionType):
             return self.fail(node)
         return self.call(RootOf(function.root.to(*step), found), [function, *given], named, node)
+
+    def _call_partial(self, function: RootOf, given: list[Any], named: dict[str, Any], node: Any) -> Any:
+        """Follow a ``functools.partial``: its function, with its arguments in front of those of the call."""
+        root, partial = function
+        first = [self.root(root.to("inner", "args").to("item", place), value) for place, value in enumerate(partial.args)]
+        by_name = {name: self.root(root.to("inner", "keywords").to("item", name), value) for name, value in partial.keywords.items()}
+        return self.call(self.root(root.to("inner", "func"), partial.func), [*first, *given], by_name | named, node)
 
     # -- methods and built-ins ---------------------------------------------------------------------------------------
 
@@ -166,6 +184,10 @@ class Calls(Expressions):
                 return None
             self.check_storable(given, node)
             return VALUE
+        if isinstance(owner, Members) and type(owner.value) is dict and name in ("items", "values", "keys") and not given:
+            of = self.members(owner)
+            rows = {"items": (Row((Known(key), kind)) for key, kind in of.items()), "values": of.values(), "keys": map(Known, of)}
+            return Row(tuple(rows[name]))
         if owner is OWN and name in FILLING | LOOKING:
             self.check_storable(given, node)
             return OWN if name in LOOKING else VALUE

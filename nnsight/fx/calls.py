@@ -182,10 +182,13 @@ class CallRecorder(TorchFunctionMode):
             control.check_outside(function)
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
+        journal = self.journal if self.run.current is not None else None  # of a block's own call, not one made for it
+        if journal is not None:
+            journal.begins(function, args)
         result = function(*args, **kwargs)
         self.shown.note(function, args, result)
-        if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
-            self.journal.outside(function, args, kwargs, result)
+        if journal is not None:
+            journal.outside(function, args, kwargs, result)
         return result
 
     def settle(self) -> None:

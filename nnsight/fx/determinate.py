@@ -13,6 +13,7 @@ constant among them says the same in each replay, so only one of its branches co
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +25,28 @@ from ..runtime.probing import Modules
 from ..tracing.block import TRACER_NAME, Block
 from .callees import Calls
 from .expressions import BlockVariables, Findings
-from .kinds import OWN, SOME, TRACER, VALUE, Each, Items, Known, RootOf, Row, Undetermined, are_alike, either, truth_of
-from .roots import Root
+from .kinds import (
+    OWN,
+    PLAIN_METACLASSES,
+    SOME,
+    TRACER,
+    VALUE,
+    Each,
+    Items,
+    Known,
+    RootOf,
+    Row,
+    Undetermined,
+    are_alike,
+    either,
+    truth_of,
+)
+from .roots import LONGEST, Root
+
+#: Exceptions that a block may raise where it catches them.
+_BUILT_IN_ERRORS = tuple(
+    found for found in vars(builtins).values() if isinstance(found, type) and issubclass(found, BaseException)
+)
 
 #: How often a loop is followed until the kinds of its variables stay the same.
 _ROUNDS = 20
@@ -53,6 +74,15 @@ def roots_of(
     return (*findings.roots, *((root, "filled") for root in findings.filled))
 
 
+def _takes_apart(target: ast.expr) -> bool:
+    """Whether an assignment to ``target`` is one to each of several."""
+    return isinstance(target, (ast.Tuple, ast.List)) and not _has_star(target)
+
+
+def _has_star(node: ast.Tuple | ast.List) -> bool:
+    return any(isinstance(element, ast.Starred) for element in node.elts)
+
+
 class _Loop(NamedTuple):
     """The kinds of the variables where a loop is left, and where its next round begins, as far as statements do that."""
 
@@ -72,6 +102,7 @@ class Analysis(Calls):
         self.live = True
         self._loops: list[_Loop] = []
         self._returned: list[Any] = []
+        self._stores: list[list[tuple[str, Any]]] = []  # what is assigned in the `try` statements around
 
     def run(self, statements: Sequence[ast.stmt]) -> None:
         """Follow statements one after the other."""
@@ -105,11 +136,25 @@ class Analysis(Calls):
         self.live = False
 
     def _Raise(self, node: ast.Raise) -> None:  # noqa: N802
+        if self.findings.tried and node.exc is not None:
+            self._check_raised(node.exc)
         self.live = False  # a run that ends so is not remembered
+
+    def _check_raised(self, node: ast.expr) -> None:
+        """Check that making an exception, which is going to be caught, does nothing else."""
+        call = node if isinstance(node, ast.Call) else None
+        if call is not None and not call.keywords:
+            self.check_storable(map(self.kind, call.args), node)
+        found = self.kind(node if call is None else call.func)
+        if not isinstance(found, RootOf) or found.value not in _BUILT_IN_ERRORS or (call is not None and call.keywords):
+            self.fail(node)
+        self.findings.add(found.root, "object")
 
     def _Assert(self, node: ast.Assert) -> None:  # noqa: N802
         test = self.kind(node.test)
         self.check_operand(test, node)
+        if self.findings.tried and node.msg is not None:
+            self.check_operand(self.kind(node.msg), node)
         self.live = truth_of(test) is not False
 
     def _Break(self, node: ast.Break) -> None:  # noqa: N802
@@ -125,6 +170,8 @@ class Analysis(Calls):
     def _Assign(self, node: ast.Assign) -> None:  # noqa: N802
         if isinstance(node.value, ast.Name) and node.value.id == TRACER_NAME:
             kind: Any = TRACER
+        elif isinstance(node.value, ast.Tuple) and all(map(_takes_apart, node.targets)) and not _has_star(node.value):
+            kind = Row(tuple(map(self.kind, node.value.elts)))
         else:
             kind = self.kind(node.value)
         for target in node.targets:
@@ -144,8 +191,9 @@ class Analysis(Calls):
                 return  # a container of the block's own is extended
             if isinstance(present, Items):
                 self.fail(node)
-            self.check_operand(present, node)
-        elif isinstance(target, ast.Subscript):
+            self.store(target, self.computed(node.op, present, kind, node))
+            return
+        if isinstance(target, ast.Subscript):
             present = ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
             self.check_operand(self.kind(present), node)
         else:
@@ -159,6 +207,8 @@ class Analysis(Calls):
             if target.id not in self.assignable:
                 raise Undetermined(f"`{target.id}` is a global variable, and assigned {self.at(target)}")
             self.kinds[target.id] = kind
+            for stores in self._stores:
+                stores.append((target.id, kind))
         elif isinstance(target, (ast.Tuple, ast.List)) and isinstance(kind, Row):
             if len(target.elts) != len(kind.value) or any(isinstance(element, ast.Starred) for element in target.elts):
                 self.fail(target)
@@ -206,7 +256,17 @@ class Analysis(Calls):
         self._go_on(ends)
 
     def _For(self, node: ast.For) -> None:  # noqa: N802
-        items = self.iterated(node.iter)
+        before, loops, returned = dict(self.kinds), list(self._loops), list(self._returned)
+        stores, tried = list(self._stores), self.findings.tried
+
+        def follow(items: Any) -> None:
+            self.kinds, self.live, self._loops, self._returned = dict(before), True, list(loops), list(returned)
+            self._stores, self.findings.tried = list(stores), tried
+            self._loop(node, items)
+
+        self.gone_over(node.iter, follow)
+
+    def _loop(self, node: ast.For, items: Any) -> None:
         loop = _Loop([], [])
         self._loops.append(loop)
         if isinstance(items, Each):
@@ -215,29 +275,96 @@ class Analysis(Calls):
                     break
                 if not items.is_exact:
                     loop.left.append(dict(self.kinds))
-                self._round(node, item, loop)
+                self._round_of(node, item, loop)
         else:
-            self._repeat(node, items, loop)
+            self._repeat(node, lambda: self._round_of(node, items, loop))
         self._loops.pop()
         if self.live:
             self.run(node.orelse)
         self._go_on([*self._ends(), *loop.left])
 
-    def _repeat(self, node: ast.For, item: Any, loop: _Loop) -> None:
+    def _repeat(self, node: ast.stmt, follow: Callable[[], None]) -> None:
         """Follow a loop of any length, until the kinds that a round begins with are those that it may leave."""
         for _ in range(_ROUNDS):
             before = dict(self.kinds)
-            self._round(node, item, loop)
+            follow()
             self._go_on([before, *self._ends()])
             if before.keys() == self.kinds.keys() and all(are_alike(kind, self.kinds[name]) for name, kind in before.items()):
                 return
         raise Undetermined(f"a loop {self.at(node)}")
 
-    def _round(self, node: ast.For, item: Any, loop: _Loop) -> None:
+    def _round_of(self, node: ast.For, item: Any, loop: _Loop) -> None:
         self.store(node.target, item)
-        self.run(node.body)
+        self._round(node.body, loop)
+
+    def _round(self, body: Sequence[ast.stmt], loop: _Loop) -> None:
+        self.run(body)
         self._go_on([*self._ends(), *loop.next])
         loop.next.clear()
+
+    def _While(self, node: ast.While) -> None:  # noqa: N802
+        loop = _Loop([], [])
+        self._loops.append(loop)
+        for _ in range(LONGEST):  # as long as constants say that it goes on
+            if not self.live or self._test(node) is not True:
+                break
+            self._round(node.body, loop)
+        if self.live and self._test(node) is not False:
+            self._repeat(node, lambda: self._round(node.body, loop))
+            self.live = self._test(node) is not True
+        self._loops.pop()
+        if self.live:
+            self.run(node.orelse)
+        self._go_on([*self._ends(), *loop.left])
+
+    def _test(self, node: ast.While) -> bool | None:
+        """Return what the test of a loop says at this point, if that is the same in each replay."""
+        test = self.kind(node.test)
+        self.check_operand(test, node)
+        return truth_of(test)
+
+    def _Try(self, node: ast.Try) -> None:  # noqa: N802
+        parts = [*node.body, *node.orelse, *(statement for handler in node.handlers for statement in handler.body)]
+        leaves = (ast.Return, ast.Break, ast.Continue)
+        if node.finalbody and any(isinstance(part, leaves) for statement in parts for part in ast.walk(statement)):
+            raise Undetermined(f"a `finally` in the way {self.at(node)}")
+        before = dict(self.kinds)
+        stores: list[tuple[str, Any]] = []
+        self._stores.append(stores)
+        self.findings.tried += 1
+        self.run(node.body)
+        self.findings.tried -= 1
+        caught = self._after_any(before, stores)
+        if self.live:
+            self.run(node.orelse)
+        ends = self._ends()
+        for handler in node.handlers:
+            self.kinds, self.live = dict(caught), True
+            self._check_caught(handler)
+            self.run(handler.body)
+            ends += self._ends()
+        self._stores.pop()
+        if node.finalbody:
+            goes_on = bool(ends)
+            self.kinds, self.live = self._after_any(before, stores), True
+            self.run(node.finalbody)
+            self.live = self.live and goes_on
+        else:
+            self._go_on(ends)
+
+    def _after_any(self, before: dict[str, Any], stores: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the kinds of the variables after any number of these assignments."""
+        return functools.reduce(self._joined, [before, *({**before, name: kind} for name, kind in stores)])
+
+    def _check_caught(self, handler: ast.ExceptHandler) -> None:
+        """Check that it runs no code to see whether an exception is caught here; nothing may be done with the exception."""
+        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type] if handler.type else []
+        for kind in map(self.kind, kinds):
+            if not isinstance(kind, RootOf) or type(kind.value) not in PLAIN_METACLASSES:
+                raise Undetermined(f"what is caught {self.at(handler)}")
+            self.findings.add(kind.root, "object")
+        if handler.name is not None:
+            self.store(ast.copy_location(ast.Name(handler.name, ast.Store()), handler), None)
 
     def _With(self, node: ast.With) -> None:  # noqa: N802
         for item in node.items:

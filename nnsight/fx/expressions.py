@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..envoy import Envoy
 from ..eproperty import eproperty
 from ..located import Located
 from ..runtime.probing import Modules
@@ -33,6 +34,7 @@ from .kinds import (
     Items,
     Keywords,
     Known,
+    Members,
     RootOf,
     Row,
     Super,
@@ -45,7 +47,15 @@ from .kinds import (
     is_storable,
     truth_of,
 )
-from .roots import Root, Step, holds_modules, is_constant, kind_of, look_up
+from .roots import LONGEST, Root, Step, holds_modules, is_constant, kind_of, look_up
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+#: Numbers beyond this are not computed with in a proof.
+_LARGE = 2**31
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -65,6 +75,7 @@ class Findings:
         filled: The lists from outside that are appended to.
         active: The functions that are being followed, one inside the other, with the identity of the object whose methods they are.
         left: How many statements may still be followed.
+        tried: How many `try` statements there are around what is being followed.
     """
 
     def __init__(self, tracer: Any, modules: Modules | None) -> None:
@@ -73,6 +84,7 @@ class Findings:
         self.filled: dict[Root, None] = {}
         self.active: list[tuple[types.CodeType, int]] = []
         self.left = 5000
+        self.tried = 0
 
     def add(self, root: Root, kind: str) -> None:
         """Add a root."""
@@ -211,7 +223,14 @@ class Expressions:
                 if not all_plain(envoy):
                     raise Undetermined(f"`{root}` has an envoy of a class of yours")
             return Envoys(value)
-        return Items(value) if kind == "items" else Known(value)
+        if kind == "members":
+            return Members(root, value)
+        return Items(value) if kind == "items" else RootOf(root, value) if kind == "partial" else Known(value)
+
+    def members(self, kind: Members) -> dict[Any, Any]:
+        """Return the kinds of what is in a container from outside, by index or key."""
+        keys = kind.value if type(kind.value) is dict else range(len(kind.value))
+        return {key: self.root(kind.root.to("item", key), kind.value[key]) for key in keys}
 
     def _Attribute(self, node: ast.Attribute) -> Any:  # noqa: N802
         return self.attribute(self.kind(node.value), node)
@@ -316,6 +335,8 @@ class Expressions:
                 except Exception:  # as above
                     return self.fail(node)
             return self._some(owner.value, node)
+        if is_plain_constant(index) and isinstance(owner, (Envoys, Items, Members)):
+            return self._taken_out(owner, index.value, node)
         if owner is SOME or isinstance(owner, Envoys):
             return SOME
         if isinstance(owner, Row) and type(number) is int and -len(owner.value) <= number < len(owner.value):
@@ -325,6 +346,21 @@ class Expressions:
         self.check_operand(index, node)
         self.check_operand(owner, node)
         return VALUE
+
+    def _taken_out(self, owner: Envoys | Items | Members, key: Any, node: ast.AST) -> Any:
+        """Return the kind of one item of a container from outside."""
+        value = owner.value
+        if type(value) is not dict and type(key) is int and -len(value) <= key < 0:
+            key += len(value)
+        try:
+            found = value[key]
+        except (LookupError, TypeError):
+            return self.fail(node)  # the block will raise it, when it gets there
+        if isinstance(owner, Members):
+            return self.fail(node) if type(key) is slice else self.root(owner.root.to("item", key), found)
+        if isinstance(owner, Envoys):
+            return Known(found) if isinstance(found, (Located, Source)) else Envoys(found)
+        return Known(found) if is_constant(found) else VALUE
 
     def _module_in(self, owner: RootOf, key: Any, node: ast.AST) -> Any:
         names = list(owner.value._modules)
@@ -365,7 +401,33 @@ class Expressions:
                 self.check_operand(self.kind(child), node)
         return VALUE
 
-    _BinOp = _JoinedStr = _FormattedValue = _computed
+    _FormattedValue = _computed
+
+    def _JoinedStr(self, node: ast.JoinedStr) -> Any:  # noqa: N802
+        words: list[str] = []
+        for part in node.values:
+            written = isinstance(part, ast.FormattedValue) and part.conversion == -1 and part.format_spec is None
+            kind = self.kind(part.value if isinstance(part, ast.FormattedValue) and written else part)
+            self.check_operand(kind, node)
+            if isinstance(kind, Known) and type(kind.value) in (str, int):
+                words.append(str(kind.value))
+        return Known("".join(words)) if len(words) == len(node.values) else VALUE
+
+    def _BinOp(self, node: ast.BinOp) -> Any:  # noqa: N802
+        return self.computed(node.op, self.kind(node.left), self.kind(node.right), node)
+
+    def computed(self, operation: ast.operator, kind: Any, other: Any, node: ast.AST) -> Any:
+        """Return the kind of what an operator makes of two values; of two numbers it is a number that is known."""
+        for each in (kind, other):
+            self.check_operand(each, node)
+        compute = _ARITHMETIC.get(type(operation))
+        numbers = [each.value for each in (kind, other) if isinstance(each, Known) and type(each.value) in (bool, int, float)]
+        if compute is None or len(numbers) < 2 or not all(-_LARGE < number < _LARGE for number in numbers):
+            return VALUE
+        try:
+            return Known(compute(*numbers))
+        except ZeroDivisionError:  # the block will raise it
+            return VALUE
 
     def _UnaryOp(self, node: ast.UnaryOp) -> Any:  # noqa: N802
         kind = self.kind(node.operand)
@@ -383,14 +445,16 @@ class Expressions:
                     self.findings.add(kind.root, "object")
             same = _are_same(kinds) if len(kinds) == 2 else None
             return VALUE if same is None else Known(same is isinstance(node.ops[0], ast.Is))
-        for kind in kinds:
-            self.check_operand(kind, node)
         compare = _COMPARISONS.get(type(node.ops[0])) if len(kinds) == 2 else None
-        if compare is not None and all(map(is_plain_constant, kinds)):
-            try:
+        try:
+            if len(kinds) == 2 and isinstance(node.ops[0], (ast.In, ast.NotIn)) and _is_key_of_dict(*kinds):
+                return Known((kinds[0].value in kinds[1].value) is isinstance(node.ops[0], ast.In))
+            for kind in kinds:
+                self.check_operand(kind, node)
+            if compare is not None and all(map(is_plain_constant, kinds)):
                 return Known(compare(kinds[0].value, kinds[1].value))
-            except TypeError:  # the block will raise it
-                return VALUE
+        except TypeError:  # the block will raise it
+            return VALUE
         return VALUE
 
     def _BoolOp(self, node: ast.BoolOp) -> Any:  # noqa: N802
@@ -434,27 +498,90 @@ class Expressions:
                 self.check_storable([self.kind(part)], node)
             return
         generator, *others = generators
-        items = self.iterated(generator.iter)
-        for item in items.value if isinstance(items, Each) else [items]:
-            self.store(generator.target, item)
-            for test in generator.ifs:
-                self.check_operand(self.kind(test), node)
-            self._generate(node, others)
+        before, assignable = dict(self.kinds), self.assignable
 
-    def iterated(self, node: ast.expr) -> Any:
-        """Return the kind of the items of what a loop goes over, or :class:`Each` of them."""
-        if isinstance(node, ast.Call) and not any(isinstance(argument, ast.Starred) for argument in node.args):
+        def follow(items: Any) -> None:
+            self.kinds, self.assignable = dict(before), assignable
+            for item in items.value if isinstance(items, Each) else [items]:
+                self.store(generator.target, item)
+                tests = []
+                for test in generator.ifs:
+                    tests.append(self.kind(test))
+                    self.check_operand(tests[-1], node)
+                    if truth_of(tests[-1]) is False:
+                        break
+                else:
+                    self._generate(node, others)
+
+        self.gone_over(generator.iter, follow)
+
+    def gone_over(self, node: ast.expr, follow: Callable[[Any], None]) -> None:
+        """Follow what is done with each item of what a loop goes over: as one kind that all items have, or else one by one."""
+        items = self.iterated(node)
+        try:
+            follow(items)
+        except Undetermined:
+            each = items if isinstance(items, Each) else self.iterated(node, exactly=True)
+            if each is items or not isinstance(each, Each):
+                raise
+            follow(each)
+
+    def iterated(self, node: ast.expr, exactly: bool = False) -> Any:
+        """Return the kind of the items of what a loop goes over, or :class:`Each` of them.
+
+        Args:
+            node: What it goes over.
+            exactly: Whether to tell items apart where one kind would do for all.
+        """
+        if exactly and isinstance(node, (ast.Tuple, ast.List)) and not any(isinstance(part, ast.Starred) for part in node.elts):
+            return Each(tuple(map(self.kind, node.elts)))
+        of_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node, ast.Call) and not of_method and not any(isinstance(part, ast.Starred) for part in node.args):
             function = self.kind(node.func)
             plain = all(word.arg == "strict" and isinstance(word.value, ast.Constant) for word in node.keywords)
             called = function.value if isinstance(function, RootOf) and plain else None
             if called in (enumerate, zip) and len(node.args) > (called is zip):
                 assert isinstance(function, RootOf)
                 self.findings.add(function.root, "object")
-                return self._rows(called is enumerate, [self.iterated(argument) for argument in node.args])
+                return self._rows(called is enumerate, [self.iterated(argument, exactly) for argument in node.args])
+            each = self._range(node) if called is range and exactly else None
+            if each is not None:
+                assert isinstance(function, RootOf)
+                self.findings.add(function.root, "object")
+                return each
         kind = self.kind(node)
         if isinstance(kind, RootOf) and holds_modules(kind.value):
             return Each(tuple(self._module_in(kind, key, node) for key in range(len(kind.value._modules))))
-        return Each(kind.value) if isinstance(kind, Row) else self.items(kind, node)
+        if isinstance(kind, Members):
+            of = self.members(kind)
+            return Each(tuple(map(Known, of)) if type(kind.value) is dict else tuple(of.values()))
+        if isinstance(kind, Row):
+            return Each(kind.value)
+        each = self._one_by_one(kind) if exactly else None
+        return self.items(kind, node) if each is None else each
+
+    @staticmethod
+    def _one_by_one(kind: Any) -> Each | None:
+        """Return the kinds of the items of something from outside; ``None`` if they are not known, or too many."""
+        if not isinstance(kind, (Envoys, Items, Known)):
+            return None
+        value = kind.value
+        if isinstance(value, Envoy):
+            children = value._children.values()
+            return Each(tuple(map(Known, children))) if type(value).__iter__ is Envoy.__iter__ else None
+        if type(value) not in (list, tuple, dict, range) or len(value) > LONGEST:
+            return None
+        return Each(tuple(Known(item) if is_constant(item) or isinstance(kind, Envoys) else VALUE for item in value))
+
+    def _range(self, node: ast.Call) -> Each | None:
+        """Return the kinds of the numbers of a ``range``; ``None`` if they are not known, or too many."""
+        kinds = [self.kind(argument) for argument in node.args]
+        if not all(isinstance(kind, Known) and type(kind.value) is int for kind in kinds):
+            return None
+        try:
+            return self._one_by_one(Known(range(*(kind.value for kind in kinds))))
+        except (TypeError, ValueError):  # the block will raise it
+            return None
 
     @staticmethod
     def _rows(numbered: bool, kinds: list[Any]) -> Any:
@@ -491,11 +618,16 @@ class Expressions:
         raise NotImplementedError
 
 
+def _is_key_of_dict(key: Any, container: Any) -> bool:
+    """Whether a constant is looked for among the keys of a dict from outside, which are constants, too."""
+    return is_plain_constant(key) and isinstance(container, (Items, Members)) and type(container.value) is dict
+
+
 def _are_same(kinds: list[Any]) -> bool | None:
     """Return whether two values are one object, if that is the same in each replay: one is ``None``, the other known."""
     if not any(isinstance(kind, Known) and kind.value is None for kind in kinds):
         return None
-    certain = (Known, Items, Envoys, RootOf, Bound, Row, Keywords)
+    certain = (Known, Items, Envoys, Members, RootOf, Bound, Row, Keywords)
     if not all(kind is OWN or isinstance(kind, certain) for kind in kinds):
         return None
     return all(isinstance(kind, Known) and kind.value is None for kind in kinds)

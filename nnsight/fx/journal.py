@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import active_interleaver
+from .attempts import is_tried, may_fail_by_values
 from .functions import ABOUT_GRADIENTS, METADATA
 from .variant import Variant
 
@@ -65,6 +66,11 @@ class Journal:
     def spoil(self, reason: str) -> None:
         """Note that this run cannot be replayed."""
         self.reason = self.reason or reason
+
+    def begins(self, function: Any, args: tuple[Any, ...]) -> None:
+        """Note a call on tensors from outside that the block is about to make."""
+        if may_fail_by_values(function, args) and is_tried():
+            self.spoil(f"`{getattr(function, '__name__', function)}` may fail because of values, and the block would catch that")
 
     def outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note a call on tensors from outside, which the block has just made."""
@@ -119,6 +125,7 @@ class Listening(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._journal.begins(function, args)
         result = function(*args, **(kwargs or {}))
         self._journal.outside(function, args, kwargs or {}, result)
         return result

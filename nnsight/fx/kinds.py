@@ -96,6 +96,13 @@ class Envoys(NamedTuple):
     value: Any
 
 
+class Members(NamedTuple):
+    """A container from outside that holds modules, functions, containers: what is taken out of it is a root."""
+
+    root: Root
+    value: Any
+
+
 class RootOf(NamedTuple):
     """An object from outside, whose attributes may be roots too."""
 
@@ -155,7 +162,7 @@ def are_alike(kind: Any, other: Any) -> bool:
         return False
     if isinstance(kind, (Known, Items, Envoys)):
         return kind.value is other.value
-    if isinstance(kind, RootOf):
+    if isinstance(kind, (RootOf, Members)):
         return kind.root == other.root and kind.value is other.value
     if isinstance(kind, (Bound, Super, Row)):
         parts: Any = (kind.value, other.value) if isinstance(kind, Row) else (kind, other)

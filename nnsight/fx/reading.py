@@ -124,6 +124,11 @@ class _Reading:
         elif kind == "envoys":
             key.append((type(value), *map(id, value)))
             objects += value
+        elif kind == "members":
+            self._looked_at.add(id(value))
+            key.append((type(value), len(value), *(map(constant_key, value) if type(value) is dict else ())))
+        elif kind == "partial":
+            key.append((len(value.args), *value.keywords))
         elif kind == "items":
             self._looked_at.add(id(value))
             entries = list(value.items()) if type(value) is dict else list(enumerate(value))

@@ -48,6 +48,7 @@ from .lazy import LazyTensor, become, real_of
 from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .splice import Piece, as_argument
 from .stages import run_lowered, stage
+from .taps import flatten, unflatten
 from .variant import Variant
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Recording(CallRecorder):
         leaves = self._visit(tap)
         if self._shows_edits(tap):
             self.cut("an array outside of torch has memory that the model may have edited", instead_of("numpy"))
-        value = leaves[0] if tap.is_single else pytree.tree_unflatten(leaves, tap.structure)
+        value = leaves[0] if tap.is_single else unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
         switched = self.graph.switched.get(tap.node)
         if switched is None or not switched.entered:
@@ -186,7 +187,7 @@ class Recording(CallRecorder):
             for leaf in until.leaves
         ]
         self._check_leaves(until, leaves, asked[0])
-        new_leaves = pytree.tree_leaves(asked[0])
+        new_leaves = flatten(asked[0])[0]
         sources = tuple((number, self.refer(new_leaves[number])) for number in until.tensor_leaves)
         self.step(Skip(tap.index, until.index, sources))
         self.substitutes.update({until.leaves[number]: source for number, source in sources})
@@ -261,12 +262,12 @@ class Recording(CallRecorder):
         tap = self.tap
         if tap is None or tap.location != location:
             return
-        self._check_leaves(tap, pytree.tree_leaves(old), new)
+        self._check_leaves(tap, flatten(old)[0], new)
 
     def _check_leaves(self, tap: Tap, old_leaves: list[Any], new: Any) -> None:
         """Raise if ``new`` cannot stand for the value of ``tap``, whose leaves are (or are like) ``old_leaves``."""
         location = tap.location
-        new_leaves, structure = pytree.tree_flatten(new)
+        new_leaves, structure = flatten(new)
         if structure != tap.structure:
             raise ReplacementShapeError(
                 f"The replacement of `{location}` has another structure than the model's value there: {structure} "
@@ -291,10 +292,10 @@ class Recording(CallRecorder):
 
     def _write(self, tap: Tap, leaves: list[Any], changed: Any) -> None:
         """Record which tensors of ``tap`` the blocks replaced."""
-        new_leaves = pytree.tree_leaves(changed)
+        new_leaves = flatten(changed)[0]
         if all(map(operator.is_, leaves, new_leaves)) and len(leaves) == len(new_leaves):
             return
-        value = pytree.tree_unflatten(leaves, tap.structure)
+        value = unflatten(leaves, tap.structure)
         self._check_replacement(tap.location, value, changed)  # also what was assigned inside a dict or a list
         for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
             if old is not new and isinstance(new, torch.Tensor):

@@ -12,6 +12,8 @@ comparison is needed depends on the kind of object:
 ``"module"``    a module that is called: of the same class, with nothing around its ``forward``
 ``"children"``  a container of modules: of the same class, with the same modules
 ``"items"``     a list, tuple or dict of tensors and constants: each of its items
+``"members"``   a list, tuple or dict of anything: its keys, or its length; what is taken out of it is a root of its own
+``"partial"``   a ``functools.partial``: how many arguments it has, and the names; they are roots of their own
 ``"envoys"``    a list or tuple of envoys: the same objects
 ``"filled"``    a list that the block appends to, and does not look at: whether it is another one of these
 ==============  =========================================================================================
@@ -22,6 +24,7 @@ code, and from what it reads, which are roots, too.
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -34,7 +37,7 @@ from ..located import Located
 from ..runtime.instrumentation import INTERCEPTED_CODE, INTERCEPTED_METHOD
 
 #: Longest container whose items are compared one by one.
-_LONGEST = 64
+LONGEST = 64
 
 _CONSTANT_TYPES = (
     bool, int, float, complex, str, bytes, type(None), type(...), range, slice,
@@ -101,8 +104,9 @@ class Root(NamedTuple):
 
     def __str__(self) -> str:
         start = self.start if isinstance(self.start, str) else type(self.start()).__name__
-        shown = [str(step.what) for step in self.steps if step.how in ("attribute", "class", "global", "default")]
-        return ".".join((start, *shown))
+        named = ("attribute", "class", "global", "default")
+        shown = (f"[{step.what!r}]" if step.how == "item" else f".{step.what}" if step.how in named else "" for step in self.steps)
+        return "".join((start, *shown))
 
 
 def look_up(value: Any, name: str) -> Any:
@@ -162,6 +166,12 @@ def _above(value: Any, what: tuple[type, str]) -> Any:
     raise KeyError(name)
 
 
+def _item(value: Any, key: Any) -> Any:
+    if type(value) not in (list, tuple, dict):
+        raise LookupError(key)
+    return value[key]
+
+
 def _global(function: Any, name: str) -> Any:
     found = function.__globals__
     return found[name] if name in found else function.__builtins__[name]
@@ -172,7 +182,8 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "class": class_attribute,
     "special": special_method,
     "super": _above,
-    "inner": getattr,  # of a function or a descriptor
+    "inner": getattr,  # of a function, a descriptor or a partial
+    "item": _item,
     "global": _global,
     "cell": lambda function, index: function.__closure__[index].cell_contents,
     "default": lambda function, index: function.__defaults__[index],
@@ -191,8 +202,11 @@ def kind_of(value: Any) -> str | None:
         if items and type(value) is not dict and all(isinstance(item, Located) for item in items):
             return "envoys"
         keys = list(value) if type(value) is dict else []
-        fits = len(items) <= _LONGEST and all(kind_of(item) in ("tensor", "constant") for item in items)
-        return "items" if fits and all(is_constant(key) for key in keys) else None
+        if len(items) > LONGEST or not all(is_constant(key) for key in keys):
+            return None
+        return "items" if all(kind_of(item) in ("tensor", "constant") for item in items) else "members"
+    if type(value) is functools.partial:
+        return "partial"
     return "object" if _can_be_referred_to(value) else None
 
 

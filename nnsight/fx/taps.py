@@ -8,13 +8,19 @@ A value may be any nest of containers. Its leaves go through the tap one by one;
 (dynamo can hold a string in the graph where it cannot hold a ``TreeSpec``), see :func:`describe` and
 :func:`parse_structure`. Leaves that a graph cannot hold (a cache object, say) stay where they are and appear as
 :class:`Opaque`.
+
+A dataclass that holds tensors is a container, too, although ``pytree`` does not know its class: :func:`flatten` and
+:func:`unflatten` do. With lists, dicts and dataclasses the model goes on with the object that it made, whose tensors are then those
+behind the tap: a module may fill a list that it was given, and who else has the list sees that. The others are made anew.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import sys
-from collections import OrderedDict, defaultdict
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +31,10 @@ from torch.utils import _pytree as pytree
 OPAQUE_MARK = "\0opaque:"
 
 _TUPLE, _DICT = "builtins:tuple", "builtins:dict"
+
+#: Containers that can be changed, and what a description has of them, and of what ``pytree`` gives back as a tuple.
+_FILLED = (list, dict, OrderedDict, defaultdict, deque)
+_KEPT = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in _FILLED], "'torch:Size'")
 
 _CONSTANTS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -99,15 +109,51 @@ def tapped(location: str, value: Any) -> Any:
     return _through(location, [part], part[2][:-1])[0]
 
 
-def _flattened(value: Any) -> tuple[list[Any], pytree.TreeSpec | None, str]:
+class _Kept:
+    """A value that holds containers which can be changed: the model goes on with these, not with others that are like them.
+
+    Args:
+        value: The value.
+        spec: How it nests, to ``pytree``.
+    """
+
+    def __init__(self, value: Any, spec: pytree.TreeSpec) -> None:
+        self.value, self.spec = value, spec
+
+
+def _flattened(value: Any) -> tuple[list[Any], Any, str]:
     """Return the leaves of ``value``, how they nest (``None`` for a leaf), and that as text with a comma."""
-    if value is None or isinstance(value, (torch.Tensor, *_CONSTANTS)):
+    if _is_simple(value):
         return [value], None, "None,"
     leaves, spec = pytree.tree_flatten(value)
-    return leaves, spec, describe(spec) + ","
+    # Dynamo is slower with generators.
+    if any([fields_of(type(leaf)) for leaf in leaves if not _is_simple(leaf)]):  # noqa: C419
+        parts = [_flattened_leaf(leaf) for leaf in leaves]
+        texts = [part[1] for part in parts]
+        texts.reverse()
+        return [leaf for part in parts for leaf in part[0]], _Kept(value, spec), describe(spec, texts) + ","
+    text = describe(spec) + ","
+    kept = any([name in text for name in _KEPT])  # noqa: C419
+    return leaves, _Kept(value, spec) if kept else spec, text
 
 
-def _through(location: str, parts: list[tuple[list[Any], pytree.TreeSpec | None, str]], structure: str) -> list[Any]:
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, (torch.Tensor, *_CONSTANTS))
+
+
+def _flattened_leaf(value: Any) -> tuple[list[Any], str]:
+    """Return the leaves and the text of what ``pytree`` takes for a leaf; a dataclass with tensors is none."""
+    if not _is_simple(value):
+        kind = type(value)
+        parts = [_flattened(getattr(value, name, None)) for name in fields_of(kind)]
+        leaves = [leaf for part in parts for leaf in part[0]]
+        if any([isinstance(leaf, torch.Tensor) for leaf in leaves]):  # noqa: C419
+            described = "".join([part[2] for part in parts])
+            return leaves, f"({kind.__module__ + ':' + kind.__qualname__!r},{list(fields_of(kind))!r},({described})),"
+    return [value], "None,"
+
+
+def _through(location: str, parts: list[tuple[list[Any], Any, str]], structure: str) -> list[Any]:
     """Pass all leaves of ``parts`` through one tap; return the values that the parts are then."""
     leaves = [leaf for part in parts for leaf in part[0]]
     tensors = tap(location, [_marked(leaf) for leaf in leaves], structure)
@@ -121,8 +167,66 @@ def _through(location: str, parts: list[tuple[list[Any], pytree.TreeSpec | None,
                 position += 1
             else:
                 behind.append(leaf)
-        values.append(behind[0] if spec is None else pytree.tree_unflatten(behind, spec))
+        if isinstance(spec, _Kept):
+            behind.reverse()
+            values.append(_put_back(spec.value, spec.spec, behind))
+        else:
+            values.append(behind[0] if spec is None else pytree.tree_unflatten(behind, spec))
     return values
+
+
+def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any]) -> Any:
+    """Return ``value`` with other leaves, of which the last is the first, and which are used up.
+
+    Containers that can be changed stay the same objects, so that whoever else has them sees what becomes of them.
+    """
+    if spec.is_leaf():
+        return leaves.pop() if _is_simple(value) else _put_back_fields(value, leaves)
+    kind = type(value)
+    if kind is torch.Size:
+        for _ in value:
+            leaves.pop()
+        return value
+    if kind in _FILLED:
+        keys = list(value) if issubclass(kind, dict) else list(range(len(value)))
+        for key, child in zip(keys, spec.children()):  # noqa: B905 - dynamo is slower with `strict`
+            held = value[key]
+            new = _put_back(held, child, leaves)
+            if _is_made_anew(held):
+                value[key] = new
+        return value
+    node = pytree.SUPPORTED_NODES[spec.type]
+    parts = node.flatten_fn(value)[0]
+    children = [_put_back(part, child, leaves) for part, child in zip(parts, spec.children())]  # noqa: B905 - as above
+    return node.unflatten_fn(children, spec.context)
+
+
+def _put_back_fields(value: Any, leaves: list[Any]) -> Any:
+    """The same for what ``pytree`` takes for a leaf."""
+    kind = type(value)
+    if not _holds_tensors(value):
+        return leaves.pop()
+    made = {}
+    for name in fields_of(kind):
+        held = getattr(value, name, None)
+        made[name] = _put_back(held, pytree.tree_flatten(held)[1], leaves)
+        if not is_frozen(kind) and _is_made_anew(held):
+            setattr(value, name, made[name])
+    return kind(**made) if is_frozen(kind) else value
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value)[0]])  # noqa: C419
+
+
+def _is_made_anew(value: Any) -> bool:
+    """Whether :func:`_put_back` gives another object for ``value``, which holds tensors."""
+    if isinstance(value, torch.Tensor):
+        return True
+    kind = type(value)
+    if kind in _FILLED or _is_simple(value) or (fields_of(kind) and not is_frozen(kind)):
+        return False
+    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened(value)[0]])  # noqa: C419
 
 
 def _marked(leaf: Any) -> Any:
@@ -133,10 +237,15 @@ def _marked(leaf: Any) -> Any:
     return OPAQUE_MARK + kind.__module__ + "." + kind.__qualname__
 
 
-def describe(spec: pytree.TreeSpec) -> str:
-    """Return ``spec`` as a Python literal: ``None`` for a leaf, else ``(type, context, children)``."""
+def describe(spec: pytree.TreeSpec, texts: list[str] | None = None) -> str:
+    """Return ``spec`` as a Python literal: ``None`` for a leaf, else ``(type, context, children)``.
+
+    Args:
+        spec: The structure.
+        texts: The same, with a comma each, for what stands where it has leaves; the last one first. They are used up.
+    """
     if spec.is_leaf():
-        return "None"
+        return "None" if texts is None else texts.pop()[:-1]
     kind = spec.type
     context = spec.context
     if isinstance(context, type):  # a namedtuple's class
@@ -147,7 +256,7 @@ def describe(spec: pytree.TreeSpec) -> str:
             context = list(context[1])
         elif kind is OrderedDict:
             context = list(context)
-    children = "".join([describe(child) + "," for child in spec.children()])
+    children = "".join([describe(child, texts) + "," for child in spec.children()])
     return "(" + repr(name) + "," + repr(context) + ",(" + children + "))"
 
 
@@ -175,6 +284,9 @@ def _build_spec(described: Any) -> pytree.TreeSpec:
 
 def _find_class(name: str) -> Any:
     module_name, _, qualname = name.partition(":")
+    record = _records.get(name)
+    if record is not None:
+        return record
     found: Any = sys.modules.get(module_name)
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -185,3 +297,84 @@ def _find_class(name: str) -> Any:
         if f"{kind.__module__}:{kind.__qualname__}" == name:
             return kind
     raise LookupError(f"The class {qualname} of module {module_name}, part of a captured value, cannot be found.")
+
+
+# -- dataclasses ---------------------------------------------------------------------------------------------------------
+
+#: Dataclasses that were met, by module and name.
+_records: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[misc]
+def fields_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass; nothing for other classes, and for those that do more than hold values."""
+    if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
+        return ()
+    if issubclass(kind, (tuple, list, dict, torch.Tensor, torch.nn.Module)) or kind.__getattribute__ is not object.__getattribute__:
+        return ()
+    fields = dataclasses.fields(kind)
+    if is_frozen(kind):
+        if hasattr(kind, "__post_init__") or not all(field.init for field in fields):
+            return ()
+    elif kind.__setattr__ is not object.__setattr__:
+        return ()
+    _records[f"{kind.__module__}:{kind.__qualname__}"] = kind
+    return tuple(field.name for field in fields)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[misc]
+def is_frozen(kind: type) -> bool:
+    """Whether objects of a dataclass cannot be changed."""
+    return bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a value and how they nest, with dataclasses that hold tensors as containers."""
+    leaves, spec = pytree.tree_flatten(value)
+    if not any(fields_of(type(leaf)) for leaf in leaves):
+        return leaves, spec
+    parts = [_flatten_leaf(leaf) for leaf in leaves]
+    return [leaf for found, _ in parts for leaf in found], _grafted(spec, [inner for _, inner in reversed(parts)])
+
+
+def _flatten_leaf(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    names = fields_of(type(value))
+    parts = [flatten(getattr(value, name, None)) for name in names]
+    leaves = [leaf for found, _ in parts for leaf in found]
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return [value], pytree.treespec_leaf()
+    return leaves, pytree.TreeSpec(type(value), list(names), [inner for _, inner in parts])
+
+
+def _grafted(spec: pytree.TreeSpec, parts: list[pytree.TreeSpec]) -> pytree.TreeSpec:
+    """Return ``spec`` with ``parts``, the last one first, in place of its leaves."""
+    if spec.is_leaf():
+        return parts.pop()
+    return pytree.TreeSpec(spec.type, spec.context, [_grafted(child, parts) for child in spec.children()])
+
+
+def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """Return the value that :func:`flatten` took apart; dataclasses are made anew."""
+    return _made(list(reversed(leaves)), spec) if _is_unusual(spec) else pytree.tree_unflatten(leaves, spec)
+
+
+def _is_unusual(spec: pytree.TreeSpec) -> bool:
+    """Whether ``pytree`` alone cannot make the value."""
+    if spec.is_leaf():
+        return False
+    return spec.type is torch.Size or spec.type not in pytree.SUPPORTED_NODES or any(map(_is_unusual, spec.children()))
+
+
+def _made(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """Return the value that has these leaves, the last one first; they are used up."""
+    if spec.is_leaf():
+        return leaves.pop()
+    children = [_made(leaves, child) for child in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(children)
+    if spec.type in pytree.SUPPORTED_NODES:
+        return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
+    record = object.__new__(spec.type)
+    for name, value in zip(spec.context, children, strict=True):
+        object.__setattr__(record, name, value)
+    return record

@@ -19,9 +19,10 @@ import torch
 
 import nnsight
 from nnsight import NNsight, fx
+from nnsight.fx.recording import GraphBreakError
 
 from . import test_fx_breaks, test_fx_demands
-from .conftest import Hooks, assert_no_instrumentation
+from .conftest import Hooks, assert_no_instrumentation, same
 from .test_fx_demands import _debugger, counter, logger  # noqa: F401 - a fixture
 
 pytestmark = [
@@ -441,3 +442,27 @@ def test_a_demand_in_its_place_of_pieces_of_inductor(
     place: Place, need: Need, cuts: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     check(place, need, cuts, "inductor", capsys, caplog)
+
+
+@pytest.mark.parametrize(
+    "need", [need for need, _ in KINDS if need is not test_fx_demands.in_a_thread], ids=lambda need: need.__name__
+)
+def test_each_demand_is_an_error_with_fullgraph(need: Need) -> None:
+    """It names the line of the demand and what to write instead, and the model is as before."""
+    model = strict_model()
+    code = need.__code__
+    with pytest.raises(GraphBreakError) as raised:
+        with model.trace(X.clone()):
+            changed_by(need, [], model[1].output)
+    filename, line, rest = str(raised.value).split(":", 2)
+    lines = [number for *_, number in code.co_lines() if number is not None]
+    assert filename == code.co_filename and min(lines) <= int(line) <= max(lines)
+    assert "at `model.1.output`" in rest and "Instead, use " in rest
+    assert_no_instrumentation(model._module)
+    same(model(X), model._module(X))
+
+
+@functools.cache
+def strict_model() -> Any:
+    torch.manual_seed(0)
+    return NNsight(_row(), compile={"backend": "eager", "fullgraph": True})

@@ -200,6 +200,14 @@ class Loud(Quiet):
             self.left = True
 
 
+class Renaming(Quiet):
+    """Raises another error for one."""
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is IndexError:
+            raise KeyError("no such row") from error
+
+
 @contextlib.contextmanager
 def _between() -> Iterator[None]:
     with Quiet(), torch.no_grad():
@@ -246,6 +254,8 @@ def _other_managers(note: Callable[[], None]) -> None:
     with loud:
         note()
     with Loud():
+        note()
+    with Renaming():
         note()
     with loud.method():
         note()
@@ -323,7 +333,7 @@ def _no_tries(note: Callable[[], None]) -> None:
     ("function", "expected"),
     [
         (_quiet_managers, [None] * 7),
-        (_other_managers, ["a `with` that may catch it"] * 13),
+        (_other_managers, ["a `with` that may catch it"] * 14),
         (_tries, ["a `try`"] * 4),
         (_no_tries, [None] * 4),
     ],
@@ -351,6 +361,15 @@ def dropped_by_a_class(hidden: torch.Tensor, notes: list[str]) -> None:
     with Loud(), Quiet():
         _index(hidden)
         notes.append("no error")
+
+
+def renamed_by_a_class(hidden: torch.Tensor, notes: list[str]) -> None:
+    try:
+        with Renaming():
+            _index(hidden)
+            notes.append("no error")
+    except KeyError as error:
+        notes.append(str(error))
 
 
 def dropped_by_a_generator(hidden: torch.Tensor, notes: list[str]) -> None:
@@ -397,8 +416,8 @@ def tried_around_a_finally(hidden: torch.Tensor, notes: list[str]) -> None:
 
 
 DROPPING: list[Callable[..., Any]] = [
-    suppressed, expected_by_a_test, dropped_by_a_class, dropped_by_a_generator, dropped_by_a_stack, dropped_by_a_finally,
-    tried_around_a_manager, tried_around_a_finally,
+    suppressed, expected_by_a_test, dropped_by_a_class, renamed_by_a_class, dropped_by_a_generator, dropped_by_a_stack,
+    dropped_by_a_finally, tried_around_a_manager, tried_around_a_finally,
 ]  # fmt: skip
 
 

@@ -273,3 +273,14 @@ def test_moves_and_casts(model: NNsight) -> None:
     for dtype in (torch.float64, torch.float32, torch.float64):
         assert not agree(model, moved, dtype).breaks
     assert fx.counters.recordings == 2
+
+
+def test_a_tensor_that_goes_into_the_model_is_one_input_of_the_graph() -> None:
+    """What is asked about it to declare it is no call of the block."""
+    model = NNsight(Net(), compile={"backend": "eager"})
+    given = torch.ones(2, 9, 8)
+    with torch.no_grad(), model.trace(X) as tracer:
+        model.first.output = given
+        out = model.output.save()
+    torch.testing.assert_close(out, model.second(given.relu()), rtol=0.0, atol=0.0)
+    assert tracer.report.code.count("external_0") > 0 and "external_1" not in tracer.report.code

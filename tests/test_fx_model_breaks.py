@@ -442,6 +442,60 @@ def test_offloaded_and_hooked_modules(
         torch.testing.assert_close(model(X), by_hand(X), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("prepare", [_on_cpu, _dispatched, _hooked])
+@pytest.mark.parametrize("cuts", [False, True], ids=["one piece", "cut"])
+def test_gradients_of_offloaded_and_hooked_modules(
+    prepare: Callable[[torch.nn.Module, Path], torch.nn.Module], cuts: bool, tmp_path: Path
+) -> None:
+    """Of hidden states on both sides of the breaks, of the input, and of the parameters that stay where they are."""
+    pytest.importorskip("accelerate")
+
+    def make(name: str) -> torch.nn.Module:
+        torch.manual_seed(0)
+        (tmp_path / name).mkdir()
+        return prepare(Stack(), tmp_path / name)
+
+    by_hand, seen = make("one"), {}
+    x = X.clone().requires_grad_()
+
+    def first(out: torch.Tensor) -> torch.Tensor:
+        seen["first"] = out * 2
+        seen["first"].retain_grad()
+        return seen["first"]
+
+    def up(out: torch.Tensor) -> None:
+        out.retain_grad()
+        seen["up"] = out
+
+    expected = Hooks(by_hand).output("h.0", first).output("h.2.up", up)(x)
+    expected.pow(2).sum().backward()
+    wanted = [seen["first"].grad, seen["up"].grad, x.grad, *(parameter.grad for parameter in by_hand.parameters())]
+    model = NNsight(make("two"), compile={"backend": "eager"})
+    for compile in (False, True, True):
+        fx.counters.reset()
+        model._module.zero_grad()
+        x = X.clone().requires_grad_()
+        with model.trace(x, compile=compile):
+            hidden = model.h[0].output * 2
+            if cuts:
+                hidden.requires_grad_()  # has to be said where a cut comes between it and the loss
+            model.h[0].output = hidden
+            if cuts and model.h[1].output.sum() > -1e9:
+                model.h[1].output *= 1.0
+            inner = model.h[2].up.output
+            out = model.output.save()
+            with out.pow(2).sum().backward():
+                of_inner = inner.grad.save()
+                of_hidden = hidden.grad.save()
+        torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
+        found = [of_hidden, of_inner, x.grad, *(parameter.grad for parameter in model._module.parameters())]
+        for one, other in zip(found, wanted, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other)
+    assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_autocast_in_a_block_is_not_for_the_layers_that_run_meanwhile(compile: bool) -> None:
     torch.manual_seed(0)

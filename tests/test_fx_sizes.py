@@ -252,3 +252,48 @@ def test_a_number_given_to_the_model_may_be_one_or_zero(backend: str) -> None:
                 out = model.output.save()
             torch.testing.assert_close(out, module.second((module.first(x) + factor + 1) * factor))
     assert fx.counters.captures == captures == 2
+
+
+# -- sizes of what goes on behind a cut --------------------------------------------------------------------------------
+
+
+class Conv(torch.nn.Module):
+    """Makes its shape from that of its input, as the layers of GPT-2 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.view(-1, x.size(-1)) @ self.weight).view((*x.size()[:-1], 4))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_piece_behind_a_cut_serves_all_lengths(backend: str) -> None:
+    """Two of its inputs share memory, which matters only if it writes to them."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Conv(), Conv(), Conv())
+    model = NNsight(net, compile={"backend": backend})
+
+    def run(length: int) -> None:
+        x = torch.randn(1, length, 4)
+        with torch.no_grad(), model.trace(x) as tracer:
+            hidden = model[0].output
+            first = hidden[:, :1]
+            if hidden.sum() > -1e9:
+                model[0].output = hidden * 2.0
+            model[1].output += first
+            model[2].output += hidden
+            out = model.output.save()
+        assert len(tracer.report.breaks) == 1
+        with torch.no_grad():
+            hidden = net[0](x)
+            expected = net[2](net[1](hidden * 2.0) + hidden[:, :1]) + hidden
+        torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
+
+    for length in (6, 7, 8, 7, 6):
+        run(length)
+    fx.counters.reset()
+    for length in range(5, 20):
+        run(length)
+    assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0

@@ -564,8 +564,9 @@ class CallRecorder(TorchFunctionMode):
                 return Input(position)
         if tensor.layout is not torch.strided:
             raise _NotLowerable(f"a tensor with layout {tensor.layout}")
-        stride = None if tensor.is_contiguous() else tensor.stride()
-        declared = Declare(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+        with torch._C.DisableTorchFunction():  # these are no calls of the block
+            stride = None if tensor.is_contiguous() else tensor.stride()
+            declared = Declare(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
         if stride is None and self.symbol_of_size and declared not in self.state.edges:
             shape = tuple(self.symbol_of_size.get(size, size) for size in tensor.shape)
             declared = declared._replace(shape=shape)

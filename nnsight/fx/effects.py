@@ -46,12 +46,15 @@ _ARITHMETIC = (
     "add sub mul truediv floordiv mod pow neg abs matmul invert and_ or_ xor lshift rshift eq ne lt le gt ge"
 ).split()
 
+_NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat, torch.Size)
+
 #: Functions without a schema.
 _KINDS: dict[Any, Kind] = {
     **{getattr(operator, name): Kind.NEW for name in _ARITHMETIC},
     operator.getitem: Kind.READ,
     getattr: Kind.READ,
     torch.tensor: Kind.NEW,
+    torch.Size: Kind.NEW,
 }
 
 #: Methods without a schema of their own.
@@ -286,11 +289,14 @@ class Memory:
         self._parent: dict[Any, Any] = {}
         self._members: dict[Any, list[torch.fx.Node]] | None = None
         for node in graph.nodes:
+            if _is_number(node):
+                continue
             if node.op in ("placeholder", "get_attr"):
                 self._join(node, "inputs")
             elif node.op != "output" and kind_of(node) is not Kind.NEW:
                 for argument in written(node):
-                    self._join(node, argument)
+                    if not _is_number(argument):  # a view is not of its sizes
+                        self._join(node, argument)
         self.order = {node: number for number, node in enumerate(graph.nodes)}
 
     def _find(self, item: Any) -> Any:
@@ -317,6 +323,11 @@ class Memory:
             for item in self.order:
                 self._members.setdefault(self._find(item), []).append(item)
         return self._members[self._find(node)]
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    """Whether the value of a node is known to have no memory."""
+    return isinstance(node.meta.get("example_value"), _NUMBERS)
 
 
 def writes_to_inputs(graph: torch.fx.Graph) -> bool:

@@ -4,9 +4,10 @@ The manager of a ``with`` that is being executed is out of reach: the interprete
 is the expression it came from, if that is a name with attributes or a call of one, as in ``with torch.no_grad():``. So one
 tells which manager it is without evaluating anything.
 
-A manager lets all errors through if its ``__exit__`` returns nothing but ``None`` or ``False``, which its code shows. One
-written in C is known by the package it is from. For a generator under ``contextlib.contextmanager`` it matters whether something
-catches errors where it yields; see :mod:`~nnsight.fx.attempts`. Every other manager may catch them.
+A manager lets all errors through if its ``__exit__`` returns nothing but ``None`` or ``False`` and raises no other error for
+one that it is told of, which its code shows. One written in C is known by the package it is from. For a generator under
+``contextlib.contextmanager`` it matters whether something catches errors where it yields; see :mod:`~nnsight.fx.attempts`.
+Every other manager may catch them.
 """
 
 from __future__ import annotations
@@ -166,7 +167,19 @@ def _returns_nothing(code: types.CodeType) -> bool:
             nothing = before is not None and before.opname == "LOAD_CONST" and before.argval in (None, False)
             if not nothing or found.is_jump_target:
                 return False
-    return not code.co_flags & _RUNS_LATER
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    about_error = code.co_varnames[1:count]
+    asks = any(
+        found.opname.startswith("LOAD_FAST") and _names_in(found).intersection(about_error) for found in instructions
+    )
+    replaces = asks and any(found.opname == "RAISE_VARARGS" for found in instructions)
+    return not replaces and not code.co_flags & _RUNS_LATER
+
+
+def _names_in(instruction: dis.Instruction) -> set[str]:
+    """Return the variables that an instruction loads; from Python 3.13 on some load two."""
+    found = instruction.argval
+    return {found} if isinstance(found, str) else set(found)
 
 
 def _is_known(item: Any) -> bool:

@@ -132,7 +132,10 @@ class Recording(CallRecorder):
             if self.tap is not None:  # compute what the blocks have seen, and nothing behind it
                 self._run_piece(self.graph.order[self.tap.node], [])
             raise
-        except BaseException:
+        except BaseException as error:
+            if error is run.failure:  # one of a block: the others end while what they hold can still be computed
+                with self:
+                    run.end_blocks()
             self._abandon()
             raise
         finally:

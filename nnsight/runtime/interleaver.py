@@ -266,10 +266,14 @@ class Interleaver(InterleaverSurface):
                 uncaptured = self.is_uncaptured(location)
                 mediator.throw(OutOfOrderError(never_reached_message(location, occurrence, calls, visited, uncaptured)))
 
-    def cancel(self) -> None:
-        """End whatever still runs and stop being the active run."""
+    def end_blocks(self) -> None:
+        """End the blocks that still run, where they wait; their ``finally`` clauses run."""
         for mediator in self.mediators:
             mediator.cancel()
+
+    def cancel(self) -> None:
+        """End whatever still runs and stop being the active run."""
+        self.end_blocks()
         if self._token is not None:
             active_run.reset(self._token)
             self._token = None

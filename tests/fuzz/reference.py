@@ -84,7 +84,9 @@ def _text(segment: Segment) -> str:
 def run(net: Net, plan: BlockPlan, w: Any, inputs: list[torch.Tensor]) -> tuple[Any, Any, Any]:
     """Run a block; return the model's result, what a cache would hold, and what was saved."""
     joined = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    names: dict[str, Any] = {"torch": torch, "w": w, "OutOfOrderError": OutOfOrderError, "__builtins__": __builtins__}
+    names: dict[str, Any] = {
+        "torch": torch, "contextlib": contextlib, "w": w, "OutOfOrderError": OutOfOrderError, "__builtins__": __builtins__,
+    }  # fmt: skip
     names["model"] = net
     sizes = iter(len(part) for part in inputs)
     start = 0

@@ -87,6 +87,7 @@ class Case:
         )
         return "\n".join(
             [
+                "import contextlib",
                 "import torch",
                 "from tests.fuzz.nets import build, make_input",
                 "from tests.fuzz.runner import Rows",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 from collections.abc import Callable
@@ -106,6 +107,6 @@ def compiled(text: str) -> Callable[..., Any]:
     """Return the function that a text defines, with a source that can be found."""
     filename = f"<block {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"torch": torch, "total_of": total_of, "__name__": "fuzz"}
+    namespace: dict[str, Any] = {"torch": torch, "contextlib": contextlib, "total_of": total_of, "__name__": "fuzz"}
     exec(compile(text, filename, "exec"), namespace)
     return namespace["block"]

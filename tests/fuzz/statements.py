@@ -147,6 +147,9 @@ assert T.detach().abs().sum() >= 0.0, "never"
 w.log.append(len(T.detach()[0, :, 0].nonzero())); T += 1.0
 N = T * 2.0 if torch.equal(T[:, 0], T[:, -1]) else T / 2.0
 with torch.no_grad(): w.log.append((T * 2.0).sum().item() > 0)
+with contextlib.suppress(IndexError): w.log.append("in"); w.kept.append(w.vector[T.detach()[0, 0].argmax() + 2]); w.log.append("out")
+with w.dropping(): T.add_(1.0); w.kept.append(w.matrix[:, T.detach()[0].argmax(-1) + 1]); w.log.append("out")
+with w.dropping(), torch.no_grad(): w.log.append("in"); w.kept.append(torch.linalg.inv(T.detach()[0, :1].T @ T.detach()[0, :1] * 0.0))
 w.kept.append(torch.func.grad(lambda x: (x**2).sum() if x.sum() > 0 else x.sum())(T.detach()))
 """.strip().splitlines()
 

@@ -11,8 +11,11 @@ HAS_TORCH := $(VENV)/.has-torch
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+RAY_VENV := .venv-ray
+RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+RAY_INSTALLED := $(RAY_VENV)/.installed
 
-.PHONY: help install demo test lint types pytest test-slow test-vllm bench clean
+.PHONY: help install demo test lint types pytest test-slow test-vllm test-ray bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +23,7 @@ help:
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that compile code, and those of models with many parts"
 	@echo "make test-vllm  the tests that run on vLLM, with an environment of their own (python 3.11)"
+	@echo "make test-ray   the tests that run on a Ray cluster of this machine, with an environment of their own"
 	@echo "make lint       ruff"
 	@echo "make types      mypy"
 	@echo "make bench      measure the overhead of traces"
@@ -82,8 +86,20 @@ test-vllm: $(VLLM_INSTALLED)
 	@echo "pytest, tests on vLLM ..."
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm
 
+$(RAY_INSTALLED): pyproject.toml
+	@echo "creating $(RAY_VENV) ..."
+	@$(PYTHON) -m venv $(RAY_VENV)
+	@echo "installing $(TORCH) and Ray Serve (large downloads the first time) ..."
+	@$(RAY_PIP) install "$(TORCH)"
+	@$(RAY_PIP) install --editable ".[dev,ray]" "$(TORCH)"
+	@touch $@
+
+test-ray: $(RAY_INSTALLED)
+	@echo "pytest, tests on Ray ..."
+	@$(RAY_VENV)/bin/python -m pytest -m ray
+
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -50,7 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--dtype", help="of the weights, such as bfloat16")
     serve.add_argument("--device-map", help="where the weights go, such as auto or cuda:0")
     serve.add_argument("--compile", action="store_true", help="run compiled")
-    serve.add_argument("--ray", action="store_true", help="scale out with Ray Serve (not available)")
+    serve.add_argument("--ray", action="store_true", help="run models in replicas, on a Ray cluster")
+    serve.add_argument(
+        "--replicas", metavar="N or MIN-MAX", help="with --ray, how many of each model, or between which bounds (default: 1)"
+    )
+    serve.add_argument("--replica-cpus", type=float, metavar="N", help="with --ray, cores of a replica (default: 1)")
+    serve.add_argument("--replica-gpus", type=float, metavar="N", help="with --ray, accelerators of a replica (default: 0)")
     serve.set_defaults(run=_serve)
 
     vllm = commands.add_parser("vllm", help="vLLM's server, with edits (docs/vllm.md)")
@@ -74,10 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(parsed: argparse.Namespace) -> None:
-    if parsed.ray:
-        raise ValueError(
-            "serve --ray: Ray Serve is not supported yet. Leave out --ray: one process serves one machine."
-        )
+    scaling = _scaling(parsed)
     try:
         from .remote.server.gateway import Settings
         from .remote.server.keys import Account, OpenDoor
@@ -92,14 +95,48 @@ def _serve(parsed: argparse.Namespace) -> None:
         door = OpenDoor(Account("anonymous", seconds=parsed.seconds))
     options: dict[str, Any] = {"compile": parsed.compile}
     options |= {name: getattr(parsed, name) for name in ("dtype", "device_map") if getattr(parsed, name) is not None}
-    engines = {}
-    for name in parsed.models:
-        key, model = load(name, parsed.revision, **options)
-        engines[key] = engine_of(model, name=f"nnsight-engine {name}")
     settings = Settings(keep=parsed.keep, together=parsed.together, drain=parsed.drain)
-    serve(
-        engines, door, parsed.spool, host=parsed.host, port=parsed.port, capacity=parsed.spool_bytes, settings=settings
-    )
+    engines: dict[Any, Any] = {}
+    with contextlib.ExitStack() as stack:
+        if parsed.ray:
+            from .remote.server.replicas import cluster, deploy_model
+
+            stack.enter_context(cluster())
+        for name in parsed.models:
+            if parsed.ray:
+                key, engine = deploy_model(name, parsed.revision, options, **scaling)
+                engines[key] = engine
+            else:
+                key, model = load(name, parsed.revision, **options)
+                engines[key] = engine_of(model, name=f"nnsight-engine {name}")
+        serve(
+            engines,
+            door,
+            parsed.spool,
+            host=parsed.host,
+            port=parsed.port,
+            capacity=parsed.spool_bytes,
+            settings=settings,
+        )
+
+
+def _scaling(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return what was said about replicas.
+
+    Raises:
+        ValueError: If it makes no sense.
+    """
+    given = {"replicas": parsed.replicas, "cpus": parsed.replica_cpus, "gpus": parsed.replica_gpus}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not parsed.ray:
+        raise ValueError("serve: --replicas, --replica-cpus and --replica-gpus are for models on a Ray cluster; add --ray.")
+    if "replicas" in given:
+        least, _, most = given["replicas"].partition("-")
+        bounds = least, most or least
+        if not all(bound.isdecimal() for bound in bounds) or not 1 <= int(bounds[0]) <= int(bounds[1]):
+            raise ValueError(f"serve: --replicas is a number or two, such as 2 or 1-4, not {given['replicas']!r}.")
+        given["replicas"] = int(bounds[0]), int(bounds[1])
+    return given
 
 
 def _serve_vllm(parsed: argparse.Namespace) -> None:

@@ -427,6 +427,15 @@ def test_a_block_runs_on_the_server_and_binds_what_it_saved(here: Running, model
     assert seen == [logits.shape]  # the block ran here, once
 
 
+def test_traces_one_after_the_other_share_a_socket(here: Running, model: Any) -> None:
+    with wire_to(here) as wire:
+        for _ in range(3):
+            with model.trace(PROMPT, remote=wire.url):
+                model.lm_head.output.save()
+        assert sum(request.startswith(b"GET /subscribe") for request in wire.requests) == 1
+        client_module.client_of(wire.url).close()
+
+
 def test_an_address_can_be_given_in_place_of_the_option(here: Running, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONFIG.API, "HOST", "http://127.0.0.1:9")
     with model.trace(PROMPT, remote=here.url):

@@ -13,6 +13,7 @@ import socket as sockets
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -392,9 +393,19 @@ def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path, content: str) -
 def test_a_server_for_other_machines_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "nnsight/demo", "--host", "0.0.0.0", "--spool", str(tmp_path)]) == 2
     assert "--api-keys" in capsys.readouterr().err
-    assert cli.main(["serve", "nnsight/demo", "--ray"]) == 2
-    assert "--ray" in capsys.readouterr().err
     assert cli.main(["serve", "nnsight/demo", "--api-keys", str(tmp_path / "none")]) == 2
+
+
+def test_replicas_need_ray_and_sensible_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "nnsight.remote.server.replicas", raising=False)
+    assert cli.main(["serve", "nnsight/demo", "--ray"]) == 2
+    assert "pip install 'nnsight[ray]'" in capsys.readouterr().err
+    assert cli.main(["serve", "nnsight/demo", "--replicas", "2"]) == 2
+    assert "add --ray" in capsys.readouterr().err
+    for wrong in ("0", "4-2", "two", "1-2-3"):
+        assert cli.main(["serve", "nnsight/demo", "--ray", "--replicas", wrong]) == 2
+        assert "1-4" in capsys.readouterr().err
 
 
 # -- jobs and clients come and go ---------------------------------------------------------------------------------------------------
@@ -520,6 +531,23 @@ def test_a_full_disk_refuses_jobs_and_leaves_nothing(server: Running, tmp_path: 
         assert answer.status_code == 507 and "full" in answer.json()["detail"]
     assert not server.gateway.jobs and not list((tmp_path / "jobs").iterdir())
     assert server.finished(server.submit(order(say="y")))["status"] == "COMPLETED"
+
+
+def test_who_listens_to_a_short_job_does_not_wait_for_the_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, settle = threading.Event(), server.gateway.spool.settle
+    monkeypatch.setattr(server.gateway.spool, "settle", lambda job: settle(job) if disk.wait(20) else None)
+    with server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        server.submit(order(say="at once"), session_id=session)
+        assert messages(socket)[-1]["status"] == "COMPLETED" and not disk.is_set()
+    alone = threading.Thread(target=lambda: answered.append(server.submit(order(say="safe"))))
+    answered: list[str] = []
+    alone.start()
+    until(lambda: server.figure("nnsight_jobs_total") == 2)
+    assert not answered  # nobody hears of its end, so its answer says that it is not lost
+    disk.set()
+    alone.join(20)
+    assert server.finished(answered[0])["status"] == "COMPLETED"
 
 
 def test_a_disk_that_is_full_when_a_result_comes_ends_the_job(server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import active_interleaver
-from .attempts import is_tried, may_fail_by_values
+from .attempts import catcher, may_fail_by_values
 from .functions import ABOUT_GRADIENTS, METADATA
 from .variant import Variant
 
@@ -69,7 +69,7 @@ class Journal:
 
     def begins(self, function: Any, args: tuple[Any, ...]) -> None:
         """Note a call on tensors from outside that the block is about to make."""
-        if may_fail_by_values(function, args) and is_tried():
+        if may_fail_by_values(function, args) and catcher() is not None:
             self.spoil(f"`{getattr(function, '__name__', function)}` may fail because of values, and the block would catch that")
 
     def outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -27,12 +27,13 @@ def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-eng
     )
 
 
-def load(name: str, revision: str = "main", **options: Any) -> tuple[ModelKey, Any]:
-    """Return a language model with its weights, and the key under which it is served.
+def load(name: str, revision: str = "main", dispatch: bool = True, **options: Any) -> tuple[ModelKey, Any]:
+    """Return a language model and the key under which it is served.
 
     Args:
         name: As for :class:`~nnsight.LanguageModel`.
         revision: Branch, tag or commit.
+        dispatch: With its weights.
         **options: Further ones of :class:`~nnsight.LanguageModel`.
 
     Raises:
@@ -42,4 +43,4 @@ def load(name: str, revision: str = "main", **options: Any) -> tuple[ModelKey, A
 
     if revision != "main":
         options["revision"] = revision
-    return ModelKey(name, revision), LanguageModel(name, dispatch=True, **options)
+    return ModelKey(name, revision), LanguageModel(name, dispatch=dispatch, **options)

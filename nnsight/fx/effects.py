@@ -63,7 +63,7 @@ _METHODS = dict.fromkeys(
 )
 
 #: Methods that look at no value.
-_ABOUT_SIZES = frozenset("size dim numel stride type".split())
+_ABOUT_SIZES = frozenset("size dim numel stride".split())
 
 #: Operators that are made of others, so that their schema does not say that they return new memory.
 _NEW = frozenset("linear matmul layer_norm rms_norm group_norm softmax log_softmax".split())

@@ -456,7 +456,9 @@ def test_each_demand_is_an_error_with_fullgraph(need: Need) -> None:
             changed_by(need, [], model[1].output)
     filename, line, rest = str(raised.value).split(":", 2)
     lines = [number for *_, number in code.co_lines() if number is not None]
-    assert filename == code.co_filename and min(lines) <= int(line) <= max(lines)
+    assert filename == code.co_filename, "no library that the block calls"
+    if need not in (test_fx_demands.classifier, test_fx_demands.stopped_in_a_debugger):  # which call others of the file
+        assert min(lines) <= int(line) <= max(lines)
     assert "at `model.1.output`" in rest and "Instead, use " in rest
     assert_no_instrumentation(model._module)
     same(model(X), model._module(X))

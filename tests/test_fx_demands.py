@@ -467,6 +467,15 @@ def test_with_fullgraph_a_cut_names_the_line_the_value_and_what_to_write_instead
     assert_no_instrumentation(model._module)
 
 
+def test_a_cut_in_a_library_has_the_line_that_calls_it(model: NNsight) -> None:
+    with torch.no_grad(), model.trace(X) as tracer:
+        hidden = model[1].output
+        copy.deepcopy([hidden])  # the line
+    (cut,) = tracer.report.breaks
+    assert cut.filename == __file__
+    assert Path(__file__).read_text().splitlines()[cut.line - 1].strip() == "copy.deepcopy([hidden])  # the line"
+
+
 def test_a_cut_is_logged_once_for_its_place(caplog: pytest.LogCaptureFixture) -> None:
     model = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4)), compile={"backend": "eager"})
     with caplog.at_level(logging.INFO, logger="nnsight.fx"):

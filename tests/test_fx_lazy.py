@@ -64,3 +64,21 @@ def test_a_leaf_made_in_the_block(compile: bool) -> None:
     out.sum().backward()
     assert scale.grad is not None
     torch.testing.assert_close(scale.grad, model._module(X).sum(0))
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one graph", "cut"])
+def test_attributes_that_a_block_sets_on_a_tensor_stay_on_it(cut: bool) -> None:
+    model = wrap(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for compile in (False, True, True, True, True):  # known blocks are replayed
+        seen = []
+        with torch.no_grad(), model.trace(X, compile=compile):
+            hidden = model[0].output
+            hidden.layer = 0
+            if cut:
+                seen.append(hidden.sum().item())
+            hidden.layer += 1
+            seen.append(hidden.layer)
+            late = model[1].output.save()
+            late.layer = [hidden.layer]
+        assert type(late) is torch.Tensor and vars(late) == {"layer": [1]}
+        assert seen[-1] == 1

@@ -9,6 +9,7 @@ raises at the user's line. Which tensors there are, and what happens when a valu
 from __future__ import annotations
 
 import linecache
+import sysconfig
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,12 @@ NEVER_COMPUTED = (
     "again."
 )
 
-_TORCH_DIRECTORY = torch.__file__.rsplit("/", 1)[0]
+#: Where code is that a user has not written: torch, the standard library, installed packages.
+_LIBRARIES = (
+    torch.__file__.rsplit("/", 1)[0],
+    *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    "<frozen ",
+)
 
 
 class _NotLowerable(Exception):
@@ -711,8 +717,8 @@ def _fake_or_self(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def user_position() -> tuple[str, int]:
-    """Return file and line of the user's code that is running."""
-    return user_position_now(skip=_TORCH_DIRECTORY)
+    """Return file and line of the user's code that is running, whatever libraries it has called."""
+    return user_position_now(skip=_LIBRARIES)
 
 
 def _user_line() -> str:

@@ -62,6 +62,9 @@ _METHODS = dict.fromkeys(
     "float double half bfloat16 int long short bool cpu cuda size dim numel stride type".split(), Kind.READ
 )
 
+#: Methods that look at no value.
+_ABOUT_SIZES = frozenset("size dim numel stride".split())
+
 #: Operators that are made of others, so that their schema does not say that they return new memory.
 _NEW = frozenset("linear matmul layer_norm rms_norm group_norm softmax log_softmax".split())
 
@@ -368,6 +371,29 @@ def edits_of_inputs(
             if kind_of(node) in (Kind.READ, Kind.VIEW):
                 sources = node.all_input_nodes
             given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
+
+
+def uses_inputs_around_an_edit(graph: torch.fx.Graph) -> bool:
+    """Whether a graph uses the values of an input, edits it in place and uses its values again."""
+    given: dict[torch.fx.Node, frozenset[int]] = {}
+    nothing, used, changed = frozenset[int](), frozenset[int](), frozenset[int]()
+    for position, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
+        given[node] = frozenset({position})
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        edits, kind = _edited_by(node), kind_of(node)
+        edited_inputs = nothing.union(*(given.get(source, nothing) for source in edits))
+        if kind is not Kind.VIEW and node.target not in _ABOUT_SIZES:
+            others = (source for source in node.all_input_nodes if source not in edits)
+            now = nothing.union(*(given.get(source, nothing) for source in others))
+            if now & changed:
+                return True
+            changed |= edited_inputs & used
+            used |= now
+        sources = node.all_input_nodes if kind in (Kind.READ, Kind.VIEW) else edits
+        given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
+    return False
 
 
 def _edited_by(node: torch.fx.Node) -> list[torch.fx.Node]:

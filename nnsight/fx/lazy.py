@@ -65,6 +65,10 @@ class LazyTensor(torch.Tensor):
 LazyTensor.__name__ = LazyTensor.__qualname__ = "Tensor"
 
 
+#: Attributes of a lazy tensor.
+_OWN = frozenset({"_index", "_fake", "_recording", "_real"})
+
+
 def make_lazy(index: int, fake: torch.Tensor, recording: Any) -> LazyTensor:
     """Return a lazy tensor for value ``index`` of ``recording``."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -88,6 +92,8 @@ def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
                 torch.utils.swap_tensors(lazy, real.view_as(real) if share else real)
                 if share and real.requires_grad:
                     gradients.stand_for(lazy, real)
+                if len(attributes) > len(_OWN):  # what the block has set on the tensor stays on it
+                    lazy.__dict__.update({name: value for name, value in attributes.items() if name not in _OWN})
                 return True
         lazy.__dict__ = {**attributes, "_real": real}
         return False

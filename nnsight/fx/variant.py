@@ -26,7 +26,7 @@ from . import background
 from .borders import mark_borders, partial_results
 from .compat import BackendCallable
 from .counters import counters
-from .effects import edits_of_inputs, writes_to_inputs
+from .effects import edits_of_inputs, uses_inputs_around_an_edit, writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Prepared, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
@@ -106,6 +106,7 @@ class Variant:
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
         found = edits_of_inputs(self.spliced.graph_module.graph) if self._writes_to_inputs else ()
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
+        self._uses_around_edits = self._writes_to_inputs and uses_inputs_around_an_edit(self.spliced.graph_module.graph)
         #: Whether autograd forbids one of these edits, by which inputs are leaves.
         self._forbidden: dict[tuple[int, ...], bool] = {}
         #: What runs until the whole graph is lowered.
@@ -141,7 +142,7 @@ class Variant:
 
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
-        if self._edited and self._is_forbidden(binding, arguments):
+        if (self._edited and self._is_forbidden(binding, arguments)) or self._is_recomputed(arguments):
             return Lowered(self.spliced.graph_module.forward, (), (), 0), 0
         found = self.find(binding, self.sharing(arguments))
         if found is not None:
@@ -179,6 +180,14 @@ class Variant:
                 made = made or self._as_a_whole(binding, arguments, sharing)
                 self._keep(made, binding)
             return made, made.compiles
+
+    def _is_recomputed(self, arguments: Sequence[Any]) -> bool:
+        """Whether a backward pass might compute something again from an input that has been edited by then.
+
+        Ahead-of-time autograd keeps the input rather than two values made of it, one from before the edit and one from behind, and
+        takes it to be as it was. Such a graph runs node by node.
+        """
+        return self._uses_around_edits and torch.is_grad_enabled() and any(map(_wants_grad, arguments))
 
     def _is_forbidden(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
         """Whether autograd forbids an edit that the graph makes, because it is one of a leaf.
@@ -301,6 +310,10 @@ class Variant:
         """Return the value of each wanted item."""
         sources = (computed, inputs, externals)
         return [item if source == 3 else sources[source][item] for source, item in self._plan]
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_of_leaf(value: Any) -> bool:

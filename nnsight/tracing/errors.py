@@ -117,20 +117,20 @@ def ignore_new_frames(frame: types.FrameType, event: str, argument: Any) -> None
     """Trace nothing: a trace function for the time in which only one frame is traced."""
 
 
-def user_position_now(skip: str = "\0") -> tuple[str, int]:
+def user_position_now(skip: str | tuple[str, ...] = "\0") -> tuple[str, int]:
     """Return file and line of the user's code that is running: the innermost frame that is not this package's.
 
     Args:
-        skip: Frames of files under this directory are passed over as well.
+        skip: Frames of files under this directory, or these, are passed over as well, unless they are blocks.
     """
     return user_position_of(sys._getframe(1), skip)
 
 
-def user_position_of(frame: types.FrameType | None, skip: str = "\0") -> tuple[str, int]:
+def user_position_of(frame: types.FrameType | None, skip: str | tuple[str, ...] = "\0") -> tuple[str, int]:
     """Return file and line of the innermost frame, from ``frame`` outwards, that is the user's."""
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not is_internal(frame.f_code) and not filename.startswith(skip):
-            return filename, frame.f_lineno
+        code = frame.f_code
+        if code.co_name == BLOCK_NAME or not (is_internal(code) or code.co_filename.startswith(skip)):
+            return code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "<unknown>", 0

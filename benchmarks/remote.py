@@ -3,9 +3,12 @@
 The server is a process of its own on this machine (``nnsight serve nnsight/demo``), so the numbers have the protocol, the
 recording of the block and its checks in them, and no network. Measured:
 
-* the time of a blocking steering trace on the server, over the same trace here: median, interleaved in shuffled order;
+* the time of a blocking steering trace on the server, over the same trace here: median, interleaved in shuffled order; and of that time
+  what reading the payload and checking the program take;
 * jobs per second with 32 clients that submit jobs recorded before, where jobs share forward passes (``--together 32``), over a
-  server that runs each alone (``--together 1``); batches of the two servers take turns.
+  server that runs each alone (``--together 1``); batches of the two servers take turns. Results of both are those of a run alone, here.
+  With it goes the processor time that the server takes for a job, which other work on the machine does not change, and what a forward
+  pass of 32 rows takes in passes of one row: the limit of what sharing can save.
 
 ``python benchmarks/remote.py [--rounds N] [--quick]`` prints a table and writes ``benchmarks/results/remote.json``.
 """
@@ -35,9 +38,12 @@ from tqdm.auto import tqdm
 
 import nnsight
 from nnsight import CONFIG
+from nnsight.remote import execute_payload
 from nnsight.remote.backend import ProgramBackend
 from nnsight.remote.client import Client
+from nnsight.remote.payload import decode
 from nnsight.remote.results import decode_results
+from nnsight.remote.validation import validate
 
 RESULTS = Path(__file__).parent / "results" / "remote.json"
 PROMPT = "The Eiffel Tower is in the city of"
@@ -112,8 +118,41 @@ def latency(model: Any, address: str, rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def burst(client: Client, jobs: list[bytes], clients: int) -> float:
-    """Run ``jobs`` from as many threads as ``clients``; return jobs per second."""
+def check_time(model: Any, payload: bytes, times: int = 50) -> float:
+    """Return the median seconds in which a payload is read and checked, by a server that has seen its program before."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        validate(decode(payload), model)
+        return time.perf_counter() - start
+
+    timed()
+    return statistics.median(timed() for _ in range(times))
+
+
+def rows_at_once(model: Any, rows: int, times: int = 30) -> float:
+    """Return how many passes of one row a forward pass of so many rows takes, in processor time."""
+    ids = model.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+
+    def timed(batch: torch.Tensor) -> float:
+        start = time.process_time()
+        model._module(input_ids=batch)
+        return time.process_time() - start
+
+    with torch.no_grad():
+        found = [(timed(ids), timed(ids.repeat(rows, 1))) for _ in range(times)]
+    return statistics.median(many for _, many in found) / statistics.median(one for one, _ in found)
+
+
+def processor_time(process: int) -> float:
+    """Return the seconds of processor time that a process has taken."""
+    with open(f"/proc/{process}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def burst(client: Client, jobs: list[bytes], clients: int, due: dict[bytes, torch.Tensor]) -> float:
+    """Run ``jobs`` from as many threads as ``clients``, and compare the results with those ``due``; return jobs per second."""
     left = list(jobs)
     lock = threading.Lock()
     failures: list[str] = []
@@ -125,8 +164,12 @@ def burst(client: Client, jobs: list[bytes], clients: int) -> float:
                     return
                 job = left.pop()
             message, result = list(client.run(job, KEY))[-1]
-            if message["status"] != "COMPLETED" or not decode_results(client.result(message["id"]) if result is None else result):
+            if message["status"] != "COMPLETED":
                 failures.append(message["description"])
+                continue
+            found = decode_results(client.result(message["id"]) if result is None else result)["logits"]
+            if not torch.allclose(found, due[job], atol=1e-4, rtol=1e-4):
+                failures.append("The result is not that of a run alone.")
 
     threads = [threading.Thread(target=work) for _ in range(clients)]
     start = time.perf_counter()
@@ -148,29 +191,41 @@ def main() -> None:
     torch.manual_seed(0)
     random.seed(0)
     model = nnsight.demo_model()
-    with server(1) as (alone_at, _):
+    with server(1) as (alone_at, alone_process):
         alone = Client(alone_at)
         seconds = latency(model, alone_at, rounds)
         jobs = payloads(model, 64)
-        with server(32) as (together_at, _):
+        due = {job: decode_results(execute_payload(model, job))["logits"] for job in jobs}
+        with server(32) as (together_at, together_process):
             together = Client(together_at)
             rates: dict[str, list[float]] = {"alone": [], "together": []}
-            for turn in tqdm(range(2 if options.quick else 4), desc="throughput"):
-                for name, client in random.sample([("alone", alone), ("together", together)], 2):
-                    rate = burst(client, jobs, 32)
+            taken: dict[str, list[float]] = {"alone": [], "together": []}
+            for turn in tqdm(range(2 if options.quick else 8), desc="throughput"):
+                for name, client, process in random.sample(
+                    [("alone", alone, alone_process), ("together", together, together_process)], 2
+                ):
+                    before = processor_time(process)
+                    rate = burst(client, 2 * jobs, 32, due)
                     if turn:
                         rates[name].append(rate)
+                        taken[name].append((processor_time(process) - before) / (2 * len(jobs)))
+    spent = {name: statistics.median(found) for name, found in taken.items()}
     rate = {name: statistics.median(found) for name, found in rates.items()}
     found = {
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "threads_of_torch": torch.get_num_threads(),
         "versions": {"nnsight": nnsight.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "command": f"python benchmarks/remote.py --rounds {rounds}",
         "rounds": rounds,
         "milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
         "added_milliseconds": round(1e3 * (seconds["server"] - seconds["here"]), 2),
         "server_over_here": round(seconds["server"] / seconds["here"], 2),
+        "payload_bytes": len(jobs[0]),
+        "check_milliseconds": round(1e3 * check_time(model, jobs[0]), 2),
         "jobs_per_second": {name: round(value, 1) for name, value in rate.items()},
         "together_over_alone": round(rate["together"] / rate["alone"], 2),
+        "server_milliseconds_per_job": {name: round(1e3 * value, 2) for name, value in spent.items()},
+        "forward_of_32_rows_over_one": round(rows_at_once(model, 32), 1),
     }
     print(json.dumps(found, indent=2))
     if not options.quick:

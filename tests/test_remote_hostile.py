@@ -324,6 +324,14 @@ NODES: dict[str, Callable[[], Any]] = {
     "module with text": lambda: encode(
         job(read(), node("apply", module="model.first", args={"list": [{"str": "x"}]}, kwargs={"dict": []}))
     ),
+    "size of another tensor": lambda: encode(job(read(), node("size", value=ref(0), dim=1, size=10**6), saves={})),
+    "size of no dimension": lambda: encode(job(read(), node("size", value=ref(0), dim=99, size=1), saves={})),
+    "size of a dimension from the end": lambda: encode(job(read(), node("size", value=ref(0), dim=-1, size=1), saves={})),
+    "size that is no number": lambda: encode(job(read(), node("size", value=ref(0), dim=0, size="1"), saves={})),
+    "size below zero": lambda: encode(job(read(), node("size", value=ref(0), dim=0, size=-1), saves={})),
+    "size of nothing": lambda: encode(job(read(), node("size", value=3, dim=0, size=1), saves={})),
+    "size of what comes later": lambda: encode(job(read(), node("size", value=ref(2), dim=0, size=1), read(), saves={})),
+    "size as a value": lambda: encode(job(read(), node("size", value=ref(0), dim=0, size=1))),
     "barrier of none": lambda: encode(job(read(), node("barrier", id=0, of=0))),
     "barrier of many": lambda: encode(job(read(), node("barrier", id=0, of=10**6))),
     "barrier that nobody opens": lambda: encode(

@@ -13,7 +13,7 @@ from torch import nn
 
 import nnsight
 from nnsight import NNsight, Program
-from nnsight.remote import InvalidProgramError
+from nnsight.remote import InvalidProgramError, ProgramBackend
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -139,3 +139,90 @@ def test_a_program_is_drawn_by_graphviz(steering: Program, tmp_path: Path, monke
     drawn = steering.draw()
     assert drawn.startswith("<svg>") and "read model.transformer.h.1.output" in drawn and "->" in drawn
     assert steering._repr_svg_() == drawn
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------------------------------
+
+SHORT = "Hello"  # of 3 tokens; PROMPT has 12
+
+
+def on_any_length(model: Any, of: Any, prompt: str) -> tuple[Program, torch.Tensor]:
+    """Return a program that saves ``of(hidden)``, and what an ordinary trace of ``prompt`` saves."""
+    with model.trace(SHORT, remote="program") as tracer:
+        found = of(model.transformer.h[1].output).save()
+    with model.trace(prompt):
+        expected = of(model.transformer.h[1].output).save()
+    return tracer.program, expected
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h: h[:, -1],
+        lambda h: h[:, :-1].mean(1),
+        lambda h: h.mean(1) / h.shape[-1],
+        lambda h: h * torch.ones(h.shape[2]),
+        lambda h: h.softmax(-1).cumsum(1) + h.size(-1),
+        lambda h: nn.functional.layer_norm(h, h.shape[-1:]),
+        lambda h: h.topk(2, dim=1).values,
+        lambda h: h.norm(dim=-1) + h.dim() + len(h.shape),
+        lambda h: torch.where(h > 0, h, torch.zeros_like(h)).transpose(1, 2).flip(2),
+        lambda h: nn.functional.pad(h, (0, 0, 1, 0)),
+    ],
+)
+def test_a_program_that_looks_at_no_length_runs_on_any(model: Any, of: Any) -> None:
+    program, expected = on_any_length(model, of, PROMPT)
+    torch.testing.assert_close(program.run(model, PROMPT)["found"], expected)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h: h[:, h.shape[1] - 1],
+        lambda h: h.sum(1) / h.shape[1],
+        lambda h: h.sum(1) / h.size(1),
+        lambda h: h.sum(1) / h.size()[1],
+        lambda h: h.sum(1) / len(h[0]),
+        lambda h: h.sum() / h.numel(),
+        lambda h: h[:, : h.shape[1] // 2].sum(1),
+        lambda h: h.sum(1) * (2.0 if h.shape[1] > 5 else 1.0),
+        lambda h: sum(h[:, position] for position in range(h.shape[1])),
+        lambda h: sum(row for row in h[0]),
+        lambda h: h.chunk(2, dim=1)[0].sum(1),
+        lambda h: h.unbind(1)[0],
+        lambda h: h.split(2, dim=1)[-1].sum(1),
+        lambda h: h.diff(dim=1).sum(1),
+        lambda h: h.sum(1) + torch.ones(h.shape).sum(),
+        lambda h: h.sum(1) + (h.shape == (1, 3, 128)),
+        lambda h: h.sum(1) + len((1, *h.shape)) + sum((2,) + h.shape + (2,)),  # noqa: RUF005 - how a shape adds up is the question
+        lambda h: h.sum(1) + (3 in h.shape) + h.shape.numel() + {h.shape: 1.0}[h.shape],
+        lambda h: h.flatten(0, 1).sum(0),
+        lambda h: h.sum(1) + h.stride()[0],
+    ],
+)
+def test_a_program_that_looked_at_a_length_is_refused_on_another(model: Any, of: Any) -> None:
+    program, _ = on_any_length(model, of, SHORT)
+    with pytest.raises(InvalidProgramError, match=r"size, line \d+: .* dimension \d .* was \d+ when the program was recorded and is \d+"):
+        program.run(model, PROMPT)
+    with pytest.raises(InvalidProgramError, match="Record it for inputs of this size"), model.apply(program).trace(PROMPT):
+        pass
+    _, expected = on_any_length(model, of, SHORT)
+    torch.testing.assert_close(program.run(model, SHORT)["found"], expected)
+
+
+def test_sizes_of_a_program_survive_its_file_and_those_of_a_job_are_not_sent(model: Any, tmp_path: Path) -> None:
+    program, _ = on_any_length(model, lambda h: h.sum(1) / h.shape[1], SHORT)
+    program.save(tmp_path / "program.safetensors")
+    assert "size" in repr(program) and "dim=1, size=3" in repr(program)
+    with pytest.raises(InvalidProgramError, match="dimension 1"):
+        Program.load(tmp_path / "program.safetensors").run(model, PROMPT)
+    recorded: list[Any] = []
+
+    class Keeping(ProgramBackend):
+        def submit(self, job: Any) -> None:
+            recorded.extend(job.job.nodes)
+
+    with model.trace(SHORT, backend=Keeping()):
+        hidden = model.transformer.h[1].output
+        found = (hidden.sum(1) / hidden.shape[1]).save()
+    assert recorded and not any(node["do"] == "size" for node in recorded)  # it has its input along

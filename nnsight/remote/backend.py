@@ -54,7 +54,7 @@ class RecordingBackend(ProgramBackend):
     """``remote="program"``: records the block and runs nothing; the program is ``tracer.program``."""
 
     def __call__(self, tracer: Any) -> Any:
-        recorded = record(tracer, Backend.__call__(self, tracer))
+        recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
         recorded.binding.forget()
         tracer.program = Program(recorded.job)
 

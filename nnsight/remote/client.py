@@ -209,7 +209,8 @@ class Client:
                 for message, result in _frames(socket, job_id):
                     after = message["number"]
                     finished = JobStatus(message["status"]).finished
-                    if finished and session_id and socket is not None:  # now: who has seen the last message asks for no more
+                    if finished and session_id and socket is not None:
+                        # Now, for who has seen the last message asks for no more.
                         self._keep(session_id, socket)
                         socket = None
                     yield message, result

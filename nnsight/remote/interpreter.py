@@ -204,6 +204,8 @@ class Interpreter:
                 known()
             case "stop":
                 raise EarlyStopException
+            case "size":
+                self._compare(self._read(node["value"]), node["dim"], node["size"])
             case "log":
                 self._log(node["text"])
             case "requires_grad":
@@ -256,6 +258,17 @@ class Interpreter:
         result = operator(*args, **kwargs)
         self.on_done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
+
+    @staticmethod
+    def _compare(tensor: torch.Tensor, dim: int, size: int) -> None:
+        """Raise unless a size is what it was when the block looked at it."""
+        found = tensor.shape[dim] if dim < tensor.dim() else None
+        if found != size:
+            raise InvalidProgramError(
+                f"the block, or a function of torch that it called, looked at dimension {dim} of this value, which was {size} when the "
+                f"program was recorded and is {found} here; what came of that is part of the program. Record it for inputs of this size, "
+                "or write it without that size, as in `hidden[:, -1]` and `hidden.mean(1)`"
+            )
 
     def _log(self, pieces: list[Any]) -> None:
         values = {piece["value"]["ref"][0]: self._read(piece["value"]) for piece in pieces if type(piece) is dict}

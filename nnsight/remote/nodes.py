@@ -22,6 +22,7 @@ its position in the list, so a reference can point backwards only.
 ``grad``           the gradient with respect to ``wrt``: a copy, which flows on with what is written to it
 ``set_grad``       ``value`` flows on in place of the gradient with respect to ``wrt``
 ``end``            ends what runs along with the pass
+``size``           refuses the program unless dimension ``dim`` of ``value`` is ``size``, at which the block looked
 ``log``            prints a line: ``text`` is a list of strings, and of values with the ``format`` of a number, if they have one
 =================  ======================================================================================================
 
@@ -70,15 +71,16 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "grad": ({"wrt"}, set()),
     "set_grad": ({"wrt", "value"}, set()),
     "end": (set(), set()),
+    "size": ({"value", "dim", "size"}, set()),
     "log": ({"text"}, set()),
 }
 
 #: Kinds of nodes that make nothing.
-_EFFECTS = frozenset({"write", "skip", "barrier", "stop", "requires_grad", "backward", "set_grad", "end", "log"})
+_EFFECTS = frozenset({"write", "skip", "barrier", "stop", "requires_grad", "backward", "set_grad", "end", "size", "log"})
 
 #: Kinds of nodes that stand within a backward pass only, and those that may stand there besides.
 _OF_PASS = frozenset({"grad", "set_grad", "end"})
-IN_PASS = _OF_PASS | {"op", "const", "weight", "apply", "log"}
+IN_PASS = _OF_PASS | {"op", "const", "weight", "apply", "size", "log"}
 
 _VALUES = frozenset({"ref", "list", "tuple", "dict", "float"})
 _SITE = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*|\d+)(?:\.(?:[A-Za-z_][A-Za-z0-9_]*|\d+))*", re.ASCII)
@@ -169,7 +171,7 @@ def _check_node(node: Node, job: Job, budget: Budget, before: list[Node], owned:
     for key in ("copy", "loop", "in_place", "retain_graph", "create_graph"):
         if key in node and type(node[key]) is not bool:
             raise InvalidProgramError(f"`{key}` is no boolean")
-    for key in ("at", "leaf", "inside", "line", "id"):
+    for key in ("at", "leaf", "inside", "line", "id", "dim"):
         if key in node and not (is_int(node[key]) and 0 <= node[key] < 2**31):
             raise InvalidProgramError(f"`{key}` is no number of that kind")
     for key in ("site", "module", "name"):
@@ -198,6 +200,12 @@ def _check_write(node: Node, job: Job, budget: Budget, before: list[Node], owned
     if "inside" in node and not node.get("in_place"):
         raise InvalidProgramError("a tensor inside of a cache is written to in place only")
     return False
+
+
+def _check_size(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
+    if not (is_int(node["size"]) and node["size"] >= 0):
+        raise InvalidProgramError("`size` is none")
+    return _check_gradients(node, job, budget, before, owned)
 
 
 def _check_gradients(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
@@ -376,6 +384,7 @@ _CHECKS = {
     "barrier": _check_barrier,
     "apply": _check_apply,
     "op": _check_op,
+    "size": _check_size,
     "log": _check_log,
     **dict.fromkeys(("requires_grad", "backward", "grad", "set_grad"), _check_gradients),
 }

@@ -3,8 +3,8 @@
 A program is what a block becomes when it is sent (:mod:`.recorder`), without the inputs it was recorded with. It names locations, modules
 and weights of the model, and operators of a fixed table, so loading one runs nothing; what it does is what ``print`` shows.
 
-Sizes are those of the recording where the block looked at them: ``hidden[:, -1]`` is the last position of any prompt,
-``hidden[:, hidden.shape[1] - 1]`` is a position.
+Sizes are those of the recording where the block looked at them (:mod:`.sizes`): ``hidden[:, -1]`` is the last position of any prompt,
+``hidden[:, hidden.shape[1] - 1]`` that of prompts of one length, and other ones are refused.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _shown(node: dict[str, Any]) -> str:
     parts += [f"{key}={_value(value)}" for key, value in node.get("kwargs", {}).items()] if node["do"] == "op" else []
     if node["do"] == "apply":
         parts = [_value(node["args"]), _value(node["kwargs"])]
-    parts += [f"{key}={_value(node[key])}" for key in ("leaf", "inside", "value", "id", "of") if key in node]
+    parts += [f"{key}={_value(node[key])}" for key in ("leaf", "inside", "value", "id", "of", "dim", "size") if key in node]
     parts += [key for key in ("copy", "in_place", "loop") if node.get(key)]
     return f"{_title(node)}({', '.join(parts)})"
 

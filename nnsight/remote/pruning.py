@@ -12,6 +12,9 @@ from .operators import is_in_place
 from .payload import Job
 from .trees import references
 
+#: Kinds of nodes that are needed for what they do.
+_EFFECTS = frozenset({"write", "skip", "barrier", "stop", "log", "size"})
+
 
 def pruned(
     runs: list[dict[str, Any]],
@@ -31,7 +34,7 @@ def pruned(
         if node["do"] == "op" and is_in_place(node["name"]):
             edits.setdefault(roots[number], []).append(number)
     needed: set[int] = set()
-    pending = [number for number, node in enumerate(nodes) if node["do"] in ("write", "skip", "barrier", "stop", "log")]
+    pending = [number for number, node in enumerate(nodes) if node["do"] in _EFFECTS]
     pending += [number for tree in trees.values() for number, _ in references(tree)]
     while pending:
         number = pending.pop()

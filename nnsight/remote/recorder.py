@@ -57,11 +57,12 @@ from .listening import (
     position_of_block,
 )
 from .nodes import Node, why_not, write_argument
-from .operators import DRAWING, NAMES, is_in_place, is_view
+from .operators import DRAWING, NAMES, OPERATORS, is_in_place, is_view
 from .payload import Job, encode
 from .printing import Prints, listening
 from .pruning import pruned
 from .refusals import here, why_demand
+from .sizes import SIZE_OF_ALL, Shape, plain, takes_sizes
 from .taking import called_by, draw, input_tree, snapshot
 from .trees import write_tree
 
@@ -76,17 +77,18 @@ _INSTEAD = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 
-def record(tracer: Any, function: Callable[[], None]) -> Recorded:
+def record(tracer: Any, function: Callable[[], None], for_others: bool = False) -> Recorded:
     """Run the block of a trace on fakes, without weights, and return it as data.
 
     Args:
         tracer: The tracer of ``model.trace(...)`` or ``model.generate(...)``.
         function: Its block, as ``Backend.__call__`` returns it.
+        for_others: Whether it is to run on other inputs than this one, so that sizes have to be compared.
 
     Raises:
         NotExpressibleError: If the block needs values or Python that cannot be sent.
     """
-    recorder = Recorder()
+    recorder = Recorder(for_others=for_others)
     recorder.run_trace(tracer, function)
     return recorder.finished(tracer)
 
@@ -168,6 +170,7 @@ class Recorder:
 
     Args:
         journal: Where it notes what of that is not in the nodes.
+        for_others: Whether to write down which sizes they look at, see :mod:`.sizes`.
 
     Attributes:
         nodes: What they did so far.
@@ -177,8 +180,11 @@ class Recorder:
         prints: Writes down what they print.
     """
 
-    def __init__(self, journal: Journal | None = None) -> None:
+    def __init__(self, journal: Journal | None = None, for_others: bool = False) -> None:
         self.nodes: list[Node] = []
+        self._for_others = for_others
+        self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of sizes that are written down
+        self._called: tuple[str, list[Any]] = "", []  # the function that the block calls, and the leaves of its arguments
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self.journal = Journal() if journal is None else journal
@@ -430,8 +436,10 @@ class Recorder:
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a call of a torch function in a block means."""
         assert self.model is not None
+        if self._for_others:
+            args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
         if function in METADATA:
-            return function(*args, **kwargs)
+            return self._metadata(function, args, kwargs)
         if function is SET_GRAD_MODE:
             return self.gradients.set_mode(*args)
         name = getattr(function, "__name__", "")
@@ -441,6 +449,10 @@ class Recorder:
                 result = function(*args, **kwargs)
                 self.journal.outside(function, args, kwargs, result)
                 return result
+        if self._for_others:
+            if name in SIZE_OF_ALL:
+                return self._metadata(function, args, kwargs)
+            self._called = name, pytree.tree_leaves((args, kwargs))
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
         if name in _GRADIENTS:
@@ -486,6 +498,28 @@ class Recorder:
                     "Use `torch.where`, or multiply by the mask."
                 )
             ) from error
+
+    def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a tensor says of itself, and write down which sizes that was."""
+        found, name = function(*args, **kwargs), getattr(function, "__name__", "")
+        if not self._for_others or not isinstance(args[0], FakeTensor):
+            return found
+        if isinstance(found, torch.Size):
+            return Shape(found, functools.partial(self._look, args[0]))
+        if name == "size":
+            self._look(args[0], range(args[0].dim())[[*args[1:], *kwargs.values()][0]])
+        elif name in SIZE_OF_ALL or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            Shape(args[0].size(), functools.partial(self._look, args[0])).all()
+        return found
+
+    @_unseen
+    def _look(self, tensor: torch.Tensor, dim: int) -> None:
+        """Write down that a size of a value is looked at."""
+        node, output = self._refs.get(tensor, (None, 0))
+        if node is None or (node, output, dim) in self._looked:
+            return
+        self._looked.add((node, output, dim))
+        self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -554,6 +588,8 @@ class Recorder:
             }
         except TypeError as error:
             raise NotExpressibleError(here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
+        if self._for_others:
+            self._look_for_torch(name, args)
         if is_in_place(name):
             self._edit(args[0])
         with self.paused():
@@ -566,6 +602,16 @@ class Recorder:
                 if isinstance(tensor, torch.Tensor):
                     self._refs[tensor] = (number, output)
         return result
+
+    def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
+        """Write down the sizes that decide what torch makes of a call of the block."""
+        function, given = self._called
+        several = str(OPERATORS[name]._schema.returns[0].type).startswith("List")  # as many as there are rows
+        if several or takes_sizes(function, name, args, given):
+            for tensor in (*args, *given):
+                if isinstance(tensor, FakeTensor):
+                    for dim in range(tensor.dim()):
+                        self._look(tensor, dim)
 
     def _edit(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is edited in place, or refuse it."""

@@ -46,6 +46,7 @@ class Spool:
     def __init__(self, folder: str | os.PathLike[str], capacity: int = 16 * 2**30) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._root = str(self.folder)
         self.capacity = capacity
         self._sizes: dict[str, int] = {}
 
@@ -60,11 +61,10 @@ class Spool:
         Raises:
             StorageFullError: If there is no room. Nothing is left of the job then.
         """
-        folder = self.folder / job.id
         try:
             self._reserve(job.id, job.size)
-            folder.mkdir(mode=0o700)
-            self._write(folder / "payload", lambda file: shutil.copyfileobj(payload, file, 2**20))
+            os.mkdir(self._path(job), mode=0o700)
+            self._write(self._path(job, "payload"), lambda file: shutil.copyfileobj(payload, file, 2**20))
             self._write_record(job)
         except OSError as error:
             self.remove(job)
@@ -74,7 +74,7 @@ class Spool:
         """Return when what was written of a job survives a power failure: all that is needed to run it, or that it has run."""
         for name in ("result" if job.status.finished else "payload", _RECORD):
             try:
-                with open(self.folder / job.id / name, "rb") as file:
+                with open(self._path(job, name), "rb") as file:
                     os.fsync(file.fileno())
             except FileNotFoundError:  # the job has ended, or has not
                 continue
@@ -92,12 +92,14 @@ class Spool:
             _log.error("the state of a job could not be written", extra={"job": job.id, "error": str(error)})
         else:
             if job.status.finished:
-                (self.folder / job.id / "payload").unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path(job, "payload"))
                 self._sizes[job.id] = job.result_size or 0
 
     def payload(self, job: Job) -> bytes:
         """Return what was submitted."""
-        return (self.folder / job.id / "payload").read_bytes()
+        with open(self._path(job, "payload"), "rb") as file:
+            return file.read()
 
     def begin(self, job: Job) -> bytes:
         """Note that a job is about to run, and return what was submitted."""
@@ -112,14 +114,18 @@ class Spool:
         """
         try:
             self._reserve(job.id, job.size + len(result))
-            self._write(self.result_path(job), lambda file: file.write(result))
+            self._write(self._path(job, "result"), lambda file: file.write(result))
         except OSError as error:
             raise _full(error) from error
         return len(result)
 
     def result_path(self, job: Job) -> Path:
         """Return where the result is."""
-        return self.folder / job.id / "result"
+        return Path(self._path(job, "result"))
+
+    def _path(self, job: Job, name: str = "") -> str:
+        """Return where a file of a job is; each job asks a dozen times, so as text."""
+        return os.path.join(self._root, job.id, name)
 
     def remove(self, job: Job) -> None:
         """Forget a job."""
@@ -154,18 +160,19 @@ class Spool:
         self._sizes[job_id] = size
 
     def _write_record(self, job: Job) -> None:
-        with open(self.folder / job.id / _RECORD, "ab") as file:
+        with open(self._path(job, _RECORD), "ab") as file:
             file.write(b"\n" + json.dumps(job.record()).encode())  # a line of its own, even behind half of one
 
-    def _write(self, path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    def _write(self, path: str, fill: Callable[[IO[bytes]], object]) -> None:
         """Write a file as a whole."""
-        temporary = path.with_name(f"{path.name}.new")
+        temporary = f"{path}.new"
         try:
             with open(temporary, "wb") as file:
                 fill(file)
             os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
             raise
 
 

@@ -5,13 +5,14 @@ result never of another. So the gradient of a result lacks whatever flows throug
 lowered in two, with a border right behind the tensor. :func:`mark_borders` asks for such borders, for
 :mod:`~nnsight.fx.regions` to cut at, and :func:`partial_results` finds the tensors that have none.
 
-The same holds for an input that the graph edits in place: what the caller then has is a result of the graph, too.
+The same holds for an input that the graph edits in place: what the caller then has is a result of the graph, too. And so for one that
+shares memory with it, such as the tensor of which the block has edited a view that it took before.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +35,16 @@ class _Observed:
             number ``n`` that is edited has the place ``~n``.
         ready: For each tensor the node behind which nothing edits it any more, as far as can be told.
         leaving: Calls that edit an input.
+
+    Args:
+        graph: Not changed.
+        sharing: For each input the first that it shares memory with, if any do.
     """
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(self, graph: torch.fx.Graph, sharing: Sequence[int]) -> None:
         memory = Memory(graph)
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self._first = {node: inputs[first] for node, first in zip(inputs, sharing, strict=False) if first < len(inputs)}
         self.order = memory.order
         self.since: dict[int, torch.fx.Node] = {}
         self.ready: dict[int, torch.fx.Node] = {}
@@ -47,11 +54,11 @@ class _Observed:
         self.leaving = {node for node, source in edits if _base(source, _MAYBE).op == "placeholder"}
         self._aliases: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for node in graph.nodes:
-            self._aliases.setdefault(_base(node), []).append(node)
+            self._aliases.setdefault(self._base(node), []).append(node)
 
         def add(place: int, tensor: torch.fx.Node) -> None:
-            base, group, made = _base(tensor), memory.group(tensor), self.order[tensor]
-            own = [edit for edit, source in edits if self.order[edit] > made and _base(source) is base]
+            base, group, made = self._base(tensor), memory.group(tensor), self.order[tensor]
+            own = [edit for edit, source in edits if self.order[edit] > made and self._base(source) is base]
             others = [edit for edit, source in possible if self.order[edit] > made and memory.group(source) is group]
             self._tensors[place] = tensor
             self.since[place] = max(own, key=self.order.__getitem__, default=tensor)
@@ -61,15 +68,19 @@ class _Observed:
         for place, result in enumerate(output.args[0]):
             if isinstance(result, torch.fx.Node) and result.op not in ("placeholder", "get_attr"):
                 add(place, result)
-        changed = {_base(source) for _, source in edits}
-        for number, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
-            if node in changed:
+        changed = {self._base(source) for _, source in edits}
+        for number, node in enumerate(inputs):
+            if self._base(node) in changed:
                 add(~number, node)
+
+    def _base(self, node: torch.fx.Node) -> torch.fx.Node:
+        base = _base(node)
+        return self._first.get(base, base)
 
     def uses(self, place: int) -> Iterator[torch.fx.Node]:
         """Yield the calls that take the tensor as the caller will have it."""
         tensor, since = self._tensors[place], self.since[place]
-        names = [tensor] if since is tensor else self._aliases[_base(tensor)]
+        names = [tensor] if since is tensor else self._aliases[self._base(tensor)]
         for node in names:
             yield from (user for user in node.users if user.op != "output" and self.order[user] > self.order[since])
 
@@ -96,13 +107,17 @@ def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def mark_borders(graph_module: torch.fx.GraphModule) -> bool:
+def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = ()) -> bool:
     """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and goes on to use.
+
+    Args:
+        graph_module: Changed.
+        sharing: For each input the first that it shares memory with, if any do.
 
     Returns:
         Whether there is such a tensor.
     """
-    observed = _Observed(graph_module.graph)
+    observed = _Observed(graph_module.graph, sharing)
     borders = {_last_of_several(ready) for place, ready in observed.ready.items() if any(observed.uses(place))}
     stretch = passed = 0
     for node in graph_module.graph.nodes:
@@ -114,17 +129,18 @@ def mark_borders(graph_module: torch.fx.GraphModule) -> bool:
 
 
 def partial_results(
-    graph: torch.fx.Graph, part_of: Callable[[torch.fx.Node], Any] = lambda node: None
+    graph: torch.fx.Graph, part_of: Callable[[torch.fx.Node], Any] = lambda node: None, sharing: Sequence[int] = ()
 ) -> frozenset[int]:
     """Return the places of those tensors whose gradient, as autograd computes it, may lack a part.
 
     Args:
         graph: What is lowered.
         part_of: Tells which of the functions that it is lowered to a node is in.
+        sharing: As for :func:`mark_borders`.
     """
     if not torch.is_grad_enabled():
         return frozenset()
-    observed = _Observed(graph)
+    observed = _Observed(graph, sharing)
     found = set()
     for place, since in observed.since.items():
         part = part_of(since)

@@ -45,6 +45,7 @@ class Lowered:
         compiles: How many graphs a backend compiled for it.
         sharing: Which of its inputs share memory that it writes to, see :func:`sharing_of`.
         partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.borders.partial_results`.
+        node_by_node: Whether the graph itself runs, so that autograd sees which input of it is edited through another.
         regions: How many graphs it calls one after the other.
     """
 
@@ -54,6 +55,7 @@ class Lowered:
     compiles: int = 1
     sharing: tuple[int, ...] = ()
     partial: frozenset[int] = frozenset()
+    node_by_node: bool = False
     regions: int = 1
 
     @cached_property
@@ -299,7 +301,9 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
         lowered = backend(prepared.graph_module, prepared.fakes)
     function = prepared.with_all_inputs(_with_inputs_returned(lowered, given))
     counters.add("loads" if cached() else "compiles")
-    return Lowered(function, symbols.conditions(), symbols.symbols, int(not cached()), prepared.sharing)
+    made = int(not cached())
+    node_by_node = isinstance(getattr(lowered, "__self__", lowered), torch.fx.GraphModule)
+    return Lowered(function, symbols.conditions(), symbols.symbols, made, prepared.sharing, node_by_node=node_by_node)
 
 
 def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:

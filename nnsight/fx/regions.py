@@ -79,7 +79,7 @@ def lower_in_regions(
         return None
     if not regions:
         return None
-    calls, conditions, compiles = [], list(prepared.symbols.conditions()), 0
+    calls, conditions, compiles, node_by_node = [], list(prepared.symbols.conditions()), 0, True
     with known.lock:
         for graph in graphs:
             lowered = known.find(graph.key, graph.binding)
@@ -92,8 +92,10 @@ def lower_in_regions(
             renamed = dict(zip(lowered.symbols, graph.symbols, strict=True))
             conditions += [condition.xreplace(renamed) for condition in lowered.conditions]
             calls.append(lowered.direct)
+            node_by_node = node_by_node and lowered.node_by_node
     function = prepared.with_all_inputs(_assemble(plan, graphs, calls))
-    partial = partial_results(prepared.graph_module.graph, plan.region.get)
+    sharing = () if node_by_node else prepared.sharing
+    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing)
     return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(regions))
 
 

@@ -305,7 +305,6 @@ def _find_class(name: str) -> Any:
 _records: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def fields_of(kind: type) -> tuple[str, ...]:
     """Return the names of the fields of a dataclass; nothing for other classes, and for those that do more than hold values."""
     if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
@@ -322,10 +321,13 @@ def fields_of(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def is_frozen(kind: type) -> bool:
     """Whether objects of a dataclass cannot be changed."""
     return bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+
+
+for _told in (fields_of, is_frozen):  # of a class they are constants to dynamo
+    torch._dynamo.assume_constant_result(_told)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:

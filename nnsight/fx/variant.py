@@ -12,7 +12,6 @@ once is not worth it.
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 import weakref
@@ -174,7 +173,7 @@ class Variant:
                 return made, made.compiles
             made = self._in_regions(binding, arguments, sharing)
             if self._graph.background and (made is None or made.regions > 1):
-                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, sharing, self._partial)
+                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, sharing, self._partial())
                 self._first_stages[binding, sharing] = made
             else:
                 made = made or self._as_a_whole(binding, arguments, sharing)
@@ -228,17 +227,17 @@ class Variant:
         symbols = [symbol for _, symbol in self._graph.symbols]
         return prepare(self.spliced.copy(), arguments, symbols, binding, self._fixed, sharing)
 
-    @functools.cached_property
-    def _partial(self) -> frozenset[int]:
-        """What lacks a part of its gradient if the graph is lowered as a whole."""
-        return partial_results(self.spliced.graph_module.graph)
+    def _partial(self, made: Lowered | None = None) -> frozenset[int]:
+        """What lacks a part of its gradient if the graph is lowered as a whole; node by node if it is not lowered at all."""
+        sharing = () if made is None or made.node_by_node else made.sharing
+        return partial_results(self.spliced.graph_module.graph, sharing=sharing)
 
     def _between_borders(
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
     ) -> Lowered | None:
         """Lower with a border behind each tensor that is handed out and used further on, if there is one."""
         graph_module = self.spliced.copy()
-        if not mark_borders(graph_module):
+        if not mark_borders(graph_module, sharing):
             return None
         fixed = self._fixed | {float}  # a float is taken out of a tensor, which no border may separate
         symbols = [symbol for _, symbol in self._graph.symbols]
@@ -272,13 +271,13 @@ class Variant:
         while True:
             try:
                 made = lower_prepared(self._prepared(binding, arguments, sharing), self._graph.backend)
-                return replace(made, partial=self._partial)
+                return replace(made, partial=self._partial(made))
             except Exception as error:
                 if kinds <= self._fixed:
                     # A backend's own failure must not change what a trace computes.
                     logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))
                     made = lower_prepared(self._prepared(binding, arguments, sharing), run_as_is)
-                    return replace(made, partial=self._partial)
+                    return replace(made, partial=self._partial(made))
                 self._fixed |= {float} if float in kinds - self._fixed else kinds
                 logger.debug("numbers become constants: %s", _summary(error))
 
@@ -301,7 +300,7 @@ class Variant:
         with self._graph.lock:
             self._asked = False
             if isinstance(result, Lowered):
-                self._keep(replace(result, partial=self._partial), binding)
+                self._keep(replace(result, partial=self._partial(result)), binding)
                 return
             logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
             self._keep(self._first_stages[binding, sharing], binding)

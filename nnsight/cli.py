@@ -53,10 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--compile", action="store_true", help="run compiled")
     serve.add_argument("--ray", action="store_true", help="run models in replicas, on a Ray cluster")
     serve.add_argument(
-        "--replicas", metavar="N or MIN-MAX", help="with --ray, how many of each model, or between which bounds (default: 1)"
+        "--replicas",
+        metavar="N or MIN-MAX",
+        help="with --ray, how many of each model, or between which bounds (default: 1)",
     )
     serve.add_argument("--replica-cpus", type=float, metavar="N", help="with --ray, cores of a replica (default: 1)")
-    serve.add_argument("--replica-gpus", type=float, metavar="N", help="with --ray, accelerators of a replica (default: 0)")
+    serve.add_argument(
+        "--replica-gpus", type=float, metavar="N", help="with --ray, accelerators of a replica (default: 0)"
+    )
     serve.set_defaults(run=_serve)
 
     vllm = commands.add_parser("vllm", help="vLLM's server, with edits (docs/vllm.md)")
@@ -129,7 +133,9 @@ def _scaling(parsed: argparse.Namespace) -> dict[str, Any]:
     given = {"replicas": parsed.replicas, "cpus": parsed.replica_cpus, "gpus": parsed.replica_gpus}
     given = {name: value for name, value in given.items() if value is not None}
     if given and not parsed.ray:
-        raise ValueError("serve: --replicas, --replica-cpus and --replica-gpus are for models on a Ray cluster; add --ray.")
+        raise ValueError(
+            "serve: --replicas, --replica-cpus and --replica-gpus are for models on a Ray cluster; add --ray."
+        )
     if "replicas" in given:
         least, _, most = given["replicas"].partition("-")
         bounds = least, most or least

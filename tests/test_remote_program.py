@@ -13,7 +13,7 @@ from torch import nn
 
 import nnsight
 from nnsight import NNsight, Program
-from nnsight.remote import InvalidProgramError, ProgramBackend
+from nnsight.remote import ExecutionFailedError, InvalidProgramError, ProgramBackend
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -226,3 +226,15 @@ def test_sizes_of_a_program_survive_its_file_and_those_of_a_job_are_not_sent(mod
         hidden = model.transformer.h[1].output
         found = (hidden.sum(1) / hidden.shape[1]).save()
     assert recorded and not any(node["do"] == "size" for node in recorded)  # it has its input along
+
+
+def test_a_generation_that_ends_early_is_refused_where_the_block_looked_at_its_length(model: Any) -> None:
+    with model.generate(PROMPT, max_new_tokens=4):
+        ids = model.generator.output.save()
+    options = {"max_new_tokens": 4, "eos_token_id": int(ids[0, 12])}
+    with pytest.raises(ExecutionFailedError, match=r"dimension 1 of this value, which was 16 when .* is 13 here"):
+        with model.generate(PROMPT, **options, remote="local") as tracer:
+            found = (tracer.result.sum(1) / tracer.result.shape[1]).save()
+    with model.generate(PROMPT, **options, remote="local") as tracer:
+        last = (tracer.result[:, -1] * len(tracer.result)).save()
+    assert last.tolist() == [options["eos_token_id"]]

@@ -62,7 +62,7 @@ from .payload import Job, encode
 from .printing import Prints, listening
 from .pruning import pruned
 from .refusals import here, why_demand
-from .sizes import SIZE_OF_ALL, Shape, plain, takes_sizes
+from .sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from .taking import called_by, draw, input_tree, snapshot
 from .trees import write_tree
 
@@ -215,6 +215,7 @@ class Recorder:
         call, root = called_by(tracer)
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
         counts["recordings"] += 1
+        self._for_others = self._for_others or call == "generate"  # which may end earlier than it does on fakes
         root._sync()
         self._blocks = {}
         self._visits = []
@@ -450,7 +451,7 @@ class Recorder:
                 self.journal.outside(function, args, kwargs, result)
                 return result
         if self._for_others:
-            if name in SIZE_OF_ALL:
+            if name in SIZE_METHODS:
                 return self._metadata(function, args, kwargs)
             self._called = name, pytree.tree_leaves((args, kwargs))
         if name == "requires_grad_":
@@ -502,14 +503,17 @@ class Recorder:
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a tensor says of itself, and write down which sizes that was."""
         found, name = function(*args, **kwargs), getattr(function, "__name__", "")
-        if not self._for_others or not isinstance(args[0], FakeTensor):
+        tensor, *rest = (*args, *kwargs.values())
+        if not self._for_others or not isinstance(tensor, FakeTensor):
             return found
         if isinstance(found, torch.Size):
-            return Shape(found, functools.partial(self._look, args[0]))
-        if name == "size":
-            self._look(args[0], range(args[0].dim())[[*args[1:], *kwargs.values()][0]])
-        elif name in SIZE_OF_ALL or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
-            Shape(args[0].size(), functools.partial(self._look, args[0])).all()
+            return Shape(found, functools.partial(self._look, tensor))
+        if name == "__len__":
+            self._look(tensor, 0)
+        elif name == "size":
+            self._look(tensor, range(tensor.dim())[rest[0]])
+        elif name in SIZE_METHODS or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            Shape(tensor.size(), functools.partial(self._look, tensor)).all()
         return found
 
     @_unseen

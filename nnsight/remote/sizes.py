@@ -23,7 +23,7 @@ _NO_SIZES = ("dim", "reduction", "normalized_shape", "pad")
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 
 #: Methods that tell sizes.
-SIZE_OF_ALL = frozenset({"size", "numel", "nelement", "__len__", "stride", "sym_size", "sym_numel"})
+SIZE_METHODS = frozenset({"size", "numel", "nelement", "__len__", "stride", "sym_size", "sym_numel"})
 
 _INTEGERS = frozenset({"int", "SymInt", "List[int]", "List[SymInt]"})
 

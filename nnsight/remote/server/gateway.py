@@ -205,7 +205,9 @@ class Gateway:
     @property
     def problems(self) -> list[str]:
         """What keeps the server from running jobs."""
-        stuck = [f"the engine of {key} cannot run jobs" for key, served in self.served.items() if not served.engine.healthy]
+        stuck = [
+            f"the engine of {key} cannot run jobs" for key, served in self.served.items() if not served.engine.healthy
+        ]
         ended = [f"a loop has ended: {loop!r}" for loop in self._loops if loop.done()]
         return [*(["the server is about to stop"] if self.draining else []), *stuck, *ended]
 

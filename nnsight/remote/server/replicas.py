@@ -78,7 +78,11 @@ class Replica:
         except Exception as error:
             outcomes = [error] * len(payloads)
         for number, outcome in enumerate(outcomes):
-            yield ("error", number, _described(outcome)) if isinstance(outcome, Exception) else ("result", number, outcome)
+            yield (
+                ("error", number, _described(outcome))
+                if isinstance(outcome, Exception)
+                else ("result", number, outcome)
+            )
 
     def check_health(self) -> None:
         """Raise if this replica has to be replaced; Serve asks from time to time.
@@ -178,7 +182,9 @@ class RayEngine:
                 _log.debug("no status of %s: %r", self._name, error)
                 healthy = False
             if healthy != self._healthy:
-                _log.warning("replicas are there again" if healthy else "no replica runs", extra={"application": self._name})
+                _log.warning(
+                    "replicas are there again" if healthy else "no replica runs", extra={"application": self._name}
+                )
             self._healthy = healthy
 
 

@@ -28,14 +28,8 @@ COMPILED = {
         *("model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"),
         "model.layers.1.mlp.down_proj.input",
     ],
+    "captures": ["model.layers.1.self_attn.o_proj.input", "model.layers.1.self_attn.o_proj", "model.layers.3.self_attn.qkv_proj"],
     "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2},
-}
-CAPTURING = {
-    "captures": [
-        *("model.layers.1", "model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn.o_proj.input"),
-        *("model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.down_proj.input"),
-    ],
-    "edits": {"modules": ["model.layers.0"]},
 }
 
 
@@ -70,7 +64,6 @@ def model(folder: Path, alone: dict[str, torch.Tensor], request: pytest.FixtureR
 
 everywhere = pytest.mark.parametrize("model", [{}], ids=["everywhere"], indirect=True)
 compiled = pytest.mark.parametrize("model", [COMPILED], ids=["compiled"], indirect=True)
-capturing = pytest.mark.parametrize("model", [CAPTURING], ids=["capturing"], indirect=True)
 
 
 def everything(model: VLLM) -> dict[str, torch.Tensor]:
@@ -392,6 +385,29 @@ def test_no_other_engine_beside_it(model: VLLM, folder: Path) -> None:
     assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
 
 
+@compiled
+def test_captures_show_whole_values(
+    model: VLLM, alone: dict[str, torch.Tensor], reference: LanguageModel, vector: torch.Tensor
+) -> None:
+    attention = model.model.layers[1].self_attn
+    with model.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[0]):
+            found = {"attended": attention.o_proj.input, "projected": attention.o_proj.output[0]}.save()
+            result = tracer.result.save()
+        with tracer.invoke(PROMPTS[1]):
+            model.model.layers[2].steer(add=vector)
+            qkv = torch.cat([model.model.layers[3].self_attn.qkv_proj.output[0] for _ in tracer.iter[:6]]).save()
+            other = tracer.result.save()
+    for name, value in found.items():
+        close(value, alone[name])
+    assert tokens(result) == alone["tokens"][0].tolist()
+    with torch.no_grad(), reference.trace([[*other.prompt_token_ids, *tokens(other)[:-1]]]):
+        reference.model.layers[2].output[:] += vector
+        expected = [getattr(reference.model.layers[3].self_attn, name).output[0] for name in ("q_proj", "k_proj", "v_proj")].save()
+    close(qkv, torch.cat(expected, dim=-1))
+    assert "captured" in str(tracer.report)
+
+
 def test_an_engine_whose_process_was_ended_says_so(folder: Path, alone: dict[str, torch.Tensor]) -> None:
     gc.collect()
     model = VLLM(folder, **OPTIONS, tensor_parallel_size=2)
@@ -406,35 +422,3 @@ def test_an_engine_whose_process_was_ended_says_so(folder: Path, alone: dict[str
     del model
     gc.collect()
     assert tokens(VLLM(folder, **OPTIONS)(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()
-
-
-@capturing
-def test_captures_show_whole_values(
-    model: VLLM, alone: dict[str, torch.Tensor], reference: LanguageModel, vector: torch.Tensor
-) -> None:
-    layer = model.model.layers[1]
-    with model.trace(**GREEDY) as tracer:
-        with tracer.invoke(PROMPTS[0]):
-            found = {
-                "qkv": layer.self_attn.qkv_proj.output[0],
-                "attended": layer.self_attn.o_proj.input,
-                "projected": layer.self_attn.o_proj.output[0],
-                "gate_up": layer.mlp.gate_up_proj.output[0],
-                "down": layer.mlp.down_proj.input,
-                "hidden": layer.residual,
-                "logits": model.logits.output,
-            }.save()
-            result = tracer.result.save()
-        with tracer.invoke(PROMPTS[1]):
-            model.model.layers[0].steer(add=vector)
-            hidden = torch.cat([layer.residual for _ in tracer.iter[:6]]).save()
-            other = tracer.result.save()
-    for name, value in found.items():
-        close(value, alone[name])
-    assert tokens(result) == alone["tokens"][0].tolist()
-    ids = [*other.prompt_token_ids, *tokens(other)[:-1]]
-    with torch.no_grad(), reference.trace([ids]):
-        reference.model.layers[0].output[:] += vector
-        expected = reference.model.layers[1].output[0].save()
-    close(hidden, expected)
-    assert "captured" in str(tracer.report)

@@ -16,13 +16,10 @@ import torch
 from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
 
-from .vllm_llama import HIDDEN, save_tiny_llama
+from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, save_tiny_llama, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
-PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, prompt, temperature=0.0):"]
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 COMPILED = {
     "taps": [
         *("model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"),
@@ -86,17 +83,6 @@ def everything(model: VLLM) -> dict[str, torch.Tensor]:
         "gate_up": gate_up, "activated": activated, "down": down, "hidden": hidden, "logits": logits,
         "tokens": torch.tensor([tokens(result)]),
     }  # fmt: skip
-
-
-def tokens(result: Any) -> list[int]:
-    return list(result.outputs[0].token_ids)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Assert equality to a relative 1e-5 of the largest value."""
-    assert found.shape == expected.shape
-    assert expected.numel()
-    assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
 
 
 def plain(model: VLLM, prompts: list[Any], **sampling: Any) -> list[list[int]]:

@@ -1,8 +1,9 @@
-"""A small Llama with random weights and a tokenizer of its own, as a folder that vLLM and transformers load."""
+"""A small Llama with random weights and a tokenizer of its own, as a folder that vLLM and transformers load; and what its tests share."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -10,6 +11,23 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, LAYERS = 128, 4
+
+PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, prompt, temperature=0.0):"]
+#: Of the engine, and of a request.
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert equality to a relative 1e-5 of the largest value."""
+    assert found.shape == expected.shape
+    assert expected.numel()
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
+
+
+def tokens(result: Any) -> list[int]:
+    """Return the ids that vLLM generated for a request."""
+    return list(result.outputs[0].token_ids)
 
 
 def save_tiny_llama(folder: Path) -> Path:

@@ -123,7 +123,7 @@ class RequestReplacements(Replacements):
         captured: Locations at which nothing can be replaced.
     """
 
-    def __init__(self, captured: Collection[str] = ()) -> None:
+    def __init__(self, captured: Collection[str]) -> None:
         super().__init__()
         self._captured = captured
 

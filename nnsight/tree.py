@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .attached import Attached
 from .runtime.instrumentation import Instrumentation, TracedCall
 from .runtime.interleaver import Interleaver
 from .runtime.listing import Operation, SourceError, listing_of
@@ -37,7 +38,7 @@ class ModuleTree:
 
     Attributes:
         paths: Path of each module.
-        version: Grows whenever the modules are found to have changed.
+        version: Grows whenever the modules, or what is attached to them, are found to have changed.
         roots: The root envoys of the tree.
         fakes: What passed each location in the latest scan: fake tensors, which have no memory.
     """
@@ -74,6 +75,7 @@ class ModuleTree:
         children = [module._modules for module in named.values()]
         self._parents = [(known, tuple(known.values())) for known in children if known]
         self._leaves = [known for known in children if not known]
+        self._attached = Attached(named.values())
         self.version += 1
         self._instrumentation = None
 
@@ -86,12 +88,14 @@ class ModuleTree:
         return list(self.roots)
 
     def refresh(self) -> int:
-        """Look for submodules that were added, removed or replaced; return the version of what is there now."""
+        """Look for submodules and hooks that were added, removed or replaced; return the version of what is there now."""
         unchanged = not any(self._leaves)
         for children, known in self._parents:
             unchanged = unchanged and tuple(children.values()) == known
         if not unchanged:
             self._scan()
+        elif self._attached.changed():
+            self.version += 1
         return self.version
 
     @property

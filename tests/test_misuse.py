@@ -1170,8 +1170,7 @@ def test_a_trace_of_another_model_inside_a_trace(case: Case, compile: bool) -> N
 
 
 @both
-def test_a_trace_of_the_same_model_inside_a_trace(compile: bool) -> None:
-    case = Case(compile)
+def test_a_trace_of_the_same_model_inside_a_trace(case: Case, compile: bool) -> None:
     before, tracing = attributes(case.net), sys.gettrace()
     with case.trace(case.x):
         outer = case.model.first.output.save()
@@ -1208,9 +1207,8 @@ def test_an_error_may_be_saved(case: Case, compile: bool) -> None:
 
 
 @both
-def test_another_thread_is_outside(compile: bool) -> None:
+def test_another_thread_is_outside(case: Case, compile: bool) -> None:
     """A block's values are not for threads that it starts."""
-    case = Case(compile)
     before, tracing = attributes(case.net), sys.gettrace()
     raised: list[Exception] = []
 

@@ -23,12 +23,16 @@ class Captures:
 
     Attributes:
         count: How many there have been.
+        whole: How many of them were of a whole call.
+        forgotten: How many things dynamo has compiled for calls that failed, and forgotten again; they count for its limits.
         suffice: Whether a call that dynamo has compiled code for runs one captured graph and nothing else.
         broken: Whether one of them was not a whole call: dynamo captures frames of modules, too.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.whole = 0
+        self.forgotten = 0
         self.suffice = False
         self.broken = False
         self._may_suffice = True
@@ -40,6 +44,7 @@ class Captures:
     def add(self, is_whole: bool) -> None:
         """Count a capture."""
         self.count += 1
+        self.whole += is_whole
         self.broken = self.broken or not is_whole
         if not is_whole or self.count >= torch._dynamo.config.recompile_limit:
             self.give_up()
@@ -48,10 +53,20 @@ class Captures:
         """Let captures suffice never again."""
         self._may_suffice = self.suffice = False
 
-    def note_dispatch(self) -> None:
-        """Note that a captured graph is called."""
+    def note_start(self) -> None:
+        """Note that a call of the model begins, in this thread."""
+        self._here.whole = False
+
+    def note_dispatch(self, is_whole: bool) -> None:
+        """Note that a captured graph is called, and whether it was captured of a whole call."""
+        self._here.whole = is_whole
         if self._watched:
             self._here.dispatched = True
+
+    @property
+    def ran_whole(self) -> bool:
+        """Whether a graph of a whole call was the last that was called in this thread, since a call began."""
+        return bool(getattr(self._here, "whole", False))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame as in_c
 from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo import convert_frame, eval_frame, symbolic_convert
+from torch._dynamo import convert_frame, eval_frame, guards, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch import config as functorch_config
 
 from ..tracing.block import is_bound
@@ -28,10 +30,14 @@ from ..tracing.block import is_bound
 __all__ = [
     "BackendCallable",
     "NotCompiled",
+    "allow_code",
     "backend_name",
     "caller_of_compiled",
     "compile_lock",
+    "compiled_entries",
+    "forget_entries",
     "forget_fixed_floats",
+    "frames_seen",
     "generated_code_in",
     "is_whole_call",
     "may_share",
@@ -84,6 +90,36 @@ def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | N
         return None
     text = str(reason.reason).strip().split("\n", 1)[0]
     return "data-dependent branching" if text.startswith("generic_jump") else text, list(reason.user_stack)
+
+
+def frames_seen() -> int:
+    """Return how many frames dynamo has tried to compile in this process, in vain or not."""
+    return int(dynamo_counters["frames"]["total"])
+
+
+def compiled_entries(code: types.CodeType) -> list[types.CodeType]:
+    """Return the code that dynamo has compiled for calls of a function; it checks the conditions of one after the other."""
+    return [entry.code for entry in in_c._debug_get_cache_entry_list(code)]
+
+
+def forget_entries(code: types.CodeType, known: Sequence[types.CodeType]) -> int:
+    """Let dynamo forget what it has compiled for a function besides ``known``, or that it has given up on the function.
+
+    What is forgotten never runs again, but still counts for dynamo's limits. Returns how many entries these are.
+    """
+    forgotten = 0
+    for entry in in_c._debug_get_cache_entry_list(code):
+        manager: Any = entry.guard_manager
+        if not any(entry.code is one for one in known) and manager.extra_state is not None:
+            manager.extra_state.invalidate(entry, guards.DeletedGuardManagerWrapper("the call it was compiled for has failed"))
+            forgotten += 1
+    allow_code(code)
+    return forgotten
+
+
+def allow_code(code: types.CodeType) -> None:
+    """Let dynamo try again to compile a function that it has given up on; what it has compiled of it stays."""
+    in_c.set_code_exec_strategy(code, in_c._FrameExecStrategy(in_c._FrameAction.DEFAULT, in_c._FrameAction.DEFAULT))
 
 
 _any_alias: Callable[..., bool] | None = getattr(torch._C, "_any_output_is_alias_to_input_or_output", None)
@@ -307,13 +343,18 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
 
 
 def watch_autograd_functions(watch: Callable[..., Any]) -> None:
-    """Have ``watch(apply, args, kwargs)`` called for each ``torch.autograd.Function`` that is applied."""
+    """Have ``watch(apply, args, kwargs)`` called for each ``torch.autograd.Function`` that is applied.
+
+    Dynamo must not compile what is called here as a frame of its own, where a function is applied between two graphs of somebody's
+    compiled code: it does not compile torch's ``apply`` either.
+    """
     _require(torch.autograd.function, "_SingleLevelFunction")
     base: Any = torch.autograd.function._SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return watch(super(base, cls).apply, args, kwargs)
 
+    skip_code(apply.__code__)
     base.apply = classmethod(apply)
 
 

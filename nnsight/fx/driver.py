@@ -45,6 +45,7 @@ from .compat import (
     why_it_ends,
 )
 from .counters import counters
+from .failed_calls import undone_if_it_fails
 from .graph import CapturedGraph
 from .journal import journal_of_run
 from .playback import Playback
@@ -70,6 +71,9 @@ logger = logging.getLogger("nnsight.fx")
 
 #: What dynamo goes through on its way into the modules of a model.
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+#: What dynamo has forgotten costs time in each call of a new kind. After so many failed calls the model is captured anew.
+_MANY_FORGOTTEN = 64
 
 #: What ``Module.__call__`` calls instead of the method, if it is set.
 _COMPILED_CALL = "_compiled_call_impl"
@@ -113,6 +117,7 @@ class CompiledDriver:
         self._regions = KnownRegions() if options.get("regions", _is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
+        self._code = _call_model.__code__  # of what the function was compiled from
         self._call_compiled: Callable[..., Any] | None = None  # the function, if dynamo has compiled code for the arguments
         self._captures = Captures()
         self._alike = 1  # modules of the class that has most of them
@@ -125,11 +130,15 @@ class CompiledDriver:
         """Call the model once within ``interleaver`` and return its output."""
         report.mode = "compiled"
         interleaver.offer = _offer_uncompiled
-        token = _report.set(report)
+        token, waits = _report.set(report), bool(interleaver.waited)
+        self._captures.note_start()
         try:
-            return self.call_plain(args, kwargs)
+            result = self.call_plain(args, kwargs)
         finally:
             _report.reset(token)
+        if waits and not self._captures.ran_whole and not report.breaks:
+            report.breaks.append(_not_whole(report))
+        return result
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model; nothing of that becomes part of a recording that is going on."""
@@ -161,12 +170,18 @@ class CompiledDriver:
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model where nothing is being recorded."""
         tree, function = self.tree, self._compiled()
-        with tree.instrumentation, self._captures.watched(), self._room_for_modules():
+        with tree.instrumentation, self._watched():
             if self._specializes(args, kwargs):
                 # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
                 with torch._dynamo.config.patch(specialize_float=True):
                     return function(tree.root, args, kwargs)
             return function(tree.root, args, kwargs)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Surround a call that may compile."""
+        with undone_if_it_fails(self._code, self.tree, self._captures), self._captures.watched(), self._room_for_modules():
+            yield
 
     def _specializes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._is_dynamic or float in map(type, args) or (bool(kwargs) and float in map(type, kwargs.values()))
@@ -177,10 +192,13 @@ class CompiledDriver:
         Behind a break, modules have frames of their own. They share the code of their class, which dynamo compiles a few times before
         it gives up; and each of them needs a capture of its own, with its own locations.
         """
-        if self._captures.count and not self._captures.broken:
+        captures = self._captures
+        whole = captures.count > 0 and not captures.broken
+        if whole and not captures.forgotten:
             return contextlib.nullcontext()
-        config = torch._dynamo.config
-        limits = {name: getattr(config, name) * self._alike for name in ("recompile_limit", "accumulated_recompile_limit")}
+        config, times = torch._dynamo.config, 1 if whole else self._alike
+        names = ("recompile_limit", "accumulated_recompile_limit")
+        limits = {name: getattr(config, name) * times + captures.forgotten for name in names}
         room: contextlib.AbstractContextManager[Any] = config.patch(**limits)
         return room
 
@@ -207,7 +225,7 @@ class CompiledDriver:
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
             if _routed.get() is self:
-                with self._room_for_modules():
+                with undone_if_it_fails(self._code, self.tree, self._captures), self._room_for_modules():
                     return compiled(root, args, kwargs)
             return root._call_impl(*args, **kwargs)
 
@@ -225,17 +243,17 @@ class CompiledDriver:
 
     def _compiled(self) -> Callable[..., Any]:
         function, version = self._function, self.tree.version
-        if function is not None and version == self._version:
+        if function is not None and version == self._version and self._captures.forgotten < _MANY_FORGOTTEN:
             return function
         with self._lock:
-            if self._function is None or version != self._version:
+            if self._function is None or version != self._version or self._captures.forgotten >= _MANY_FORGOTTEN:
                 # Dynamo keeps its cache on the code object, and what it calls in the function's globals: each model
                 # gets its own of both, which go away with it. By the name of the code it remembers which sizes and
                 # numbers have changed between calls, so that has to be one of its own, too.
                 name = f"call_{type(self.tree.root).__name__}_{next(_numbers)}"
                 code = _call_model.__code__.replace(co_name=name)
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
-                self._captures, self._call_compiled = Captures(), None
+                self._code, self._captures, self._call_compiled = code, Captures(), None
                 self._alike = max(Counter(map(type, self.tree.paths)).values())
                 self._function = torch.compile(
                     function,
@@ -305,7 +323,7 @@ class _CaptureBackend:
             logger.info("the model breaks the graph: %s", broken)
 
         def dispatch(*actual: Any) -> list[Any]:
-            captures.note_dispatch()
+            captures.note_dispatch(is_whole)
             active: Any = active_interleaver()
             if type(active) is Playback:
                 return active.dispatch(graph, actual)
@@ -334,6 +352,18 @@ def _break_of(graph_module: torch.fx.GraphModule, graph: CapturedGraph) -> Break
     filename, line = (inside[-1].filename, inside[-1].lineno) if inside else ("", 0)
     location = graph.taps[-1].location if graph.taps else "model"
     return Break(location, f"the model breaks the graph ({reason})", filename, line)
+
+
+def _not_whole(report: Report) -> Break:
+    """Return the break of a run in which no captured graph was the whole model, and no break was met by a waiting block."""
+    filename, _, line = report.where.rpartition(":")
+    reason = (
+        "torch.compile did not capture the call of the model as one graph, and ran what is between graphs as Python "
+        '(TORCH_LOGS="graph_breaks,recompiles" says why)'
+    )
+    found = Break("model", reason, filename, int(line) if line.isdigit() else 0)
+    logger.info("the model breaks the graph: %s", found)
+    return found
 
 
 def _is_slow(

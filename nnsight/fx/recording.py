@@ -37,7 +37,7 @@ from ..runtime.modes import Modes
 from ..runtime.report import Break, Report
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
-from .compat import run_compiled_functions_as_written, watch_autograd_functions
+from .compat import run_compiled_functions_as_written, skip_code, watch_autograd_functions
 from .control import StaysOutside
 from .counters import counters
 from .demands import ABOUT_BACKWARD, instead_of, name_of
@@ -547,9 +547,12 @@ def _is_recording() -> bool:
 
 
 def _watch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    lazy = next((argument for argument in args if isinstance(argument, LazyTensor)), None)
-    return function(*args, **kwargs) if lazy is None else lazy._recording.apply(function, args, kwargs)
+    for argument in args:
+        if isinstance(argument, LazyTensor):
+            return argument._recording.apply(function, args, kwargs)
+    return function(*args, **kwargs)
 
 
+skip_code(_watch.__code__)
 run_compiled_functions_as_written(_is_recording)
 watch_autograd_functions(_watch)

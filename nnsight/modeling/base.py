@@ -429,6 +429,7 @@ class NNsight(Envoy):
         if self._edits_apply():
             return self._call_edited(None, args, kwargs)
         if self._compile_by_default and active_interleaver() is None:
+            self._sync()
             return self._compiled_driver().call_plain(args, kwargs)
         return super().__call__(*args, **kwargs)
 

@@ -435,3 +435,98 @@ def test_an_interrupt_at_a_step_of_a_generation() -> None:
         assert "_compiled_call_impl" not in lm._module.__dict__
         assert not torch.overrides._get_current_function_mode_stack()
         same(run(True, []), expected)
+
+
+def new_net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+
+
+def fails_by_itself(model: Any, kept: list[Any]) -> None:
+    raise KeyError("mine")
+
+
+def asks_for_no_module(model: Any, kept: list[Any]) -> None:
+    model.no_such_module  # noqa: B018
+
+
+def comes_too_late(model: Any, kept: list[Any]) -> None:
+    kept.append(model[2].output + kept[0])
+    model[1].output  # noqa: B018
+
+
+def waits_in_vain(model: Any, kept: list[Any]) -> None:
+    kept.append(model[2].output * 2)
+    model[2].next().output  # noqa: B018
+
+
+def mixes_shapes(model: Any, kept: list[Any]) -> None:
+    kept.append(model[1].output)
+    kept[-1] @ torch.ones(3)
+
+
+def fails_behind_a_cut(model: Any, kept: list[Any]) -> None:
+    if kept[0].sum() > -1e9:
+        kept.append(model[2].output[0])
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "fail", [fails_by_itself, asks_for_no_module, comes_too_late, waits_in_vain, mixes_shapes, fails_behind_a_cut]
+)
+def test_what_a_block_holds_when_it_fails_is_computed(
+    fail: Callable[[Any, list[Any]], None], backend: str, grad: bool
+) -> None:
+    """Tensors in lists of the user's, saved names, and buffers of the model are what an eager trace leaves behind."""
+    left: list[Any] = []
+    for compile in (False, True, True):
+        net = new_net()
+        model = NNsight(net, compile={"backend": backend})
+        kept: list[Any] = []
+        saved: Any = None
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(Exception, match=r".") as raised,
+            model.trace(X, compile=compile) as tracer,
+        ):
+            hidden = model[0].output
+            kept.append(hidden * 2)
+            saved = (hidden + 1).save()
+            hidden[0] = 0
+            fail(model, kept)
+        if grad:
+            with torch.enable_grad():
+                kept[-1].sum().backward()
+        gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+        left.append((raised.type, kept, saved, [buffer.clone() for buffer in net.buffers()], gradients))
+        assert_no_instrumentation(net)
+        if compile:
+            assert len(tracer.report.breaks) == (fail is fails_behind_a_cut)
+            assert tracer.report.compiles == (
+                fail in (fails_behind_a_cut, waits_in_vain)
+            )  # the model runs to its end for the latter
+    for found in left[1:]:
+        same(found[1:], left[0][1:])
+        assert found[0] is left[0][0]
+
+
+def test_nothing_runs_twice_if_a_piece_fails() -> None:
+    """The error is raised by what the block asked for while it was computed, not by the block."""
+    calls: list[int] = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            raise ValueError("no")
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0]
+
+    model = NNsight(new_net(), compile={"backend": "eager"})
+    with pytest.raises(ValueError, match="no"), model.trace(X):
+        Fails.apply(model[0].output)
+    assert calls == [1]

@@ -322,8 +322,7 @@ def test_an_error_after_a_cut_runs_nothing_twice(model: NNsight) -> None:
             raise KeyError("late")
     assert events == ["cut", "error"]
     assert isinstance(early, float)
-    with pytest.raises(UnboundLocalError):
-        print(kept)  # never computed, so never brought home
+    same(kept, model._module[1](model._module[0](X)))  # as an eager trace brings it home
 
 
 @pytest.mark.slow
@@ -519,11 +518,22 @@ def test_a_generation_inside_a_trace_uses_its_tensor() -> None:
     assert len(tracer.report.breaks) == 1
 
 
-def test_a_tensor_of_a_failed_trace_has_no_value_in_another(model: NNsight) -> None:
+def test_a_tensor_of_a_failed_trace_is_one_like_others(model: NNsight) -> None:
     kept: list[torch.Tensor] = []
     with pytest.raises(ZeroDivisionError), model.trace(X):
         kept.append(model[0].output)
         1 / 0  # noqa: B018
+    with model.trace(-X):
+        model[0].output = kept[0]
+        out = model.output.save()
+    same(out, model._module(X))
+
+
+def test_a_tensor_of_an_interrupted_trace_has_no_value_in_another(model: NNsight) -> None:
+    kept: list[torch.Tensor] = []
+    with pytest.raises(KeyboardInterrupt), model.trace(X):
+        kept.append(model[0].output)
+        raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="was never computed, because its trace failed"):
         with model.trace(X):
             model[0].output = kept[0]

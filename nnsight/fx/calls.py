@@ -49,7 +49,7 @@ from .functions import (
     quiet_fakes,
 )
 from .graph import CapturedGraph, Tap
-from .lazy import LazyTensor, become, make_lazy, real_of
+from .lazy import LazyTensor, become, is_filled, make_lazy, real_of
 from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import (
     Call,
@@ -207,6 +207,21 @@ class CallRecorder(TorchFunctionMode):
                 if not become(lazy, lazy._real):
                     self.filled.append(lazy)
 
+    def _with_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with the values of those lazy tensors that have one."""
+        if self.closed:  # it no longer knows them
+            found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_filled(leaf)}
+            self.filled = list(found.values())
+        self.settle()
+        if self.closed:
+            self.close()
+        known: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(real_of, (args, kwargs))
+        return known
+
+    def close(self) -> None:
+        """Record nothing more. Lazy tensors that could not become their values are not held here, who hold this."""
+        self.closed, self.filled = True, []
+
     def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call inside of ``torch.func`` or ``torch.vmap``, which take it apart."""
         if self.journal is not None:
@@ -252,9 +267,8 @@ class CallRecorder(TorchFunctionMode):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, answer it from metadata, or cut the graph for it."""
-        if self.filled:
-            self.settle()
-            args, kwargs = pytree.tree_map(real_of, (args, kwargs))
+        if self.filled or self.closed:
+            args, kwargs = self._with_values(args, kwargs)
             if not any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
                 with torch._C.DisableTorchFunctionSubclass():
                     return function(*args, **kwargs)

@@ -358,11 +358,11 @@ def _not_whole(report: Report) -> Break:
     """Return the break of a run in which no captured graph was the whole model, and no break was met by a waiting block."""
     filename, _, line = report.where.rpartition(":")
     reason = (
-        "torch.compile did not capture the call of the model as one graph, and ran what is between graphs as Python "
-        '(TORCH_LOGS="graph_breaks,recompiles" says why)'
+        "the model breaks the graph (torch.compile did not capture its call as one, and ran what is between graphs as Python; "
+        'TORCH_LOGS="graph_breaks,recompiles" says why)'
     )
     found = Break("model", reason, filename, int(line) if line.isdigit() else 0)
-    logger.info("the model breaks the graph: %s", found)
+    logger.info("%s", found)
     return found
 
 

@@ -99,6 +99,11 @@ def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
         return False
 
 
+def is_filled(tensor: Any) -> bool:
+    """Whether this is a lazy tensor that has a value and has not become it."""
+    return isinstance(tensor, LazyTensor) and tensor._real is not None
+
+
 def real_of(tensor: Any) -> Any:
     """Return what a lazy tensor stands for, if it is known, and anything else as it is."""
-    return tensor._real if isinstance(tensor, LazyTensor) and tensor._real is not None else tensor
+    return tensor._real if is_filled(tensor) else tensor

@@ -89,6 +89,7 @@ class Recording(CallRecorder):
         self._edits = iter(graph.edited)
         self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
         self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
+        self.failed_to_run = False  # whether a piece raised an error: what it has done by then must not be done again
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
         self._begin(graph.whole)
@@ -136,10 +137,12 @@ class Recording(CallRecorder):
             if error is run.failure:  # one of a block: the others end while what they hold can still be computed
                 with self:
                     run.end_blocks()
+            if isinstance(error, Exception):
+                self._compute_what_is_held()
             self._abandon()
             raise
         finally:
-            self.closed = True
+            self.close()
         if self.recorded:
             counters.add("recordings")
             self.report.recordings += 1
@@ -419,19 +422,33 @@ class Recording(CallRecorder):
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, self.graph.outputs)
         return outputs
 
+    def _compute_what_is_held(self) -> None:
+        """Run the graph up to where a block failed, as an eager model has run by then: the user may hold tensors from before.
+
+        The nodes run one by one, because nobody should wait for a compiler before an error is shown.
+        """
+        if self.failed_to_run:
+            return
+        self.journal = None
+        stop = len(self.graph.nodes) - 1 if self.tap is None else self.graph.order[self.tap.node]
+        try:
+            self._run_piece(stop, [], lower=False)
+        except Exception as error:
+            logger.warning("what a block held when it failed cannot be computed: %s: %s", type(error).__name__, error)
+
     def _run_piece(
-        self, stop: int, wanted: Sequence[Any], cut: Break | None = None, observed: bool = False
+        self, stop: int, wanted: Sequence[Any], cut: Break | None = None, observed: bool = False, lower: bool = True
     ) -> tuple[tuple[int, ...], list[Any]]:
         """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
         if self.modes.hold and (cut is None or self.stacks.have_their_lengths):
             with self.modes.keys():  # a value may be asked for in the middle of an operator
-                return self._run_in_modes(stop, wanted, cut, observed)
+                return self._run_in_modes(stop, wanted, cut, observed, lower)
         # The block has switched some of them, or asks from a thread of its own.
         with self.modes.entered(), self.stacks.entered():
-            return self._run_in_modes(stop, wanted, cut, observed)
+            return self._run_in_modes(stop, wanted, cut, observed, lower)
 
     def _run_in_modes(
-        self, stop: int, wanted: Sequence[Any], cut: Break | None, observed: bool
+        self, stop: int, wanted: Sequence[Any], cut: Break | None, observed: bool, lower: bool
     ) -> tuple[tuple[int, ...], list[Any]]:
         """Run the graph from the piece's start to node number ``stop``.
 
@@ -440,6 +457,7 @@ class Recording(CallRecorder):
             wanted: Captured nodes (or constants) whose values are needed.
             cut: Why the piece ends there, if it is not its end.
             observed: Whether gradients will be asked for.
+            lower: Whether it is worth lowering; else its nodes run one by one.
 
         Returns:
             The numbers of the values that became real tensors, and the value of each of ``wanted``.
@@ -461,10 +479,12 @@ class Recording(CallRecorder):
         arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
         sizes = self.binding + self.numbers
         arguments += map(as_argument, self.numbers)
-        lowered, made = variant.lowered_for(sizes, arguments)
+        lowered, made = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
         self.report.compiles += made
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
+        self.failed_to_run = True
         computed = run_lowered(self.report, ran, arguments)
+        self.failed_to_run = False
         self._fill(alive, computed, variant.positions, lowered.partial)
         for place in lowered.partial:
             if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:

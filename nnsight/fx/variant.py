@@ -142,12 +142,16 @@ class Variant:
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
         if (self._edited and self._is_forbidden(binding, arguments)) or self._is_recomputed(arguments):
-            return Lowered(self.spliced.graph_module.forward, (), (), 0), 0
+            return self.unlowered(), 0
         found = self.find(binding, self.sharing(arguments))
         if found is not None:
             return found, 0
         with stage("lower"):
             return self.lower(binding, arguments)
+
+    def unlowered(self) -> Lowered:
+        """Return the spliced graph as it is: its nodes run one by one."""
+        return Lowered(self.spliced.graph_module.forward, (), (), 0)
 
     def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return a lowering for these sizes and numbers, and how many graphs were compiled for it now.

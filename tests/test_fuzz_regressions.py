@@ -486,6 +486,58 @@ def test_the_gradient_of_a_tensor_whose_view_was_taken_before_a_cut_and_edited_b
         torch.testing.assert_close(found, edited.grad)
 
 
+class Breaks(torch.nn.Module):
+    """Goes one way or another by the values it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Identity()), torch.nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.first(x))
+        if hidden.detach().sum() > 0:
+            return self.last(hidden) * 0.5
+        return self.last(hidden) + 0.5
+
+
+@pytest.mark.filterwarnings("ignore:torch._dynamo hit")
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_input_of_a_graph_behind_a_break_of_the_model_requires_a_gradient(compile: bool) -> None:
+    """It is a tensor with a value there, and was answered for by its fake, which has no gradient."""
+    torch._dynamo.reset()
+    model = NNsight(torch.nn.Sequential(Breaks(), torch.nn.Linear(4, 4)), compile={"backend": "eager"})
+    for _ in range(2):
+        with model.trace(torch.ones(2, 4), compile=compile):
+            hidden = model[0].last.input
+            hidden[:, -1] = 0.0
+            asked = [hidden.requires_grad, hidden.is_leaf, model[1].input.requires_grad].save()  # type: ignore[attr-defined]
+        assert asked == [True, False, True]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_model_edits_behind_a_cut_what_the_block_read_before_it(compile: bool, backend: str) -> None:
+    """The edit waits for its graph, and a call on the tensor, or on a view of it, did not wait for the edit."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 4))
+    model, x = NNsight(net, compile={"backend": backend}), torch.randn(3, 4)
+    relu = net[0](x).relu()
+    for _ in range(2):
+        with torch.no_grad(), model.trace(x, compile=compile):
+            hidden = model[0].output
+            part = hidden[:2]
+            assert hidden.sum() > -1e9
+            before = (part * 2.0).save()
+            model[1].output  # noqa: B018 - waits for it
+            whole, rows = (hidden * 2.0).save(), (part * 2.0).save()
+            model[2].input = hidden + 1.0
+            out = model.output.save()
+        torch.testing.assert_close(before, net[0](x)[:2] * 2.0)
+        torch.testing.assert_close(whole, relu * 2.0)
+        torch.testing.assert_close(rows, relu[:2] * 2.0)
+        torch.testing.assert_close(out, net[2](relu + 1.0))
+
+
 def _tanh_is_edited(model: NNsight, x: torch.Tensor) -> torch.Tensor:
     with model.trace(x):
         hidden = model[1].output

@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import sysconfig
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,10 @@ from . import control
 from .attempts import catcher, may_fail_by_values
 from .control import ControlOperator, Inside
 from .demands import name_of
+from .following import Followed, is_edited, some, wants_grad
 from .functions import (
     ABOUT_GRADIENTS,
+    CARRIED,
     DEMANDS,
     DRAWN_LIKE,
     METADATA,
@@ -66,16 +68,14 @@ from .program import (
     Value,
 )
 from .showing import Shown
-from .splice import references
+from .splice import Piece, references
+from .trials import arguments, error_on_values, is_possible
 
 if TYPE_CHECKING:
     from .journal import Journal
 
 #: For how many sizes and integers a call's fake result is kept.
 _KEPT_SIZES = 256
-
-#: Number of elements up to which a failing call is made on zeros, to see which error it raises.
-_LARGEST_TRIAL = 2**22
 
 #: Types of scalar tensors that index as the integer in them does.
 _INDEX_TYPES = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -115,6 +115,7 @@ class CallRecorder(TorchFunctionMode):
         recorded: Whether an event was new.
         closed: Whether the run is over.
         run: The run.
+        piece: The piece of the graph that is being recorded.
         lifted: Tensors that stand for Python floats.
         filled: Lazy tensors that have a value but could not become it.
         shown: Memory that is seen outside of torch.
@@ -122,6 +123,7 @@ class CallRecorder(TorchFunctionMode):
     """
 
     run: Interleaver
+    piece: Piece
 
     def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...], journal: Journal | None = None) -> None:
         super().__init__()
@@ -149,7 +151,8 @@ class CallRecorder(TorchFunctionMode):
         """Forget all values: a piece of the graph begins, with ``inputs``."""
         self.inputs = inputs
         self.fakes: list[torch.Tensor] = []
-        self.requires_grad: list[bool] = []
+        self.requires_grad: list[bool | None] = []
+        self.followed = Followed()
         self.lazies: list[weakref.ref[LazyTensor] | None] = []
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
@@ -241,7 +244,7 @@ class CallRecorder(TorchFunctionMode):
     def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply a ``torch.autograd.Function``: torch runs its ``forward`` out of sight of autograd, to which it is one call."""
         wanting = any(
-            self.requires_grad[item._index] if isinstance(item, LazyTensor) and item._real is None else item.requires_grad
+            wants_grad(self, Value(item._index) if isinstance(item, LazyTensor) and item._real is None else item) is not False
             for item in args
             if isinstance(item, torch.Tensor)
         )
@@ -307,7 +310,9 @@ class CallRecorder(TorchFunctionMode):
             if not answered:
                 return self.demand(function, args, kwargs)
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
-                return result
+                if any(isinstance(reference, Value) for reference in references(event)):
+                    return result
+                return self._outside(function, args, kwargs)
             outcome = self._outcome(event, result)
             if lifted.values and not self._is_like(outcome, known, lifted):
                 keep_constant(self.state, event)
@@ -325,8 +330,6 @@ class CallRecorder(TorchFunctionMode):
         self.fakes += outcome.fakes
         self.lazies += [None] * len(outcome.fakes)
         self.requires_grad += outcome.requires_grad
-        if outcome.gains_grad is not None:
-            self.requires_grad[outcome.gains_grad] = True
         outcomes = self.step_lifted(lifted).outcomes
         if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()
@@ -365,10 +368,8 @@ class CallRecorder(TorchFunctionMode):
         return storage_of(self.fakes[value.index])
 
     def wants_grad(self, reference: Reference) -> bool:
-        """Whether a tensor requires a gradient."""
-        sources: dict[type, Any] = {Value: self.requires_grad, Input: self.inputs, External: self.externals}
-        found = sources[type(reference)][reference.index]
-        return found if isinstance(found, bool) else bool(found.requires_grad)
+        """Whether a tensor may require a gradient."""
+        return wants_grad(self, reference) is not False
 
     def _needs_values(self, function: Any) -> str | None:
         """Return why a call of ``function`` needs values, empty if that is what it is for; ``None`` if it need not."""
@@ -416,29 +417,20 @@ class CallRecorder(TorchFunctionMode):
             if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
                 return False, None
             failure = error.with_traceback(None)
-        overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
-        if failure is not None or overlaps:  # an edit of elements that lie in one place is no mistake to fakes
-            failure = self._as_on_values(event) or failure
+        used = references(event)
+        fakes = [self.fake_of(reference) for reference in used]
         if failure is None:
-            return True, result
+            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            can_be_lazy = all(leaf.layout is torch.strided for leaf in leaves)
+            return can_be_lazy and is_possible(event, used, fakes, result), result
+        tried, failed = error_on_values(event, used, fakes)
+        if tried and failed is None:  # the values decide
+            return False, None
+        failure = failed or failure
         try:
             raise failure.with_traceback(None) from None  # ends at the user's line
         finally:
             del failure  # whose traceback has this frame
-
-    def _as_on_values(self, event: Call) -> Exception | None:
-        """Return the error that a call raises on tensors with values, if it can be tried; fakes may raise another."""
-        fakes = [self.fake_of(reference) for reference in references(event)]
-        if any(fake.device.type != "cpu" or fake.numel() > _LARGEST_TRIAL for fake in fakes):
-            return None
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            made = {(type(item), item): _zeros_like(fake) for item, fake in zip(references(event), fakes, strict=True)}
-            args, kwargs = _arguments(event, lambda reference: made[type(reference), reference])
-            try:
-                event.function(*args, **kwargs)
-            except Exception as raised:
-                return raised
-        return None
 
     def tables(self) -> tuple[Any, ...]:
         """Return what there is by now, for :meth:`go_back`."""
@@ -457,13 +449,10 @@ class CallRecorder(TorchFunctionMode):
             (tensor,) = args
             with self.graph.fake_lock, torch._C.DisableTorchFunction():
                 return True, function(_fake_or_self(tensor))
-        if function in ABOUT_GRADIENTS and isinstance(args[0], LazyTensor):
-            requires_grad, name = self.requires_grad[args[0]._index], ABOUT_GRADIENTS[function]
-            if name == "grad_fn":
-                if requires_grad:
-                    return True, self.demand(function, args, kwargs, "`grad_fn` exists once the graph has run")
-                return True, None
-            return True, requires_grad if name == "requires_grad" else not requires_grad
+        if function in ABOUT_GRADIENTS:
+            return True, self._about_gradients(function, args, kwargs)
+        if function in CARRIED:
+            return True, self._carried(function, args, kwargs)
         if function in DRAWN_LIKE and not self.random:
             if self.inside is not None:
                 control.check_outside(function)
@@ -471,6 +460,40 @@ class CallRecorder(TorchFunctionMode):
         if function == torch.Tensor.__iter__:
             return True, iter(self.call(torch.Tensor.unbind, args, kwargs))
         return False, None
+
+    def _about_gradients(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tell what autograd knows of a tensor, or would if the calls before this one had been made."""
+        name, tensor = ABOUT_GRADIENTS[function], args[0]
+        is_lazy = isinstance(tensor, LazyTensor)
+        wants = wants_grad(tensor._recording, Value(tensor._index)) if is_lazy else wants_grad(self, tensor)
+        if wants is None:
+            return self.demand(function, args, kwargs, f"`{name}` depends on edits of tensors that share memory")
+        if name == "requires_grad":
+            return wants
+        if not wants:
+            return name == "is_leaf" or None
+        if is_lazy or is_edited(self, tensor):
+            return False if name == "is_leaf" else self.demand(function, args, kwargs, "`grad_fn` exists once the graph has run")
+        return self._outside(function, args, kwargs)
+
+    def _carried(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tell what a tensor object carries."""
+        name, tensor = CARRIED[function], args[0]
+        if isinstance(tensor, LazyTensor):
+            if name in ("grad", "_grad", "retains_grad"):  # it is the result of a call
+                return False if name == "retains_grad" else None
+            return self.demand(function, args, kwargs, f"`{name}` exists once the graph has run")
+        if name not in ("grad", "_grad", "retains_grad", "_base") and self.state.event is not None:
+            return self.demand(function, args, kwargs, f"an edit that waits for the graph may change `{name}`")
+        return self._outside(function, args, kwargs)
+
+    def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call on tensors from outside whose result no call before it changes."""
+        with torch._C.DisableTorchFunction():
+            result = function(*args, **kwargs)
+        if self.journal is not None:
+            self.journal.outside(function, args, kwargs, result)
+        return result
 
     def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers like a lazy tensor at once, so that a seed gives the numbers it gives eagerly."""
@@ -603,7 +626,7 @@ class CallRecorder(TorchFunctionMode):
             quiet_fakes,
             torch.no_grad(),
         ):
-            args, kwargs = _arguments(call, self._fake)
+            args, kwargs = arguments(call, self._fake)
             return call.function(*args, **kwargs)
 
     def _fake(self, reference: Reference) -> torch.Tensor:
@@ -617,12 +640,12 @@ class CallRecorder(TorchFunctionMode):
     def _outcome(self, call: Call, result: Any) -> Outcome:
         """Number the tensors of a result; a tensor that was there before keeps its number."""
         flat, structure = pytree.tree_flatten_with_path(result)
-        differentiated = self._is_differentiated(call)
+        follows = self._follows(call)
         leaves: list[Any] = []
         fresh: list[torch.Tensor] = []
         edited = call.args[0] if call.args and edits_in_place(call.function) else None
         # Whether a tensor from outside requires a gradient is seen at a value only, before the graph has run.
-        own = self.fake_of(edited) if isinstance(edited, (Input, External)) and not differentiated else None
+        own = self.fake_of(edited) if isinstance(edited, (Input, External)) and follows is False else None
         for _, leaf in flat:
             if not isinstance(leaf, torch.Tensor):
                 leaves.append((leaf,))
@@ -640,15 +663,15 @@ class CallRecorder(TorchFunctionMode):
             tuple(leaves),
             tuple(tuple(path_step(step) for step in path) for path, _ in flat),
             tuple(fresh),
-            tuple(differentiated and (fake.is_floating_point() or fake.is_complex()) for fake in fresh),
-            edited.index if differentiated and isinstance(edited, Value) else None,
+            tuple(follows if fake.is_floating_point() or fake.is_complex() else False for fake in fresh),
+            follows if edited is not None else False,
         )
 
-    def _is_differentiated(self, call: Call) -> bool:
-        """Whether autograd would follow this call."""
+    def _follows(self, call: Call) -> bool | None:
+        """Whether autograd would follow this call, if that is known."""
         if not (self.grad_enabled if call.grad is None else call.grad) or call.function is torch.Tensor.detach:
             return False
-        return any(self.wants_grad(reference) for reference in references(call))
+        return some(wants_grad(self, reference) for reference in references(call))
 
     def _is_like(self, outcome: Outcome, known: State | None, lifted: Lifted) -> bool:
         """Whether a call returned what it returned with other numbers, as far as the program can see."""
@@ -694,27 +717,6 @@ def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *a
     """Return what ``function`` draws for a tensor like this."""
     drawn: torch.Tensor = function(torch.empty_strided(size, stride, dtype=dtype, device=device), *args, **kwargs)
     return drawn
-
-
-def _arguments(call: Call, tensor: Callable[[Reference], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, with tensors for what it refers to."""
-    args = tuple(_given(argument, tensor) for argument in call.args)
-    return args, {name: _given(argument, tensor) for name, argument in call.kwargs}
-
-
-def _given(argument: Any, tensor: Callable[[Reference], torch.Tensor]) -> Any:
-    """Return what an argument in an event stands for; no function in a function, which would be a cycle that holds ``tensor``."""
-    if isinstance(argument, (Value, Input, External)):
-        return tensor(argument)
-    if isinstance(argument, Constant):
-        return argument.value
-    if isinstance(argument, Nest):
-        return argument.build([_given(item, tensor) for item in argument.items])
-    return argument
-
-
-def _zeros_like(fake: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
 
 
 def _integers(numbers: tuple[int | float, ...]) -> tuple[int, ...]:

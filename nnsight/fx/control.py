@@ -87,7 +87,7 @@ def check(inside: Inside, event: Call, outcome: Outcome) -> None:
     name = check_outside(event.function, own)
     if inside.computed and is_failing(name):
         raise StaysOutside(f"`{name}` may fail because of values")
-    if any(outcome.requires_grad) or outcome.gains_grad is not None:
+    if outcome.is_differentiated:
         raise StaysOutside("gradients go through it")
 
 

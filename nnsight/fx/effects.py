@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -79,9 +79,9 @@ _SHARING = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_c
 
 #: Operators that may fail because of values, or whose fakes check their arguments less than they do themselves.
 FAILING = frozenset(
-    "bincount cholesky cholesky_inverse cholesky_solve cross_entropy embedding embedding_bag gather histc index index_add "
-    "index_copy index_fill index_put index_reduce index_select inverse log_softmax logdet lu_solve masked_scatter "
-    "masked_select multi_margin_loss multilabel_margin_loss nll_loss one_hot pinverse put repeat_interleave scatter "
+    "bernoulli bincount binomial cholesky cholesky_inverse cholesky_solve cross_entropy embedding embedding_bag gather histc index "
+    "index_add index_copy index_fill index_put index_reduce index_select inverse log_softmax logdet lu_solve masked_scatter "
+    "masked_select multi_margin_loss multilabel_margin_loss multinomial nll_loss one_hot pinverse poisson put repeat_interleave scatter "
     "scatter_add scatter_reduce searchsorted select_scatter slogdet softmax svd take take_along_dim".split()
 )
 
@@ -342,7 +342,10 @@ def writes_to_inputs(graph: torch.fx.Graph) -> bool:
 
 
 def edits_of_inputs(
-    graph: torch.fx.Graph, source_of: Callable[[torch.fx.Node], torch.fx.Node | None] = lambda _: None
+    graph: torch.fx.Graph,
+    source_of: Callable[[torch.fx.Node], torch.fx.Node | None] = lambda _: None,
+    inputs: Mapping[torch.fx.Node, int] | None = None,
+    nodes: Sequence[torch.fx.Node] | None = None,
 ) -> Iterator[tuple[torch.fx.Node, frozenset[int], bool]]:
     """Yield calls that may edit inputs in place, with the positions of these inputs, and whether autograd follows the call.
 
@@ -351,20 +354,23 @@ def edits_of_inputs(
     Args:
         graph: Not changed.
         source_of: Tells what a node passes on, if it does nothing else.
+        inputs: The nodes that are inputs, with their positions; by default the placeholders.
+        nodes: The calls to look at; by default all.
     """
-    given: dict[torch.fx.Node, frozenset[int]] = {}
-    follows, position, nothing = True, 0, frozenset[int]()
-    for node in graph.nodes:
+    if inputs is None:
+        inputs = {node: position for position, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
+    given = {node: frozenset({position}) for node, position in inputs.items()}
+    follows, nothing = True, frozenset[int]()
+    for node in graph.nodes if nodes is None else nodes:
         passed_on = source_of(node)
-        if node.op == "placeholder":
-            given[node] = frozenset({position})
-            position += 1
-        elif passed_on is not None:
+        if node in given:
+            continue
+        if passed_on is not None:
             given[node] = given.get(passed_on, nothing)
         elif node.target is torch._C._set_grad_enabled:
             follows = bool(node.args[0])
         else:
-            sources = _edited_by(node)
+            sources = edited_by(node)
             found = nothing.union(*(given.get(source, nothing) for source in sources))
             if found:
                 yield node, found, follows
@@ -382,7 +388,7 @@ def uses_inputs_around_an_edit(graph: torch.fx.Graph) -> bool:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        edits, kind = _edited_by(node), kind_of(node)
+        edits, kind = edited_by(node), kind_of(node)
         edited_inputs = nothing.union(*(given.get(source, nothing) for source in edits))
         if kind is not Kind.VIEW and node.target not in _ABOUT_SIZES:
             others = (source for source in node.all_input_nodes if source not in edits)
@@ -396,7 +402,7 @@ def uses_inputs_around_an_edit(graph: torch.fx.Graph) -> bool:
     return False
 
 
-def _edited_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+def edited_by(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the arguments that a call says it edits, or may edit."""
     known = edited(node)
     if known is not None:

@@ -27,11 +27,18 @@ METADATA = frozenset(
 #: Getters about gradients. Fakes carry none: they are shared by programs that edit them in different ways.
 ABOUT_GRADIENTS = {getattr(torch.Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn")}
 
+#: Other getters of what a tensor object carries, and no fake does.
+CARRIED = {
+    getattr(torch.Tensor, name).__get__: name
+    for name in "grad _grad _grad_fn _base _version output_nr retains_grad grad_dtype".split()
+    if hasattr(getattr(torch.Tensor, name, None), "__get__")
+}
+
 #: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
 DEMANDS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __repr__ __str__ __format__ __array__ __deepcopy__ "
-    "__reduce_ex__ item tolist numpy data_ptr storage untyped_storage equal allclose is_nonzero "
-    "requires_grad_ detach_ retain_grad backward grad computed register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
+    "__reduce_ex__ item tolist numpy data_ptr const_data_ptr mutable_data_ptr storage untyped_storage storage_type equal allclose "
+    "is_nonzero requires_grad_ detach_ retain_grad backward grad computed register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
     "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ is_set_to".split()
 )
 
@@ -42,7 +49,7 @@ READ_AS = {torch.Tensor.__dict__.get("data", torch._C.TensorBase.data).__get__: 
 DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
 
 #: Functions that :meth:`CallRecorder.call` treats specially.
-SPECIAL = frozenset({*METADATA, *ABOUT_GRADIENTS, *READ_AS, *DRAWN_LIKE, torch.Tensor.__iter__})
+SPECIAL = frozenset({*METADATA, *ABOUT_GRADIENTS, *CARRIED, *READ_AS, *DRAWN_LIKE, torch.Tensor.__iter__})
 
 #: Random functions. The first one that is recorded makes all later ones be recorded, to keep their order.
 RANDOM = frozenset(

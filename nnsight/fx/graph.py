@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.report import Break
 from .compat import BackendCallable
-from .effects import Memory, edits_of_inputs
+from .effects import Memory, edited_by, edits_of_inputs
 from .nested import NestedGraph, unnest
 from .program import State
 from .switches import Switched, switched_at
@@ -28,6 +28,7 @@ from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
 
 if TYPE_CHECKING:
     from .regions import KnownRegions
+    from .splice import Piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +142,7 @@ class CapturedGraph:
         self.cuts: set[Break] = set()
         self.start = State()
         self.whole: Any = None  # the uncut graph as a piece, made by its first recording
+        self._edits: dict[Piece, list[tuple[int, frozenset[int]]]] = {}
         self.fake_mode = FakeTensorMode()
         self.lock = threading.RLock()
         self.fake_lock = threading.RLock()
@@ -163,11 +165,29 @@ class CapturedGraph:
         """Which nodes may share memory."""
         return Memory(self.graph_module.graph)
 
+    def edits_in(self, piece: Piece) -> list[tuple[int, frozenset[int]]]:
+        """Return where the model may edit inputs of ``piece`` in place, such as its buffers, or what it computed before a cut.
+
+        Returns:
+            For each such call its number, and the positions of the inputs.
+        """
+        edits = self._edits.get(piece)
+        if edits is None:
+            nodes = self.nodes[piece.start :]
+            found = edits_of_inputs(self.graph_module.graph, self._source_of, piece.input_index, nodes)
+            edits = self._edits[piece] = [(self.order[node], positions) for node, positions, _ in found]
+        return edits
+
     @cached_property
-    def edited(self) -> list[tuple[int, frozenset[int]]]:
-        """Where the model may edit inputs in place, such as its buffers: number of the node, and positions of the inputs."""
-        found = edits_of_inputs(self.graph_module.graph, self._source_of)
-        return [(self.order[node], positions) for node, positions, _ in found]
+    def edited_groups(self) -> frozenset[Any]:
+        """Groups of nodes that share memory which the model edits in place."""
+        nodes = [source for node in self.nodes if node not in self.tap_number for source in edited_by(node)]
+        return frozenset(self.memory.group(node) for node in nodes)
+
+    @cached_property
+    def switches_grad(self) -> bool:
+        """Whether grad mode is switched in the graph."""
+        return any(node.target is torch._C._set_grad_enabled for node in self.nodes)
 
     def _source_of(self, node: torch.fx.Node) -> torch.fx.Node | None:
         if node not in self.tapped:

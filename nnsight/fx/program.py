@@ -191,16 +191,21 @@ class Outcome:
             in place of a tensor from outside, the reference to that.
         paths: For each leaf the indices (or attribute names) that lead to it.
         fakes: Fake tensors of the new values, in order of their numbers.
-        requires_grad: Whether they require gradients.
-        gains_grad: Number of the value that requires gradients from here on, if the call edited one so.
+        requires_grad: Whether they require gradients; ``None`` if that is not known before the graph runs.
+        gains_grad: Whether the call edits a tensor in place so that it requires a gradient from here on; or ``None``.
     """
 
     structure: Any
     leaves: tuple[Any, ...]
     paths: tuple[tuple[Any, ...], ...]
     fakes: tuple[torch.Tensor, ...]
-    requires_grad: tuple[bool, ...]
-    gains_grad: int | None = None
+    requires_grad: tuple[bool | None, ...]
+    gains_grad: bool | None = False
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether autograd may follow the call."""
+        return any(wants is not False for wants in (*self.requires_grad, self.gains_grad))
 
     @property
     def results(self) -> Results:
@@ -237,6 +242,7 @@ class State:
         twin: The state of an earlier run that did the same with constants for numbers.
         stack_trace: The user's line, as torch shows it in graphs.
         variants: Compiled graphs of the program that ends here, by what they return.
+        wanting: If a tap was visited, whether the new values require gradients; see :mod:`~nnsight.fx.following`.
         behind: If the graph was cut here, the piece behind and what it takes.
     """
 
@@ -249,6 +255,7 @@ class State:
     twin: State | None = None
     stack_trace: str = ""
     variants: dict[Any, Any] = field(default_factory=dict)
+    wanting: tuple[bool | None, ...] | None = None
     behind: tuple[Any, tuple[Any, ...]] | None = None
 
     def program(self) -> Program:

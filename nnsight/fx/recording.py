@@ -43,6 +43,7 @@ from .counters import counters
 from .demands import ABOUT_BACKWARD, instead_of, name_of
 from .effects import Kind, kind_of
 from .explaining import RanPiece
+from .following import wanting_at
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, real_of
 from .program import Cut, External, Input, Skip, Value, Visit, Write
@@ -86,8 +87,6 @@ class Recording(CallRecorder):
         self.run = run
         self.report = report
         self.fullgraph = fullgraph
-        self._edits = iter(graph.edited)
-        self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
         self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
         self.failed_to_run = False  # whether a piece raised an error: what it has done by then must not be done again
         if graph.whole is None:
@@ -97,6 +96,8 @@ class Recording(CallRecorder):
     def _begin(self, piece: Piece) -> None:
         """Start a piece of the graph with nothing recorded in it."""
         self.piece = piece
+        self._edits = iter(self.graph.edits_in(piece))
+        self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
         self.value_of: dict[torch.fx.Node, int] = {}
         self.writes: dict[tuple[int, int], Value | Input | External] = {}
         self.substitutes: dict[torch.fx.Node, Value | Input | External] = {}
@@ -169,11 +170,10 @@ class Recording(CallRecorder):
             self._write(tap, leaves, changed)
 
     def _watch_edits(self, position: int) -> None:
-        """Let the block find inputs that the model edits before node number ``position`` as they are then, such as its buffers."""
+        """Let the block find inputs of the piece that the model edits before node number ``position`` as they are then."""
         while self._next_edit is not None and self._next_edit[0] < position:
-            edited, inputs = self._next_edit
-            if edited >= self.piece.start:  # else it has run
-                self.used_storages |= {storage_of(self.inputs[index]) for index in inputs}
+            _, inputs = self._next_edit
+            self.used_storages |= {storage_of(self.inputs[index]) for index in inputs}
             self._next_edit = next(self._edits, None)
 
     def _skip(self, tap: Tap) -> int:
@@ -203,22 +203,26 @@ class Recording(CallRecorder):
         """Return the leaves of ``tap`` as the block sees them."""
         references: list[Any] = []
         fresh: list[int] = []
+        nodes: list[torch.fx.Node] = []
         for number, leaf in enumerate(tap.leaves):
             if not tap.is_tensor(leaf):
                 references.append(leaf)
                 continue
-            reference = self._resolve(leaf)
+            reference = self.resolve(leaf)
             if isinstance(reference, torch.fx.Node):
                 self.fakes.append(self.graph.fake(reference, self.binding))
-                self.requires_grad.append(reference.meta["example_value"].requires_grad)
                 self.lazies.append(None)
                 fresh.append(number)
+                nodes.append(reference)
                 self.value_of[reference] = len(self.fakes) - 1
                 reference = Value(len(self.fakes) - 1)
             references.append(reference)
-        self.step(
-            Visit(tap.index, tuple(fresh))
-        )  # also without new tensors: where a call stands is part of the program
+        before = len(self.requires_grad)
+        self.requires_grad += [False] * len(fresh)
+        state = self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
+        if state.wanting is None:
+            state.wanting = tuple(wanting_at(self, node) for node in nodes)
+        self.requires_grad[before:] = state.wanting
         return [
             self._object(reference)
             if isinstance(reference, (Value, Input, External))
@@ -226,7 +230,7 @@ class Recording(CallRecorder):
             for reference in references
         ]
 
-    def _resolve(self, node: torch.fx.Node) -> Value | Input | External | torch.fx.Node:
+    def resolve(self, node: torch.fx.Node) -> Value | Input | External | torch.fx.Node:
         """Return what stands for a captured node now: a reference, or the node itself if nobody has seen it."""
         while True:
             index = self.piece.input_index.get(node)
@@ -381,7 +385,7 @@ class Recording(CallRecorder):
         stop = self.graph.order[self.tap.node]
         if self.state.behind is None:  # the state tells at which tap it is, and all that is resolved
             piece = Piece.of(self.graph, stop)
-            piece = piece.without_duplicates([self._resolve(node) for node in piece.inputs])
+            piece = piece.without_duplicates([self.resolve(node) for node in piece.inputs])
             self.state.behind = piece, piece.inputs[len(self.graph.placeholders) :]
         behind, wanted = self.state.behind
         alive, carried = self._run_piece(stop, wanted, cut, observed)
@@ -470,7 +474,7 @@ class Recording(CallRecorder):
             with stage("splice"), self.graph.lock:
                 variant = self.state.variants.get(key)
                 if variant is None:
-                    resolved = [self._resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
+                    resolved = [self.resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
                     program = self.state.program()
                     variant = Variant(self.graph, self.piece, program, stop, alive, resolved, observed)
                     self.state.variants[key] = variant

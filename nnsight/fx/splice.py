@@ -397,7 +397,7 @@ class _Splicer:
         if grad != around:
             self._mark(self.writing.call_function(torch._C._set_grad_enabled, (around,)), step)
         assert step.outcome is not None
-        node.meta[REQUIRES_GRAD] = any(step.outcome.requires_grad) or step.outcome.gains_grad is not None
+        node.meta[REQUIRES_GRAD] = step.outcome.is_differentiated
         self.fakes += step.outcome.fakes
         paths = step.outcome.paths
         for leaf, path in zip(step.outcome.leaves, paths, strict=True):

@@ -538,6 +538,24 @@ def test_the_model_edits_behind_a_cut_what_the_block_read_before_it(compile: boo
         torch.testing.assert_close(out, net[2](relu + 1.0))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("activation", [torch.nn.ReLU(inplace=True), torch.nn.Hardtanh(-0.5, 0.5, inplace=True)], ids=["relu", "hardtanh"])
+def test_the_gradient_of_a_tensor_that_a_function_edits_in_place_behind_a_cut(activation: torch.nn.Module, backend: str) -> None:
+    """`relu(x, inplace=True)` edits like `x.relu_()`, which is the one that was known to."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), activation, torch.nn.Linear(4, 4))
+    model, x = NNsight(net, compile={"backend": backend}), torch.randn(3, 4)
+    hidden = net[0](x)
+    edited = activation(hidden * 1.0).detach().requires_grad_()
+    net[2](edited).pow(2).sum().backward()
+    for _ in range(2):
+        with model.trace(x):
+            kept = model[0].output.requires_grad_()
+            with model.output.pow(2).sum().backward():
+                found = kept.grad.save()
+        torch.testing.assert_close(found, edited.grad)
+
+
 def _tanh_is_edited(model: NNsight, x: torch.Tensor) -> torch.Tensor:
     with model.trace(x):
         hidden = model[1].output

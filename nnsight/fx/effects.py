@@ -370,7 +370,7 @@ def edits_of_inputs(
         elif node.target is torch._C._set_grad_enabled:
             follows = bool(node.args[0])
         else:
-            sources = edited_by(node)
+            sources = all_edited(node)
             found = nothing.union(*(given.get(source, nothing) for source in sources))
             if found:
                 yield node, found, follows
@@ -388,7 +388,7 @@ def uses_inputs_around_an_edit(graph: torch.fx.Graph) -> bool:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        edits, kind = edited_by(node), kind_of(node)
+        edits, kind = all_edited(node), kind_of(node)
         edited_inputs = nothing.union(*(given.get(source, nothing) for source in edits))
         if kind is not Kind.VIEW and node.target not in _ABOUT_SIZES:
             others = (source for source in node.all_input_nodes if source not in edits)
@@ -402,7 +402,7 @@ def uses_inputs_around_an_edit(graph: torch.fx.Graph) -> bool:
     return False
 
 
-def edited_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the arguments that a call says it edits, or may edit."""
     known = edited(node)
     if known is not None:
@@ -436,9 +436,21 @@ def edited(node: torch.fx.Node) -> torch.fx.Node | None:
     """Return the argument that ``node`` is known to edit in place; ``None`` if it edits none, or nothing is known of it."""
     name = node.target if isinstance(node.target, str) else ""
     method = node.op == "call_method" and name.endswith("_") and not name.endswith("__") and name != "set_"
-    if (method or node.target in _WRITING) and node.args and isinstance(node.args[0], torch.fx.Node):
-        return node.args[0]
-    return None
+    if not (method or node.target in _WRITING or _is_in_place(node)):
+        return None
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    return source if isinstance(source, torch.fx.Node) else None
+
+
+def _is_in_place(node: torch.fx.Node) -> bool:
+    """Whether ``node`` calls a function of torch that edits its first argument: ``relu_``, or ``relu`` with ``inplace=True``."""
+    target: Any = node.target
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or ""
+    if node.op != "call_function" or module.partition(".")[0] != "torch":
+        return False
+    if (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace"):
+        return True
+    return any(switch == "inplace" and node.args[at] for at, switch in _switch_positions(target) if at < len(node.args))
 
 
 def written(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .effects import Kind, edited_by, kind_of, written
+from .effects import Kind, all_edited, kind_of, written
 from .functions import edits_in_place
 from .program import Call, Cut, External, Input, Outcome, Reference, Results, State, Value
 from .splice import references
@@ -171,7 +171,7 @@ def wanting_at(recording: Recording, node: torch.fx.Node) -> bool | None:
         is_sure = is_sure and not (is_edited or is_unknown or graph.switches_grad)
         name = item.target if isinstance(item.target, str) else getattr(item.target, "__name__", "")
         is_apart = name.endswith(_APART) or name.startswith(_APART)
-        if not (is_apart or graph.switches_grad or (is_unknown and not edited_by(item))):
+        if not (is_apart or graph.switches_grad or (is_unknown and not all_edited(item))):
             pending += item.all_input_nodes
     return False if is_sure else None
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.report import Break
 from .compat import BackendCallable
-from .effects import Memory, edited_by, edits_of_inputs
+from .effects import Memory, all_edited, edits_of_inputs
 from .nested import NestedGraph, unnest
 from .program import State
 from .switches import Switched, switched_at
@@ -181,7 +181,7 @@ class CapturedGraph:
     @cached_property
     def edited_groups(self) -> frozenset[Any]:
         """Groups of nodes that share memory which the model edits in place."""
-        nodes = [source for node in self.nodes if node not in self.tap_number for source in edited_by(node)]
+        nodes = [source for node in self.nodes if node not in self.tap_number for source in all_edited(node)]
         return frozenset(self.memory.group(node) for node in nodes)
 
     @cached_property

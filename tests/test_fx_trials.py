@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +80,26 @@ def test_a_call_that_only_values_make(model: NNsight) -> None:
         assert layout is torch.sparse_csr
         torch.testing.assert_close(out, torch.eye(3, 4).tanh())
         assert len(tracer.report.breaks) == compile
+
+
+def test_a_mistake_that_is_caught_keeps_nothing_alive(model: NNsight) -> None:
+    """What is alive when the graph runs is computed and returned, so the same block would be another graph now and then."""
+    alive: list[bool] = []
+    gc.disable()
+    try:
+        for compile in (False, True, True):
+            with model.trace(torch.ones(3, 4), compile=compile):
+                doubled = model[0].output * 2.0
+                known = weakref.ref(doubled)
+                try:
+                    doubled[:, 0] = torch.ones(7)
+                except RuntimeError:
+                    doubled = doubled + 1.0
+                alive.append(known() is not None)
+                model[1].input = doubled
+    finally:
+        gc.enable()
+    assert alive == [False, False, False]
 
 
 def test_a_call_is_tried_once_for_its_dtypes(model: NNsight, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,7 +430,7 @@ class CallRecorder(TorchFunctionMode):
         try:
             raise failure.with_traceback(None) from None  # ends at the user's line
         finally:
-            del failure  # whose traceback has this frame
+            del failure, failed  # whose traceback has this frame
 
     def tables(self) -> tuple[Any, ...]:
         """Return what there is by now, for :meth:`go_back`."""

@@ -18,7 +18,22 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .passages import Passage, Place, put
-from .statements import CUTS, EDITS, EXPRESSIONS, MISTAKES, PARTS, PLAIN_EDITS, PLAIN_EXPRESSIONS, READS
+from .statements import (
+    AROUND,
+    AROUND_MISTAKES,
+    AROUND_TRIES,
+    CUTS,
+    EDITS,
+    EXPRESSIONS,
+    MISTAKES,
+    PARTS,
+    PLAIN_AROUND,
+    PLAIN_EDITS,
+    PLAIN_EXPRESSIONS,
+    READS,
+    TRIES,
+    VALUE_TRIES,
+)
 
 Draw = Callable[[Any], Any]
 
@@ -122,7 +137,18 @@ class _Author:
         return self.fill(self.draw(st.sampled_from(PLAIN_EXPRESSIONS if self.plain else EXPRESSIONS)), here)
 
     def statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
-        kinds = ["read", "edit", "write", "new", "part", "fill", *(["cut"] if self.cutting else [])]
+        lines = self._statement(here, place, value, writable)
+        around = PLAIN_AROUND if self.plain else [*AROUND, *AROUND_TRIES] if self.cutting else AROUND
+        if any(".save()" in line for line in lines) or self.draw(st.integers(0, 7)):
+            return lines
+        template = self.draw(st.sampled_from(around))
+        self.cuts = self.cuts or template in AROUND_TRIES
+        return [surrounded(re.sub(r"\bN\b", self.fresh("i"), template), lines)]
+
+    def _statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
+        kinds = ["read", "edit", "write", "new", "part", "fill"]
+        kinds += [] if self.plain else ["try"]
+        kinds += ["cut", "value"] if self.cutting else []
         kind = self.draw(st.sampled_from(kinds))
         if kind == "read" and self.plain:
             return [self.fill(self.draw(st.sampled_from(["N = T.save()", "N = (T * 2.0).save()"])), here, self.fresh("s"))]
@@ -155,12 +181,20 @@ class _Author:
             lines = [f"{made} = {self.fill(self.draw(st.sampled_from(PARTS)), here)}"]
             self.parts.append(made)
             return lines
-        self.cuts = True
+        self.cuts = self.cuts or kind != "try"
         made = self.fresh("c")
-        lines = [self.fill(self.draw(st.sampled_from(CUTS)), here, made)]
-        if lines[0].startswith(made):
+        template = self.draw(st.sampled_from({"try": TRIES, "value": VALUE_TRIES}.get(kind, CUTS)))
+        if re.search(r"\bN = ", template):
             self.full.append(made)
-        return lines
+        return [self.fill(template, here, made)]
+
+
+def surrounded(around: str, lines: list[str]) -> str:
+    """Return a template with ``lines`` in the place of its body."""
+    body = re.search(r"^( *)BODY$", around, re.MULTILINE)
+    assert body is not None
+    text = "\n".join(lines).replace("\n", f"\n{body.group(1)}")
+    return around[: body.end(1)] + text + around[body.end() :]
 
 
 def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tuple[Segment, str]:
@@ -291,5 +325,6 @@ def _mistaken(author: _Author, passages: tuple[Passage, ...], chosen: list[int],
             if segment.passage.occurrence or early.occurrence or (early.path, early.key) == (segment.passage.path, segment.passage.key):
                 template, early = "1 / 0", None
     here = author.full[-1] if author.full else segment.name
-    wrong = re.sub(r"\bT\b", here, template)
+    around = author.draw(st.sampled_from(AROUND_MISTAKES))
+    wrong = surrounded(around, [re.sub(r"\bT\b", here, template)])
     return Segment(segment.passage, segment.name, segment.inputs, (*segment.statements, wrong), early)

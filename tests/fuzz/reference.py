@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,12 +73,8 @@ class Here:
 def _text(segment: Segment) -> str:
     lines = [f"{segment.name} = here.at"]
     for statement in segment.statements:
-        if statement == "EARLY":
-            lines.append("raise OutOfOrderError()")
-        elif statement == "AT.no_such_name":
-            lines.append("raise AttributeError()")
-        else:
-            lines.append(statement.replace("SKIP(", "here.skip(").replace("AT", "here.at").replace(".save()", ""))
+        text = statement.replace("EARLY", "raise OutOfOrderError()").replace("AT.no_such_name", "raise AttributeError()")
+        lines.append(text.replace("SKIP(", "here.skip(").replace("AT", "here.at").replace(".save()", ""))
     return "\n".join(lines)
 
 
@@ -85,7 +82,8 @@ def run(net: Net, plan: BlockPlan, w: Any, inputs: list[torch.Tensor]) -> tuple[
     """Run a block; return the model's result, what a cache would hold, and what was saved."""
     joined = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
     names: dict[str, Any] = {
-        "torch": torch, "contextlib": contextlib, "w": w, "OutOfOrderError": OutOfOrderError, "__builtins__": __builtins__,
+        "torch": torch, "contextlib": contextlib, "functools": functools, "w": w,
+        "OutOfOrderError": OutOfOrderError, "__builtins__": __builtins__,
     }  # fmt: skip
     names["model"] = net
     sizes = iter(len(part) for part in inputs)

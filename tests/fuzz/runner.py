@@ -88,6 +88,7 @@ class Case:
         return "\n".join(
             [
                 "import contextlib",
+                "import functools",
                 "import torch",
                 "from tests.fuzz.nets import build, make_input",
                 "from tests.fuzz.runner import Rows",

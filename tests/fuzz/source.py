@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import re
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def _segment(segment: Segment, model: str) -> list[str]:
         line = statement.replace("SKIP(", f"{here}.skip(").replace("AT.no_such_name", f"{here}.no_such_name")
         if segment.early is not None:
             line = line.replace("EARLY", f"{envoy(segment.early, model)}.{segment.early.key}")
-        lines.append(line.replace("AT", location))
+        lines += line.replace("AT", location).split("\n")
     if segment.passage.occurrence:
         return [f"for _ in tracer.iter[{segment.passage.occurrence}]:", *(f"    {line}" for line in lines)]
     return lines
@@ -107,6 +108,6 @@ def compiled(text: str) -> Callable[..., Any]:
     """Return the function that a text defines, with a source that can be found."""
     filename = f"<block {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"torch": torch, "contextlib": contextlib, "total_of": total_of, "__name__": "fuzz"}
+    namespace: dict[str, Any] = {"torch": torch, "contextlib": contextlib, "functools": functools, "total_of": total_of, "__name__": "fuzz"}
     exec(compile(text, filename, "exec"), namespace)
     return namespace["block"]

@@ -1,7 +1,8 @@
 """What a block may do at a passage, as templates.
 
-In a template ``T`` stands for a tensor in reach, ``V`` for another one, ``P`` for a part of one, and ``N`` for a new name; all but
-``P`` have the shape ``[batch, length, WIDTH]``. ``w`` is a :class:`~tests.fuzz.world.World`.
+Most are one line; those of several lines are separated by empty ones. In a template ``T`` stands for a tensor in reach, ``V`` for
+another one, ``P`` for a part of one, and ``N`` for a new name; all but ``P`` have the shape ``[batch, length, WIDTH]``. ``w`` is a
+:class:`~tests.fuzz.world.World`.
 """
 
 #: What can be kept and noted.
@@ -68,6 +69,11 @@ torch.maximum(T, w.vector)
 sum([T, V, w.vector])
 T.index_select(2, w.counts.new_tensor([3, 2, 1, 0]))
 torch.baddbmm(T, T, w.matrix.expand(T.shape[0], -1, -1))
+functools.partial(torch.add, T, alpha=2)(V)
+functools.partial(torch.nn.functional.softplus, beta=2.0)(T)
+functools.partial(torch.Tensor.mul, T)(w.vector)
+functools.reduce(torch.add, [T, V, w.vector])
+(lambda x, by=w.vector: x - by)(T)
 """.strip().splitlines()
 
 #: Expressions of a part that shares its memory with the tensor.
@@ -124,6 +130,7 @@ w.counts += 1
 w.matrix.T[0] = w.vector
 if w.kept and w.kept[-1].is_floating_point(): w.kept[-1].add_(1.0)
 with torch.no_grad(): T.mul_(w.number)
+functools.partial(torch.Tensor.add_, T, alpha=2)(w.vector)
 """.strip().splitlines()
 
 #: Statements that need a value, so that a compiled graph is cut.
@@ -153,11 +160,216 @@ with w.dropping(), torch.no_grad(): w.log.append("in"); w.kept.append(torch.lina
 w.kept.append(torch.func.grad(lambda x: (x**2).sum() if x.sum() > 0 else x.sum())(T.detach()))
 """.strip().splitlines()
 
+#: Errors that are caught whatever the values are, so that nothing is cut.
+TRIES = """
+try:
+    N = T + torch.ones(9)
+except RuntimeError as error:
+    w.log.append(type(error).__name__)
+    N = T * 0.5
+
+try:
+    T.add_(1.0)
+    raise KeyError("mine")
+except (KeyError, ValueError) as error:
+    w.log.append(str(error))
+    T.mul_(0.5)
+finally:
+    w.log.append("finally")
+
+try:
+    N = T @ w.matrix
+except RuntimeError:
+    N = T.clone()
+else:
+    w.log.append("fits")
+
+try:
+    try:
+        N = T * 1.0
+        N[:, 99] = 1.0
+    finally:
+        w.log.append("inner")
+        T += 1.0
+except IndexError as error:
+    w.log.append(type(error).__name__)
+
+try:
+    w.kept.append(undefined_name)
+except NameError:
+    w.kept.append(T)
+
+for _ in range(3):
+    try:
+        if _ == 1: continue
+        T.sub_(0.5)
+        if _ == 2: raise StopIteration("third")
+    except StopIteration as error:
+        w.log.append(str(error))
+    finally:
+        w.log.append(_)
+
+try:
+    try:
+        torch.cat([T, torch.ones(2)])
+    except RuntimeError as error:
+        raise LookupError("none") from error
+except LookupError as error:
+    w.log.append((str(error), type(error.__cause__).__name__))
+
+try:
+    T.view(7, 7, 7)
+except Exception:
+    w.log.append("no such view")
+N = T - 1.0
+
+try:
+    N = T.no_such_method()
+except AttributeError:
+    N = -T
+
+try:
+    T[:, 0] = torch.ones(7)
+except RuntimeError as error:
+    w.log.append(type(error).__name__)
+    T[:, 0] = 7.0
+""".strip().split("\n\n")
+
+#: Errors because of values that are caught.
+VALUE_TRIES = """
+try:
+    w.kept.append(w.vector[T.detach()[0, 0].argmax() + 2])
+    w.log.append("found")
+except IndexError:
+    w.log.append("not found")
+    T.add_(1.0)
+
+try:
+    if T.detach().sum() > 0: raise ValueError("positive")
+    T.mul_(0.5)
+except ValueError as error:
+    w.log.append(str(error))
+    T.mul_(2.0)
+finally:
+    w.kept.append(T.detach().clone())
+
+for _ in range(2):
+    try:
+        w.kept.append(w.matrix[:, T.detach()[0].argmax(-1) + 1])
+        w.log.append("in")
+    except IndexError:
+        T.sub_(1.0)
+        continue
+    w.log.append(_)
+
+try:
+    N = torch.linalg.inv(T.detach()[:1, :1].mT @ T.detach()[:1, :1] * 0.0)
+    N = T * 2.0
+except torch.linalg.LinAlgError:
+    N = T * 3.0
+
+try:
+    w.log.append(int(T.detach().argmax()))
+    assert T.detach().abs().sum() < 0.0
+except AssertionError:
+    w.log.append("never")
+
+try:
+    N = T.bitwise_not()
+except NotImplementedError:
+    N = T + 0.5
+""".strip().split("\n\n")
+
+#: What other statements can stand in; ``BODY`` are their lines, and they run at least once.
+AROUND = """
+try:
+    BODY
+finally:
+    w.log.append("finally")
+
+N = 0
+while N < 2:
+    BODY
+    N += 1
+
+N = 3
+while N:
+    N -= 1
+    if N == 1: continue
+    BODY
+else:
+    w.log.append("over")
+
+N = 0
+while True:
+    N += 1
+    BODY
+    if N == 2: break
+
+for N in range(2):
+    try:
+        BODY
+    finally:
+        w.log.append(N)
+""".strip().split("\n\n")
+
+#: The same, where a call that may fail because of values needs them.
+AROUND_TRIES = """
+try:
+    BODY
+    raise KeyError("mine")
+except KeyError as error:
+    w.log.append(str(error))
+
+try:
+    BODY
+except (RuntimeError, IndexError):
+    w.log.append("failed")
+else:
+    w.log.append("passed")
+finally:
+    w.log.append("finally")
+
+for N in range(2):
+    try:
+        BODY
+        raise KeyError("mine")
+    finally:
+        break
+""".strip().split("\n\n")
+
+#: What becomes of a mistake.
+AROUND_MISTAKES = """
+BODY
+
+try:
+    BODY
+except Exception as error:
+    w.log.append(type(error).__name__)
+
+try:
+    BODY
+finally:
+    w.log.append("finally")
+
+try:
+    BODY
+except ZeroDivisionError:
+    w.log.append("divided")
+""".strip().split("\n\n")
+
 #: What a block that can be replayed for other rounds does not have: effects outside, and numbers that differ between rounds.
 _NOT_PLAIN = ("w.kept", "w.number", "w.probe", "with ", "list(")
 
 #: Edits in such a block.
 PLAIN_EDITS = [edit for edit in EDITS if not edit.startswith("w.") and not any(word in edit for word in _NOT_PLAIN)]
+
+#: What statements of such a block can stand in.
+PLAIN_AROUND = [
+    *(around for around in AROUND if "w.log" not in around),
+    "try:\n    BODY\nfinally:\n    N = 0",
+    "N = 0\nwhile True:\n    BODY\n    if N: break\n    N = 1",
+]
 
 #: Expressions in such a block.
 PLAIN_EXPRESSIONS = [found for found in EXPRESSIONS if not any(word in found for word in _NOT_PLAIN)]

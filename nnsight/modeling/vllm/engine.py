@@ -6,7 +6,6 @@ be sent anywhere. One thread uses the engine at a time; :mod:`.asynchronous` has
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .groups import groups
 from .prompts import refusals
 from .requests import Limits, RequestRun
 from .steering import Slots, salt_of
@@ -72,17 +72,17 @@ class Engine:
         if layout is not None:
             options = _with_layout(options, layout)
         parallel = options.get("tensor_parallel_size", 1) > 1
-        _check_alone(parallel)
+        groups.check_alone(parallel)
         if parallel:
             from .parallel import ParallelExecutor
 
             options = {**options, "distributed_executor_backend": ParallelExecutor}
-        with _in_this_process():
+        with _in_this_process(), groups.held(parallel):
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
-        client = self.llm.llm_engine.engine_core
-        client._finalizer.detach()
-        _living[id(client.engine_core)] = parallel
-        weakref.finalize(self, _shut_down, client.engine_core)
+            client = self.llm.llm_engine.engine_core
+            client._finalizer.detach()
+            groups.used_by(client.engine_core, parallel)
+        weakref.finalize(self, groups.shut_down, client.engine_core)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -206,37 +206,6 @@ class Engine:
         """End a request before its time."""
         self._detach(request)
         self.llm.llm_engine.abort_request([request.internal], internal=True)
-
-
-#: Engine cores of this process that have not been shut down, and whether they have several devices.
-_living: dict[int, bool] = {}
-
-
-def _check_alone(parallel: bool) -> None:
-    """Raise if there is an engine that another one cannot be beside.
-
-    Raises:
-        ValueError: If this process is one of several of an engine: vLLM has one group of devices in a process.
-    """
-    if _living and (parallel or any(_living.values())):
-        gc.collect()  # what nobody uses any more ends now
-    if _living and (parallel or any(_living.values())):
-        raise ValueError(
-            "An engine with `tensor_parallel_size` above 1 has the process for itself, and this process has another engine "
-            "already. Delete the model that it belongs to, and what refers to it, or use another process."
-        )
-
-
-def _shut_down(core: Any) -> None:
-    """Shut an engine core down. Parallel groups belong to the process: they stay until its last engine ends."""
-    _living.pop(id(core), None)
-    if not _living:
-        core.shutdown()
-        return
-    core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    gc.unfreeze()  # as vLLM does: it froze what was there when the engine was made
 
 
 def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:

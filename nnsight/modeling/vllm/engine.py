@@ -160,6 +160,9 @@ class Engine:
 
     def advance(self, pending: dict[str, Request]) -> None:
         """Make one step of the engine; take what has finished or failed out of ``pending``."""
+        # A thread that asks for the first time gets torch's number of threads for its operations. Before, it has OpenMP's, and
+        # vLLM's attention on CPUs fails where the two change within a step.
+        torch.get_num_threads()
         for output in self.llm.llm_engine.step():
             if output.request_id not in pending:
                 continue

@@ -558,7 +558,7 @@ def test_what_is_shared_cannot_be_changed(model: VLLM) -> None:
         ([3.5], {}, TypeError, "text or token ids"),
         (["a"], {"temprature": 0}, ValueError, "temprature: no sampling parameters"),
         (["a"], {"temperature": -1}, ValueError, "vLLM refuses the request"),
-        (["a"], {"n": 2}, ValueError, "written against one sequence"),
+        (["a"], {"n": 2}, ValueError, "n=2: the block waits at `model.logits.output`"),
         (["a"], {"compile": True}, NotImplementedError, "compile"),
         (["a"], {"scan": True}, NotImplementedError, "scan"),
         ([[1] * 300], {}, ValueError, "256"),

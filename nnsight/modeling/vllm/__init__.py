@@ -7,6 +7,7 @@ of a step only says which rows belong to whom. The modules, from the bottom up:
 * :mod:`.rows`: the rows of one request, as the block is given them and as they go back;
 * :mod:`.steering`: edits that are parameters, so that no block has to run at the layer;
 * :mod:`.requests`: the run of one request, and how it ends;
+* :mod:`.samples`: requests for several samples, each a run of its own;
 * :mod:`.steps`: one step of the engine, offered to the runs that take part in it;
 * :mod:`.taps`: what is put into the graph of a compiled engine, stops for blocks and tables for edits;
 * :mod:`.spread`, :mod:`.ranks`: with several devices, what each has of a value, and a step that all make together;

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, cast
 from ...tracing import Backend, Tracer
 from ...tracing.errors import show_only_users_frames
 from ...tracing.saving import saves
-from .engine import Engine, Request
+from .engine import Engine
+from .samples import Request
 
 if TYPE_CHECKING:
     from .tracing import RequestTracer
@@ -203,7 +204,7 @@ class _Job:
         """End the blocks; return what was saved, and what a block raised."""
         tracer, scope, frame = self.tracer, self.tracer.scope, self.tracer._frame
         for request in self.requests:
-            request.run.cancel()
+            request.cancel()
         error = None
         try:
             tracer.conclude(self.requests)
@@ -221,7 +222,7 @@ class _Job:
             show_only_users_frames(error, self.tracer._frame)
         self._take_out(engine, pending)
         for request in self.requests:
-            request.run.cancel()
+            request.cancel()
         self._context.run(self.tracer.end)
         self.stream.end(error)
 

@@ -12,44 +12,21 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .groups import groups
 from .prompts import refusals
-from .requests import Limits, RequestRun
+from .requests import Limits
+from .samples import Request
 from .steering import Slots, salt_of
 from .taps import HANDOFF, Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ...tree import ModuleTree
 
 WORKER = f"{__package__}.worker.Worker"
-
-
-@dataclass(eq=False)
-class Request:
-    """A request for the engine.
-
-    Attributes:
-        prompt: What vLLM takes for a prompt, as a dict.
-        sampling: vLLM's sampling parameters.
-        run: The blocks that are written against it.
-        output: What vLLM returned in the end.
-        on_output: Called with what vLLM returns before that, step by step.
-        internal: What the engine core calls it, once it is there.
-    """
-
-    prompt: dict[str, Any]
-    sampling: Any
-    run: RequestRun
-    output: Any = None
-    on_output: Callable[[Any], None] | None = None
-    internal: str = ""
 
 
 class Engine:
@@ -140,11 +117,16 @@ class Engine:
         Raises:
             ValueError: If vLLM refuses it.
         """
-        if request.run.error is not None:
+        request.run.begun = True
+        if request.ended:
+            return
+        if request.samples:
+            for sample in request.samples:
+                self.admit(sample, pending)
             return
         name = f"nnsight-{next(self._numbers)}"
         slot = self._prepare(request, name)
-        if request.run.error is not None:
+        if request.ended:
             return
         try:
             with refusals():
@@ -163,18 +145,21 @@ class Engine:
         # A thread that asks for the first time gets torch's number of threads for its operations. Before, it has OpenMP's, and
         # vLLM's attention on CPUs fails where the two change within a step.
         torch.get_num_threads()
+        told: dict[Request, None] = {}
         for output in self.llm.llm_engine.step():
             if output.request_id not in pending:
                 continue
             request = pending[output.request_id]
             if output.finished:
                 del pending[output.request_id]
-                request.output = output
                 self._detach(request)
-                request.run.conclude(output)
-            elif request.on_output is not None:
-                request.on_output(output)
-        for name in [name for name, request in pending.items() if request.run.error is not None]:
+            request.take(output)
+            told[request.whole or request] = None
+        for request in told:
+            request.tell()
+        for request in pending.values():
+            request.pass_on()
+        for name in [name for name, request in pending.items() if request.ended]:
             self.take_out(pending.pop(name))
 
     @property
@@ -185,7 +170,6 @@ class Engine:
     def _prepare(self, request: Request, name: str) -> int:
         """Return the request's slot, 0 if it needs none; keep what others cached, and what it caches itself, apart."""
         run = request.run
-        run.begun = True
         if run.touches_model:  # it has to see all of its own tokens
             request.prompt["cache_salt"] = name
             request.sampling.skip_reading_prefix_cache = True
@@ -196,7 +180,7 @@ class Engine:
         try:
             return self._slots.take(run.steering)
         except ValueError as error:
-            run.fail(error)
+            request.fail(error)
             return 0
 
     def _detach(self, request: Request) -> None:

@@ -205,7 +205,8 @@ class VLLM(MetaMixin):
             The tracer. ``tracer.result`` is vLLM's ``RequestOutput``, ``tracer.report`` tells how the blocks ran.
 
         Raises:
-            ValueError: For unknown sampling parameters, several prompts for one block, and ``n`` other than 1.
+            ValueError: For unknown sampling parameters, several prompts for one block, and several samples (``n=``) of a request whose
+                block uses values of the model; see :mod:`.samples`.
             NotImplementedError: For options of other traces: ``compile``, ``scan``, ``validate``, ``fn``.
         """
         leave_to_python("model.trace(...)")

@@ -52,7 +52,7 @@ def sampling_of(options: Mapping[str, Any]) -> Any:
         options: Those of ``vllm.SamplingParams``; also ``max_new_tokens`` for ``max_tokens``.
 
     Raises:
-        ValueError: If one is not known, or several sequences are asked of one block.
+        ValueError: If one is not known, or vLLM refuses them.
     """
     from vllm import SamplingParams
 
@@ -64,11 +64,6 @@ def sampling_of(options: Mapping[str, Any]) -> Any:
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)}: no sampling parameters of vLLM, which are {', '.join(sorted(n for n in known if n[0] != '_'))}."
-        )
-    if given.get("n", 1) != 1:
-        raise ValueError(
-            f"n={given['n']}: a block is written against one sequence, and vLLM would make a request of each. Open an invoke for "
-            "each, with a `seed` of its own."
         )
     with refusals():
         return SamplingParams(**given)

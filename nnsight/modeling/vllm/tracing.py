@@ -15,9 +15,9 @@ from ...runtime.mediator import Mediator
 from ...runtime.report import Report
 from ...runtime.tracer import InterleavingTracer
 from ...tracing.saving import saves
-from .engine import Request
 from .prompts import prompt_of, sampling_of
 from .requests import RequestRun
+from .samples import Request
 
 if TYPE_CHECKING:
     from ...tracing import Backend
@@ -31,7 +31,7 @@ class EngineReport(Report):
     Attributes:
         tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"in the compiled
             model, as parameters"``, or ``"beside"`` where it needed no value of the model.
-        steps: For each request, in how many steps of the engine the block had rows.
+        steps: For each request, in how many steps of the engine the block had rows; of several samples the most.
     """
 
     tiers: list[str] = field(default_factory=list)
@@ -94,8 +94,7 @@ class RequestTracer(InterleavingTracer):
             self._entered = True
             self._open_mentioned()
             run = self._main = self._run_of([], "the request")
-            run.begin(self._edits())
-            return [Request(prompt_of(args), sampling_of(sampling), run)]
+            return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
         self.note_start()
         self._invokes = None if args else []
         self._open_mentioned()
@@ -123,9 +122,7 @@ class RequestTracer(InterleavingTracer):
         if main.failed is not None:
             raise main.failed
         if args:
-            request = Request(prompt_of(args), sampling_of(sampling), main)
-            main.begin(self._edits())
-            return [request]
+            return [self._begun(Request(prompt_of(args), sampling_of(sampling), main))]
         if not invokes and main.error is not None:
             return []
         if any(mediator.alive for mediator in main.mediators) or not invokes:
@@ -144,9 +141,22 @@ class RequestTracer(InterleavingTracer):
                 [Mediator(invoke.function, None, f"invoke {number}", publish=invoke.publish)], f"invoke {number}"
             )
             requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
-        for request in requests:
+        return [self._begun(request) for request in requests]
+
+    def _begun(self, request: Request) -> Request:
+        """Return ``request``, its blocks begun; with one for each sample, if it is for several."""
+        if request.sampling.n == 1:
             request.run.begin(self._edits())
-        return requests
+        else:
+            request.run.begin()
+            request.split(self._edited_run)
+        return request
+
+    def _edited_run(self, name: str) -> RequestRun:
+        """Return a run of the edits of the model alone."""
+        run = self._run_of([], name)
+        run.begin(self._edits())
+        return run
 
     def _run_requests(self, requests: list[Request]) -> None:
         """Run ``requests``; raise the first error of a block when all have finished."""
@@ -158,19 +168,21 @@ class RequestTracer(InterleavingTracer):
             model._engine.run(requests)
         finally:
             for request in requests:
-                request.run.cancel()
+                request.cancel()
         self.conclude(requests)
 
     def note_tiers(self, requests: list[Request]) -> None:
         """Say in the report how the blocks run."""
         self.report.mode = "engine"
-        self.report.tiers = [request.run.tier for request in requests]
+        self.report.tiers = [request.runs[0].tier for request in requests]
 
     def conclude(self, requests: list[Request]) -> None:
         """Say in the report how the blocks ran, and raise the first of their errors."""
         report = self.report
-        report.steps = [request.run.steps for request in requests]
-        report.spliced = list(dict.fromkeys(location for request in requests for location in request.run.visited))
+        report.steps = [max(run.steps for run in request.runs) for request in requests]
+        report.spliced = list(
+            dict.fromkeys(location for request in requests for run in request.runs for location in run.visited)
+        )
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
         for name, failure in failures[1:]:
             failures[0][1].add_note(

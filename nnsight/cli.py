@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         parsed.run(parsed)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, NotImplementedError) as error:
         print(f"nnsight: {error}", file=sys.stderr)
         return 2
     return 0

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from nnsight.modeling.vllm import VLLM
+
 from .vllm_llama import GREEDY, OPTIONS, PROMPTS, save_tiny_llama
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
@@ -104,3 +106,81 @@ print(json.dumps([said, left, len(third(prompt, **sampling).outputs[0].token_ids
 
 def test_an_engine_that_cannot_be_made_leaves_no_groups_of_one_that_ended(folder: Path) -> None:
     assert told(_NONE_IS_LEFT, folder, OPTIONS, PROMPTS[0], GREEDY) == ["no such weights", False, 6]
+
+
+# -- what blocks cannot run with --------------------------------------------------------------------------------------
+
+_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_the_second_model_runner_is_refused_where_it_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dispatch: bool
+) -> None:
+    monkeypatch.setenv(_CHOICE, "1")
+    with pytest.raises(NotImplementedError, match=f"{_CHOICE}=1 is set, and blocks .* model runner V1 only.* Unset it, or set it to 0"):
+        VLLM(folder, **OPTIONS, dispatch=dispatch)
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_the_first_model_runner_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """Where vLLM would choose the second by itself, too."""
+    monkeypatch.setenv(_CHOICE, "0")
+    if given is None:
+        monkeypatch.delenv(_CHOICE)
+    VLLM(folder, **OPTIONS)
+    assert os.environ[_CHOICE] == "0"
+
+
+def test_the_second_model_runner_is_refused_where_an_engine_starts_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = VLLM(folder, **OPTIONS)
+    monkeypatch.setenv(_CHOICE, "1")
+    with pytest.raises(NotImplementedError, match="model runner V1 only"):
+        lazy(PROMPTS[0], **GREEDY)
+    monkeypatch.setenv(_CHOICE, "0")
+    assert len(lazy(PROMPTS[0], **GREEDY).outputs[0].token_ids) == 6
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_configurations_that_lead_to_the_second_model_runner_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dispatch: bool
+) -> None:
+    """Some options do, whatever the environment says."""
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda _: True))
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    with pytest.raises(NotImplementedError, match="model runner V2 .*watermark_config.* Leave them out"):
+        VLLM(folder, **OPTIONS, dispatch=dispatch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+        {"spec_method": "ngram"},
+        {"spec_model": "drafts"},
+        {"spec_tokens": 3},
+    ],
+)
+def test_speculative_decoding_is_refused_with_the_reason(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=f"VLLM.{next(iter(options))}=.* tokens that are thrown away again.* Leave it out"):
+        VLLM(folder, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_models_that_bring_drafts_of_their_own_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dispatch: bool
+) -> None:
+    """Some repositories name a draft model in their configuration, and vLLM uses it unasked."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_speculative_config
+
+    def unasked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.speculative_config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+        return create(self, *args, **kwargs)
+
+    monkeypatch.setattr(EngineArgs, "create_speculative_config", unasked)
+    with pytest.raises(NotImplementedError, match=r"Speculative decoding \(method 'ngram'\) is not implemented: .*Leave out"):
+        VLLM(folder, **OPTIONS, dispatch=dispatch)

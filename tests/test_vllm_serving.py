@@ -419,3 +419,9 @@ def test_wrong_options(
         monkeypatch.delenv(name)
     assert main(command(folder, *options)[3:]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_second_model_runner_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert main(command(folder)[3:]) == 2
+    assert "VLLM_USE_V2_MODEL_RUNNER=1 is set" in capsys.readouterr().err

@@ -12,6 +12,7 @@ of a step only says which rows belong to whom. The modules, from the bottom up:
 * :mod:`.taps`: what is put into the graph of a compiled engine, stops for blocks and tables for edits;
 * :mod:`.spread`, :mod:`.ranks`: with several devices, what each has of a value, and a step that all make together;
 * :mod:`.worker`: where vLLM calls all that;
+* :mod:`.runner`: what of vLLM blocks cannot run with;
 * :mod:`.groups`: who uses what belongs to the process;
 * :mod:`.engine`: an engine in this process, and requests in it;
 * :mod:`.parallel`, :mod:`.follower`: the processes of an engine on several devices;

@@ -19,6 +19,7 @@ import torch
 from .groups import groups
 from .prompts import refusals
 from .requests import Limits
+from .runner import ask_for_v1
 from .samples import Request
 from .steering import Slots, salt_of
 from .taps import HANDOFF, Layout
@@ -44,8 +45,7 @@ class Engine:
     def __init__(self, repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> None:
         from vllm import LLM
 
-        # vLLM asks for it with every request, so it stays. Blocks run on the first generation of model runners only.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        ask_for_v1()  # again: the engine may be started long after the model was made
         if layout is not None:
             options = _with_layout(options, layout)
         parallel = options.get("tensor_parallel_size", 1) > 1

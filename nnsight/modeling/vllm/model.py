@@ -21,6 +21,7 @@ from ..mixins import MetaMixin
 from .choices import Choice
 from .requests import SAMPLES
 from .residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
+from .runner import SPECULATIVE, ask_for_v1
 from .taps import Layout, tapped_modules
 from .tracing import RequestTracer
 from .vectors import Vectors
@@ -71,7 +72,8 @@ class VLLM(MetaMixin):
 
     Raises:
         ImportError: If vLLM is not installed.
-        NotImplementedError: For what vLLM can do and blocks cannot run with: other kinds of parallelism.
+        NotImplementedError: For what vLLM can do and blocks cannot run with: other kinds of parallelism, speculative decoding,
+            adapters, the model runner V2.
         ValueError: If a tap names no module.
 
     Example:
@@ -101,6 +103,7 @@ class VLLM(MetaMixin):
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(_NO_VLLM)
+        ask_for_v1()
         _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
             raise TypeError(
@@ -340,6 +343,15 @@ _OTHER_PARALLELISM = {
 }
 
 
+#: Options that lead to another engine, and why blocks cannot run in it.
+_OTHER_ENGINES = {
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), SPECULATIVE),
+    "enable_lora": "adapters wrap modules when taps and tables are in them already, and under other names",
+    "worker_cls": "the worker of this package is where blocks meet the model",
+    "distributed_executor_backend": "blocks run in this process, which has the first device",
+}
+
+
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
     """Raise for options that blocks cannot run with."""
     if mode not in ("sync", "async"):
@@ -356,11 +368,9 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
             raise NotImplementedError(
                 f"VLLM({name}={options[name]}) is not implemented: {reason}. Use `tensor_parallel_size=` for several devices."
             )
-    for name in ("speculative_config", "spec_method", "enable_lora", "worker_cls", "distributed_executor_backend"):
+    for name, reason in _OTHER_ENGINES.items():
         if options.get(name):
-            raise NotImplementedError(
-                f"VLLM({name}=...) is not implemented: blocks would not see the rows they are written against."
-            )
+            raise NotImplementedError(f"VLLM({name}=...) is not implemented: {reason}. Leave it out.")
     if "compile" in options:
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 

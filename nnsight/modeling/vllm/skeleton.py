@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .groups import groups
+from .runner import check
 
 
 def skeleton_of(repo: str, options: Mapping[str, Any]) -> torch.nn.Module:
@@ -27,6 +28,7 @@ def skeleton_of(repo: str, options: Mapping[str, Any]) -> torch.nn.Module:
     options = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
     with torch.device("cpu"):  # the caller's default may be the meta device already
         config = EngineArgs(model=repo, **options).create_engine_config()
+    check(config)
     with set_current_vllm_config(config), groups.held(), _single_rank(), _own_positions(), torch.device("meta"):
         model: torch.nn.Module = initialize_model(config)
     return model.eval()

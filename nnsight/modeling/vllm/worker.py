@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from .ranks import Alone
 from .requests import LOGITS, RequestRun
 from .rows import Rows
+from .runner import check
 from .steering import Steering
 from .steps import Part
 from .taps import Layout, tap
@@ -50,12 +51,9 @@ class Worker(_Base):  # type: ignore[misc]
     """A worker whose model runner offers the values of a step to the requests' blocks."""
 
     def init_device(self) -> None:
+        check(self.vllm_config)
         super().init_device()
         runner = self.model_runner
-        if self.use_v2_model_runner:
-            raise NotImplementedError(
-                "Blocks run on vLLM's model runner V1 only: leave VLLM_USE_V2_MODEL_RUNNER unset, or at 0."
-            )
         runner.__class__ = type(type(runner).__name__, (type(runner),), dict(_hooks(type(runner))))
         runner.runs = {}
         runner.tree = None

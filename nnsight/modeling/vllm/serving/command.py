@@ -5,7 +5,6 @@ It takes the options of ``vllm serve`` and four of its own. What the server cann
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from ..runner import ask_for_v1, check
 from ..taps import Layout
 from ..vectors import Vectors
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     import uvloop
 
     cli_env_setup()
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    ask_for_v1()
     args: Any = _parser().parse_args(list(arguments))
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
@@ -134,6 +134,7 @@ async def _serve(args: Any, vectors: Vectors) -> None:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     _refuse(config)
+    check(config)
     _fit(vectors, config.model_config.get_hidden_size())
     signal.signal(signal.SIGTERM, _interrupt)  # until the server has handlers of its own
     address, sock = setup_server(args, reuse_port=False)  # before the engine, which takes long: the port may be in use

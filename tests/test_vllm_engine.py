@@ -108,6 +108,23 @@ def test_an_engine_that_cannot_be_made_leaves_no_groups_of_one_that_ended(folder
     assert told(_NONE_IS_LEFT, folder, OPTIONS, PROMPTS[0], GREEDY) == ["no such weights", False, 6]
 
 
+_WITH_NUMBA = """
+import json, sys
+
+import numba
+
+from nnsight.modeling.vllm import VLLM
+
+folder, options, prompt, sampling = json.loads(sys.argv[1])
+found = [len(VLLM(folder, **options)(prompt, **sampling).outputs[0].token_ids) for _ in range(2)]
+print(json.dumps([*found, numba.njit(lambda x: x + 1)(2)]))
+"""
+
+
+def test_engines_are_made_where_numba_is_imported(folder: Path) -> None:
+    assert told(_WITH_NUMBA, folder, OPTIONS, PROMPTS[0], GREEDY) == [6, 6, 3]
+
+
 # -- what blocks cannot run with --------------------------------------------------------------------------------------
 
 _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ class Engine:
             from .parallel import ParallelExecutor
 
             options = {**options, "distributed_executor_backend": ParallelExecutor}
+        _let_vllm_look_at_llvmlite()
         with _in_this_process(), groups.held(parallel):
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
             client = self.llm.llm_engine.engine_core
@@ -212,6 +214,26 @@ def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
         made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
     return made
+
+
+def _let_vllm_look_at_llvmlite() -> None:
+    """Let an object of llvmlite, which numba uses, have no ``__dict__``, where numba has been imported.
+
+    On CPUs vLLM looks at the ``__dict__`` of every object in every module when it makes a worker. This one has whatever it is asked for, as
+    a function of the library that it stands for, and vLLM fails there.
+    """
+    module: Any = sys.modules.get("llvmlite.binding.ffi")
+    if module is None or hasattr(module._lib_wrapper, "nnsight_looked_at"):
+        return
+    known = module._lib_wrapper.__getattr__
+
+    def without_dict(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return known(self, name)
+
+    module._lib_wrapper.__getattr__ = without_dict
+    module._lib_wrapper.nnsight_looked_at = True
 
 
 @contextmanager

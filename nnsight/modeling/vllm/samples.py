@@ -66,13 +66,11 @@ class Request:
 
     def tell(self) -> None:
         """Say what a step has brought to whoever listens; with samples, conclude the blocks when all samples have finished."""
-        if self.ended:
-            return
         if self.samples:
             finished = all(sample.output is not None for sample in self.samples)
             if finished or self.on_output is not None:
                 self.latest = _joined([sample.latest for sample in self.samples], finished)
-            if finished:
+            if finished and self.run.error is None:
                 self.output = self.latest
                 self.run.conclude(self.output)
         if self.output is None and self.on_output is not None:

@@ -20,7 +20,7 @@ import torch
 from .groups import groups
 from .prompts import refusals
 from .requests import Limits
-from .runner import ask_for_v1
+from .runner import SPECULATIVE, ask_for_v1
 from .samples import Request
 from .steering import Slots, salt_of
 from .taps import HANDOFF, Layout
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from ...tree import ModuleTree
 
 WORKER = f"{__package__}.worker.Worker"
+
+_DRAFTS = (
+    f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
+    "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
+)
 
 
 class Engine:
@@ -78,7 +83,8 @@ class Engine:
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
             return Limits(hidden)
-        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank, tuple(tapped.captured))
+        drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
+        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank, tuple(tapped.captured), drafts)
 
     def stop_at(self, tree: ModuleTree) -> None:
         """Say by which tree the model's calls are intercepted."""
@@ -172,6 +178,9 @@ class Engine:
     def _prepare(self, request: Request, name: str) -> int:
         """Return the request's slot, 0 if it needs none; keep what others cached, and what it caches itself, apart."""
         run = request.run
+        if run.touches_model and run.limits.drafts:
+            request.fail(ValueError(_DRAFTS))
+            return 0
         if run.touches_model:  # it has to see all of its own tokens
             request.prompt["cache_salt"] = name
             request.sampling.skip_reading_prefix_cache = True

@@ -21,7 +21,7 @@ from ..mixins import MetaMixin
 from .choices import Choice
 from .requests import SAMPLES
 from .residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
-from .runner import SPECULATIVE, ask_for_v1
+from .runner import ask_for_v1, check_drafts
 from .taps import Layout, tapped_modules
 from .tracing import RequestTracer
 from .vectors import Vectors
@@ -111,6 +111,7 @@ class VLLM(MetaMixin):
             )
         _check_options(mode, tensor_parallel_size, options)
         layout = _layout_of(taps, captures, edits)
+        check_drafts(options, layout is not None and layout.only_tables and tensor_parallel_size == 1)
         # A block sees a prompt whole; tables apply to any part of one, and what one device captures is put together.
         alone = tensor_parallel_size == 1 or layout is None or not layout.captures
         chunked = {} if layout is not None and not layout.taps and alone else {"enable_chunked_prefill": False}
@@ -152,7 +153,7 @@ class VLLM(MetaMixin):
         """Return the model without weights."""
         from .skeleton import skeleton_of
 
-        module = skeleton_of(repo, options)
+        module = skeleton_of(repo, options, self._layout)
         if self._layout is not None:
             tapped_modules(module, self._layout.modules)
         return module
@@ -345,7 +346,6 @@ _OTHER_PARALLELISM = {
 
 #: Options that lead to another engine, and why blocks cannot run in it.
 _OTHER_ENGINES = {
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), SPECULATIVE),
     "enable_lora": "adapters wrap modules when taps and tables are in them already, and under other names",
     "worker_cls": "the worker of this package is where blocks meet the model",
     "distributed_executor_backend": "blocks run in this process, which has the first device",

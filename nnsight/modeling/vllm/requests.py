@@ -50,6 +50,7 @@ class Limits:
         steered: Where its compiled graph has tables for edits; ``None`` if it is not compiled.
         rank: How many directions they may read.
         captured: Where values can be read, when the model has run, and not edited.
+        drafts: Whether steps have drafts of tokens, some of which are thrown away again.
     """
 
     hidden: int
@@ -57,6 +58,7 @@ class Limits:
     steered: tuple[str, ...] | None = None
     rank: int = 0
     captured: tuple[str, ...] = ()
+    drafts: bool = False
 
 
 class _NoSkips(dict[str, Any]):

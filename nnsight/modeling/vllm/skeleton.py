@@ -17,9 +17,10 @@ import torch
 
 from .groups import groups
 from .runner import check
+from .taps import Layout
 
 
-def skeleton_of(repo: str, options: Mapping[str, Any]) -> torch.nn.Module:
+def skeleton_of(repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> torch.nn.Module:
     """Return the model that an engine of ``repo`` with ``options`` has, without weights, as on a single rank."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -28,7 +29,7 @@ def skeleton_of(repo: str, options: Mapping[str, Any]) -> torch.nn.Module:
     options = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
     with torch.device("cpu"):  # the caller's default may be the meta device already
         config = EngineArgs(model=repo, **options).create_engine_config()
-    check(config)
+    check(config, layout is not None and layout.only_tables)
     with set_current_vllm_config(config), groups.held(), _single_rank(), _own_positions(), torch.device("meta"):
         model: torch.nn.Module = initialize_model(config)
     return model.eval()

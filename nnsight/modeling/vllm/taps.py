@@ -75,6 +75,11 @@ class Layout:
     rank: int = 1
 
     @property
+    def only_tables(self) -> bool:
+        """Whether there are tables for edits, and nothing that hands values to blocks."""
+        return bool(self.edits) and not self.taps and not self.captures
+
+    @property
     def modules(self) -> list[str]:
         """The modules that it names."""
         places = (*self.taps, *self.captures)

@@ -51,7 +51,8 @@ class Worker(_Base):  # type: ignore[misc]
     """A worker whose model runner offers the values of a step to the requests' blocks."""
 
     def init_device(self) -> None:
-        check(self.vllm_config)
+        description = self.vllm_config.additional_config.get("nnsight")
+        check(self.vllm_config, bool(description) and Layout.described(description).only_tables)
         super().init_device()
         runner = self.model_runner
         runner.__class__ = type(type(runner).__name__, (type(runner),), dict(_hooks(type(runner))))

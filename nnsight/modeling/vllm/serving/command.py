@@ -134,7 +134,7 @@ async def _serve(args: Any, vectors: Vectors) -> None:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     _refuse(config)
-    check(config)
+    check(config, tables=True)
     _fit(vectors, config.model_config.get_hidden_size())
     signal.signal(signal.SIGTERM, _interrupt)  # until the server has handlers of its own
     address, sock = setup_server(args, reuse_port=False)  # before the engine, which takes long: the port may be in use

@@ -102,6 +102,20 @@ def test_a_mistake_that_is_caught_keeps_nothing_alive(model: NNsight) -> None:
     assert alive == [False, False, False]
 
 
+def test_operators_of_others_are_not_tried(model: NNsight) -> None:
+    """They may do more than compute."""
+    called: list[tuple[int, ...]] = []
+    with torch.library._scoped_library("trials_test", "FRAGMENT") as library:
+        library.define("noted(Tensor x) -> Tensor")
+        library.impl("noted", lambda x: called.append(tuple(x.shape)) or x * 2.0, "CPU")
+        library.impl("noted", torch.empty_like, "Meta")
+        for _ in range(2):
+            with model.trace(torch.ones(3, 4)):
+                doubled = torch.ops.trials_test.noted(model[0].output).save()
+            torch.testing.assert_close(doubled, model._module[0](torch.ones(3, 4)) * 2.0)
+    assert called == [(3, 4)] * 2
+
+
 def test_a_call_is_tried_once_for_its_dtypes(model: NNsight, monkeypatch: pytest.MonkeyPatch) -> None:
     from nnsight.fx import trials
 

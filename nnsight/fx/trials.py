@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .effects import is_failing
-from .functions import edits_in_place
+from .functions import edits_in_place, is_own
 from .program import Call, Constant, External, Input, Nest, Reference, Value
 
 #: Number of elements up to which a call is tried.
@@ -40,6 +40,8 @@ def is_possible(event: Call, references: Sequence[Reference], fakes: Sequence[to
     """Whether a call that fakes accept is one that there is for these dtypes, as far as trials tell."""
     name = getattr(event.function, "__name__", "").partition(".")[0]
     overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
+    if is_own(event.function):  # may do more than compute
+        return True
     if (is_failing(name) or name in _INDEXING) and not overlaps:  # for what reason it fails cannot be told
         return True
     kinds = dict(zip(references, fakes, strict=True))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import logging
+import re
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -133,6 +135,9 @@ def run_case(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        # Inductor uses parts of torch that torch itself has deprecated; an error would keep it from lowering anything.
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", message="`torch.", category=category)
         for number, plan in enumerate(case.blocks):
             function = compiled(text_of(plan))
             for order, round in enumerate(case.rounds):
@@ -176,7 +181,40 @@ class _Notes(io.TextIOBase):
         return len(text)
 
 
+#: Why backends that trace autograd ahead of time rightly lower no graph: autograd refuses it, and has to speak for itself.
+_REFUSED = re.compile(
+    "one of the variables needed for gradient computation has been modified|is a view and is being modified inplace|"
+    "leaf Variable that requires grad|derivative for .* is not implemented"
+)
+
+
+class _Fallbacks(logging.Handler):
+    """Notes graphs that were not lowered, because then the fuzzer compares what it does not mean to."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.logger, self.found = logging.getLogger("nnsight.fx"), list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message.startswith("lowering") and not _REFUSED.search(message):
+            self.found.append(message)
+
+    def __enter__(self) -> list[str]:
+        self.outer = self.logger.manager.disable, self.logger.propagate, self.logger.level
+        self.logger.addHandler(self)
+        self.logger.propagate, self.logger.manager.disable = False, 0
+        self.logger.setLevel(logging.WARNING)
+        return self.found
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self)
+        self.logger.manager.disable, self.logger.propagate, level = self.outer
+        self.logger.setLevel(level)
+
+
 _report: Any = None
+_fallbacks: list[str] = []
 
 #: How many compiled runs were replays, for the test that some are.
 replays = 0
@@ -186,8 +224,8 @@ def _observe(
     net: Net, pristine: dict[str, torch.Tensor], case: Case, plan: BlockPlan, round: Round, way: Any
 ) -> Outcome:
     """Run a block once: by the reference without ``way``, else with ``(model, function, compile)``."""
-    global _report, replays
-    _report = None
+    global _report, _fallbacks, replays
+    _report, _fallbacks = None, []
     torch.manual_seed(7)
     w = World.make(round.batches[0], round.length, round.seed)
     inputs = [make_input(case.ids, round.batches[row], round.length, row) for row in range(plan.rows)]
@@ -203,7 +241,8 @@ def _observe(
                     out, cache, saved = reference.run(net, plan, w, inputs)
                 else:
                     model, function, compile = way
-                    out, cache, tracer, saved = function(model, w, *inputs, compile=compile)
+                    with _Fallbacks() as _fallbacks:
+                        out, cache, tracer, saved = function(model, w, *inputs, compile=compile)
                     _report = tracer.report
                     replays += _report.replayed
                     cache = None if cache is None else _read(cache)
@@ -268,6 +307,7 @@ def _complaints(
         lines += traceback.format_exception(found.error)[-6:]
     if lines or not compile or _report is None:
         return lines
+    lines += _fallbacks
     broken = is_broken(case.spec)
     if _report.mode != "compiled" or (_report.graphs != 1 and not broken):
         lines.append(f"the report says {_report}")

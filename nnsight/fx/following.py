@@ -52,7 +52,12 @@ class Followed:
 
 def wants_grad(recorder: CallRecorder, item: Reference | torch.Tensor) -> bool | None:
     """Whether a tensor requires a gradient where the program is; ``None`` if that is not known."""
-    wants = recorder.requires_grad[item.index] if isinstance(item, Value) else _real(recorder, item).requires_grad
+    wants: bool | None
+    if isinstance(item, Value):
+        wants = recorder.requires_grad[item.index]
+    else:
+        with torch._C.DisableTorchFunction():  # the recording is not asked what it is asking
+            wants = _real(recorder, item).requires_grad
     if wants or not recorder.grad_enabled:
         return wants
     if recorder.graph.edited_groups and not isinstance(item, Value) and _may_gain_from_model(recorder, item):

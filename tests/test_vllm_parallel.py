@@ -318,6 +318,20 @@ def test_edits_as_parameters(model: VLLM, reference: LanguageModel, vector: torc
     assert tracer.report.tiers == ["beside", place, place, place]
 
 
+def test_several_samples(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """Steered by the block, and edited between modules or at a tap in each sample."""
+    with model.edit() as (tracer, edited):
+        for _ in tracer.iter[:6]:
+            model.model.layers[3].residual *= 0.5
+    with edited.trace(PROMPTS[0], n=2, **{**GREEDY, "temperature": 1.0, "top_k": 1}) as tracer:
+        edited.model.layers[2].steer(add=vector)
+        result = tracer.result.save()
+    handle = reference._module.model.layers[3].register_forward_hook(lambda module, args, output: output * 0.5)
+    expected = by_hand(reference, result.prompt_token_ids, "model.layers.2", lambda hidden: hidden + vector)
+    handle.remove()
+    assert [list(sample.token_ids) for sample in result.outputs] == [expected] * 2
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

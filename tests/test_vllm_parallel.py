@@ -406,19 +406,3 @@ def test_captures_show_whole_values(
         expected = [getattr(reference.model.layers[3].self_attn, name).output[0] for name in ("q_proj", "k_proj", "v_proj")].save()
     close(qkv, torch.cat(expected, dim=-1))
     assert "captured" in str(tracer.report)
-
-
-def test_an_engine_whose_process_was_ended_says_so(folder: Path, alone: dict[str, torch.Tensor]) -> None:
-    gc.collect()
-    model = VLLM(folder, **OPTIONS, tensor_parallel_size=2)
-    assert tokens(model(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()
-    [process] = model.engine.llm_engine.model_executor._followers._processes
-    process.kill()
-    process.wait()
-    with pytest.raises(RuntimeError, match="a process of another device has ended"):
-        model(PROMPTS[0], **GREEDY)
-    with pytest.raises(RuntimeError, match="This engine has ended"):
-        model(PROMPTS[0], **GREEDY)
-    del model
-    gc.collect()
-    assert tokens(VLLM(folder, **OPTIONS)(PROMPTS[0], **GREEDY)) == alone["tokens"][0].tolist()

@@ -156,18 +156,23 @@ def test_many_numbers_are_learned_at_once(model: NNsight) -> None:
     assert fx.counters.recordings == 2
 
 
+def counted() -> tuple[int, ...]:
+    """Return what a mistake adds nothing to; the graph in front of it is spliced, and runs node by node."""
+    return fx.counters.captures, fx.counters.recordings, fx.counters.compiles, fx.counters.breaks
+
+
 @pytest.mark.parametrize("index", [9, -10, 99])
 def test_an_index_out_of_range_raises_at_its_line(model: NNsight, index: int) -> None:
     for i in (1, 2, 3):
         agree(model, set_position, i)
-    before = str(fx.counters)
+    before = counted()
     with torch.no_grad(), pytest.raises(IndexError, match="out of"):
         agree(model, copy_position, index)
     with torch.no_grad(), pytest.raises(IndexError, match="out of"):
         with model.trace(X):
             model.first.output[:, index] = 1.5
     agree(model, set_position, 4)
-    assert str(fx.counters) == before
+    assert counted() == before
 
 
 def limit(h: torch.Tensor, m: float) -> torch.Tensor:

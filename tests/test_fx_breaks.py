@@ -534,7 +534,7 @@ def test_a_tensor_of_an_interrupted_trace_has_no_value_in_another(model: NNsight
     with pytest.raises(KeyboardInterrupt), model.trace(X):
         kept.append(model[0].output)
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="was never computed, because its trace failed"):
+    with pytest.raises(RuntimeError, match="was never computed, because its trace was interrupted"):
         with model.trace(X):
             model[0].output = kept[0]
 

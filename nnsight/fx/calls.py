@@ -82,8 +82,8 @@ _INDEX_TYPES = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 #: Message about a lazy tensor that outlived its trace.
 NEVER_COMPUTED = (
-    "This tensor was never computed, because its trace failed before the model ran. Fix the error of the trace and run it "
-    "again."
+    "This tensor was never computed, because its trace was interrupted, or failed while the graph ran. Fix the error of the trace "
+    "and run it again."
 )
 
 #: Where code is that a user has not written: torch, the standard library, installed packages.

@@ -4,7 +4,8 @@ Rows for GPT-2-shaped models (12 layers of width 768, and 4 of width 256; random
 at the layer in the middle and saving the last but one and the logits:
 
 * a compiled trace against the model edited by hand and compiled with ``torch.compile``; also with the outputs of all layers
-  saved and nothing edited;
+  saved and nothing edited; each with repeated layers lowered once, as is the default, and with the graph lowered in one
+  (``compile={"regions": False}``, which ``compile="background"`` comes to);
 * an eager trace against plain torch hooks that do the same;
 * the wrapped compiled model without an edit against the plain compiled model;
 * time to the first compiled result of a new block on a model that is already captured.
@@ -17,8 +18,9 @@ is in the table too; it runs in an environment of its own, which is made when it
 The contenders of a table run interleaved, in an order shuffled anew each round, so drift of the machine hits all of them. A ratio
 of the first table is the median over the rounds of the ratio in one round; in the second, medians are compared. There a round
 takes many short turns, and a contender's time in it is the lower quartile of its calls: a machine that changes its speed, or is
-interrupted, adds to some calls and takes from none.
-``python benchmarks/overhead.py [--rounds N] [--quick] [--only MODEL] [--peer]`` prints
+interrupted, adds to some calls and takes from none. With ``--processes N`` a ratio of the first table is the median of those that N
+processes measured: where the code that each compiles comes to lie is worth two percent either way.
+``python benchmarks/overhead.py [--rounds N] [--processes N] [--quick] [--only MODEL] [--peer]`` prints
 tables and writes them to ``benchmarks/results/overhead.json``.
 """
 
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -34,7 +37,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +140,30 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
     ids = torch.randint(0, 50257, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
     vector = torch.randn(width, generator=torch.Generator().manual_seed(1))
 
-    model = NNsight(gpt2(layers, width), compile=True)
-    hand = torch.compile(HandEdited(gpt2(layers, width), middle, vector, [late]))
-    hand_saved = torch.compile(HandEdited(gpt2(layers, width), None, vector, every))
-    plain_net = gpt2(layers, width)
-    plain = torch.compile(plain_net)
-    hooked = gpt2(layers, width)
+    net = gpt2(layers, width)
+
+    def alike() -> torch.nn.Module:
+        """Return another model with the very weights: where in memory they lie is worth percents."""
+        other = gpt2(layers, width)
+        other.load_state_dict(net.state_dict(), assign=True)
+        return other
+
+    model = NNsight(net, compile=True)
+    in_one = NNsight(alike(), compile={"regions": False})
+    hand = torch.compile(HandEdited(alike(), middle, vector, [late]))
+    hand_saved = torch.compile(HandEdited(alike(), None, vector, every))
+    plain = torch.compile(alike())
+    hooked = alike()
     results: dict[str, Any] = {}
 
-    def trace(compile: bool) -> None:
+    def trace(compile: bool, model: NNsight = model) -> None:
         with model.trace(ids, compile=compile):
             model.transformer.h[middle].output[:, -1] += 4.0 * vector
             kept = model.transformer.h[late].output.save()
             logits = model.lm_head.output.save()
         results["trace"] = (logits, kept)
 
-    def trace_saves() -> None:
+    def trace_saves(model: NNsight = model) -> None:
         with model.trace(ids, compile=True):
             kept = [layer.output.save() for layer in model.transformer.h]
             logits = model.lm_head.output.save()
@@ -206,6 +217,8 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
         "hand-edited compiled": by_hand,
         "compiled trace, all layers saved": trace_saves,
         "the same by hand": saves_by_hand,
+        "compiled trace, one graph": lambda: trace(True, in_one),
+        "compiled trace, one graph, all layers saved": lambda: trace_saves(in_one),
         "eager trace": lambda: trace(False),
         "torch hooks": hooks,
         "wrapped compiled": lambda: model(ids),
@@ -232,6 +245,8 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
     return [
         row("compiled trace", "hand-edited compiled", bar),
         row("compiled trace, all layers saved", "the same by hand", bar),
+        row("compiled trace, one graph", "hand-edited compiled", bar),
+        row("compiled trace, one graph, all layers saved", "the same by hand", bar),
         row("eager trace", "torch hooks", 1.10),
         row("wrapped compiled", "plain compiled", 1.01),
         {
@@ -243,6 +258,18 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
             "bar": None,
         },
     ]
+
+
+def measure_shapes(rounds: int, quick: bool) -> list[dict[str, Any]]:
+    """Measure GPT-2 of each shape, of the smaller one only if ``quick``."""
+    with torch.no_grad():
+        return [row for shape in SHAPES[quick:] for row in measure_gpt2(rounds, *shape)]
+
+
+def of_processes(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of what several processes measured of one row, and the ratio in each."""
+    medians = {name: statistics.median(row[name] for row in rows) for name in ("ours_ms", "theirs_ms", "ratio")}
+    return {**rows[0], **medians, "ratios": [row["ratio"] for row in rows]}
 
 
 def measure_tiny(
@@ -386,6 +413,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="rounds of each table")
     parser.add_argument("--quick", action="store_true", help="the smaller models, few rounds, no file: to try the script")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="processes that measure GPT-2, one after the other; ratios are the medians of theirs",
+    )
     parser.add_argument("--only", choices=["gpt2", "tiny"], help="measure one model only")
     parser.add_argument(
         "--peer",
@@ -404,8 +437,9 @@ def main() -> None:
         if not arguments.quick:
             write("tiny net", {"versions": versions, "rows": tiny, "costs": found, "ratios": multiples})
     if arguments.only != "tiny":
-        with torch.no_grad():
-            rows = [row for shape in SHAPES[arguments.quick :] for row in measure_gpt2(rounds, *shape)]
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a process for each
+            measured = [pool.apply(measure_shapes, (rounds, arguments.quick)) for _ in range(arguments.processes)]
+        rows = [of_processes(same) for same in zip(*measured, strict=True)]
         show_gpt2(rows)
         if not arguments.quick:
             write("gpt2", {"threads": torch.get_num_threads(), "rows": rows})

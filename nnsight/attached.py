@@ -7,7 +7,6 @@ methods of a class). A model that is traced eagerly and compiled has to do the s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.nn.modules import module as for_all_modules
@@ -22,36 +21,32 @@ class Attached:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = list(modules)
-        self._owners = [vars(module) for module in modules]
+        self._owners = [*map(vars, modules), vars(for_all_modules)]
         self._classes = [vars(base) for base in {base for module in modules for base in type(module).__mro__}]
         self._look()
 
     def changed(self) -> bool:
         """Whether something is different now; what is there now is what the next call compares with."""
-        same = True
-        for members, forward in self._forwards:
-            if members.get("forward") is not forward:
-                same = False
-        if (
-            same and self._handles == RemovableHandle.next_id
-        ):  # nothing was registered anywhere, but may have been removed
-            for owner, kind, known in self._hooked:
-                if list(owner.get(kind) or ()) != known:
-                    same = False
-            if same:
-                return False
-        before = self._signature()
+        registered = self._handles != RemovableHandle.next_id  # somewhere, or nothing was; it may have been removed
+        if not registered and self._forwards_are_known() and self._hooks_are_known():
+            return False
+        before = self._forwards, self._hooks
         self._look()
-        return not same or self._signature() != before
+        return before != (self._forwards, self._hooks)
 
-    def _signature(self) -> list[Any]:
-        return [(id(owner), kind, known) for owner, kind, known in self._hooked]
+    def _forwards_are_known(self) -> bool:
+        return all(members.get("forward") is known for members, known in zip(self._classes, self._forwards, strict=True))
+
+    def _hooks_are_known(self) -> bool:
+        return all(list(self._owners[number].get(kind) or ()) == known for number, kind, known in self._hooks)
 
     def _look(self) -> None:
         self._handles = RemovableHandle.next_id
-        self._forwards = [(members, members.get("forward")) for members in self._classes]
-        self._hooked = [
-            (owner, kind, list(hooks)) for owner in self._owners for kind in _KINDS if (hooks := owner.get(kind))
+        self._forwards = [members.get("forward") for members in self._classes]
+        #: Number of the owner, kind, and the numbers of the handles, which are those of no other hook.
+        self._hooks = [
+            (number, kind, list(hooks))
+            for number, owner in enumerate(self._owners)
+            for kind in (_KINDS_FOR_ALL if owner is vars(for_all_modules) else _KINDS)
+            if (hooks := owner.get(kind))
         ]
-        everywhere = vars(for_all_modules)
-        self._hooked += [(everywhere, kind, list(hooks)) for kind in _KINDS_FOR_ALL if (hooks := everywhere[kind])]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, demo_model, fx
 
-from .conftest import same
+from .conftest import close, same
 
 
 class Choosy(torch.nn.Module):
@@ -162,3 +162,26 @@ def test_what_runs_as_python_is_in_the_report(model: NNsight) -> None:
     assert found.location == "model"
     assert "did not capture its call as one" in found.reason
     assert found.filename == __file__
+
+
+def test_steps_of_a_generation_that_run_as_python_are_in_the_report() -> None:
+    model = demo_model()
+
+    def generate() -> tuple[list[torch.Tensor], Any]:
+        logits: list[torch.Tensor] = []
+        with model.generate("The capital of France is", max_new_tokens=3) as tracer:
+            for _ in tracer.iter[:3]:
+                logits.append(model.lm_head.output)  # noqa: PERF401 - each comes when the model is there
+        return logits, tracer.report
+
+    expected, _ = generate()
+    model.compile(backend="eager")
+    found, report = generate()
+    close(found, expected)
+    assert not report.breaks
+    model.compile(backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        found, report = generate()
+    close(found, expected)
+    assert [each.location for each in report.breaks] == ["model"]
+    assert report.breaks[0].filename == __file__

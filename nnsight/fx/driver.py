@@ -130,15 +130,22 @@ class CompiledDriver:
         """Call the model once within ``interleaver`` and return its output."""
         report.mode = "compiled"
         interleaver.offer = _offer_uncompiled
-        token, waits = _report.set(report), bool(interleaver.waited)
-        self._captures.note_start()
+        token = _report.set(report)
         try:
-            result = self.call_plain(args, kwargs)
+            with self._told(interleaver):
+                return self.call_plain(args, kwargs)
         finally:
             _report.reset(token)
-        if waits and not self._captures.ran_whole and not report.breaks:
+
+    @contextlib.contextmanager
+    def _told(self, run: object) -> Iterator[None]:
+        """Surround a call of the model, and report it if blocks wait for its values and no graph of a whole call has run."""
+        waits = isinstance(run, Interleaver) and bool(run.waited)
+        self._captures.note_start()
+        yield
+        report = _report.get()
+        if waits and report is not None and not report.breaks and not self._captures.ran_whole:
             report.breaks.append(_not_whole(report))
-        return result
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model; nothing of that becomes part of a recording that is going on."""
@@ -225,7 +232,11 @@ class CompiledDriver:
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
             if _routed.get() is self:
-                with undone_if_it_fails(self._code, self.tree, self._captures), self._room_for_modules():
+                with (
+                    self._told(active_interleaver()),
+                    undone_if_it_fails(self._code, self.tree, self._captures),
+                    self._room_for_modules(),
+                ):
                     return compiled(root, args, kwargs)
             return root._call_impl(*args, **kwargs)
 

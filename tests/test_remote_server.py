@@ -621,6 +621,30 @@ def test_the_spool_keeps_to_its_budget(orders: Orders, tmp_path: Path) -> None:
         assert server.finished(server.submit(order(say="x", times=100)))["status"] == "COMPLETED"
 
 
+def test_the_spool_knows_what_its_jobs_take(tmp_path: Path) -> None:
+    def submitted(size: int) -> Job:
+        job = Job("a", "m", nonce(), "", size, 1.0)
+        job.tell(JobStatus.RECEIVED)
+        return job
+
+    spool = Spool(tmp_path, capacity=100)
+    first, second = submitted(40), submitted(50)
+    spool.admit(first, io.BytesIO(b"x" * 40))
+    spool.admit(second, io.BytesIO(b"y" * 50))
+    assert spool.used == 90
+    with pytest.raises(StorageFullError):
+        spool.admit(submitted(11), io.BytesIO(b"z" * 11))
+    assert spool.used == 90 == Spool(tmp_path).used + sum(len(spool.payload(job)) for job in (first, second))
+    second.tell(JobStatus.ERROR)  # it leaves no result
+    spool.note(second)
+    assert spool.used == 40
+    found = Spool(tmp_path)
+    assert len(found.recover()) == 2 and found.used == 40
+    spool.remove(first)
+    spool.remove(first)
+    assert spool.used == 0
+
+
 def test_results_are_kept_for_a_while(orders: Orders, tmp_path: Path) -> None:
     with running(orders.engine(), tmp_path, settings=Settings(keep=0.2)) as server:
         job = server.submit(order(say="x"), nonce=nonce())

@@ -362,7 +362,7 @@ class Gateway:
         def keep() -> None:
             payload.seek(0)
             self.spool.admit(job, payload)
-            self._find_kind(served, job)
+            self._find_kind(served, job, payload)
 
         try:
             await asyncio.to_thread(keep)
@@ -370,11 +370,13 @@ class Gateway:
             _log.error("storage is full", extra={"job": job.id, "error": str(error)})
             raise RefusedError(507, "storage", f"The job was not taken: {error.strerror}. Try again later.") from None
 
-    def _find_kind(self, served: Served, job: Job) -> None:
+    def _find_kind(self, served: Served, job: Job, payload: IO[bytes] | None = None) -> None:
         """Find out what a job can be run together with. A job about which that cannot be said is run alone."""
         if self.settings.together > 1:
             try:
-                job.kind = served.engine.kind_of(self.spool.payload(job))
+                if payload is not None:
+                    payload.seek(0)
+                job.kind = served.engine.kind_of(self.spool.payload(job) if payload is None else payload.read())
             except InvalidProgramError:  # it is refused when it runs
                 return
             except Exception as error:

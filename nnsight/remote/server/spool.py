@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -49,11 +50,21 @@ class Spool:
         self._root = str(self.folder)
         self.capacity = capacity
         self._sizes: dict[str, int] = {}
+        self._used = 0
+        self._counting = threading.Lock()
 
     @property
     def used(self) -> int:
         """How many bytes payloads and results take."""
-        return sum(self._sizes.values())
+        return self._used
+
+    def _count(self, job_id: str, size: int | None) -> None:
+        """Note how many bytes a job takes; ``None`` for one that is forgotten."""
+        with self._counting:
+            before = self._sizes.pop(job_id, 0)
+            if size is not None:
+                self._sizes[job_id] = size
+            self._used += (size or 0) - before
 
     def admit(self, job: Job, payload: IO[bytes]) -> None:
         """Write a new job.
@@ -94,7 +105,7 @@ class Spool:
             if job.status.finished:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path(job, "payload"))
-                self._sizes[job.id] = job.result_size or 0
+                self._count(job.id, job.result_size or 0)
 
     def payload(self, job: Job) -> bytes:
         """Return what was submitted."""
@@ -129,7 +140,7 @@ class Spool:
 
     def remove(self, job: Job) -> None:
         """Forget a job."""
-        self._sizes.pop(job.id, None)
+        self._count(job.id, None)
         shutil.rmtree(self.folder / job.id, ignore_errors=True)
 
     def recover(self) -> list[Job]:
@@ -148,16 +159,17 @@ class Spool:
                 _log.warning("a job could not be read back", extra={"job": folder.name, "error": str(error)})
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
-            self._sizes[job.id] = sum(
-                (folder / name).stat().st_size for name in ("payload", "result") if (folder / name).exists()
-            )
+            sizes = [(folder / name).stat().st_size for name in ("payload", "result") if (folder / name).exists()]
+            self._count(job.id, sum(sizes))
             found.append(job)
         return sorted(found, key=lambda job: job.created)
 
     def _reserve(self, job_id: str, size: int) -> None:
-        if self.used - self._sizes.get(job_id, 0) + size > self.capacity:
-            raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
-        self._sizes[job_id] = size
+        with self._counting:  # several threads write jobs, and what is left is taken by one of them
+            used = self._used - self._sizes.get(job_id, 0) + size
+            if used > self.capacity:
+                raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
+            self._sizes[job_id], self._used = size, used
 
     def _write_record(self, job: Job) -> None:
         with open(self._path(job, _RECORD), "ab") as file:

@@ -7,8 +7,9 @@ recording of the block and its checks in them, and no network. Measured:
   what reading the payload and checking the program take;
 * jobs per second with 32 clients that submit jobs recorded before, where jobs share forward passes (``--together 32``), over a
   server that runs each alone (``--together 1``); batches of the two servers take turns. Results of both are those of a run alone, here.
-  With it goes the processor time that the server takes for a job, which other work on the machine does not change, and what a forward
-  pass of 32 rows takes in passes of one row: the limit of what sharing can save.
+  With it goes the processor time that the server takes for a job, which other work on the machine does not change, what a forward
+  pass of 32 rows takes in passes of one row, and what jobs cost a server whose engine does nothing: the limits of what sharing can save;
+* the same for jobs that generate 16 tokens, steered at each.
 
 ``python benchmarks/remote.py [--rounds N] [--quick]`` prints a table and writes ``benchmarks/results/remote.json``.
 """
@@ -48,11 +49,28 @@ from nnsight.remote.validation import validate
 RESULTS = Path(__file__).parent / "results" / "remote.json"
 PROMPT = "The Eiffel Tower is in the city of"
 KEY = "nnsight/demo"
+TOKENS = 16
+
+#: A server whose engine gives the same result to every job: what is left is the protocol, the queue and the files.
+IDLE = """
+import sys
+from pathlib import Path
+from nnsight.remote.protocol import ModelKey
+from nnsight.remote.server.engine import ThreadEngine
+from nnsight.remote.server.keys import KeyFile
+from nnsight.remote.server.serve import serve
+port, spool, keys, result = sys.argv[1:]
+found = Path(result).read_bytes()
+serve({ModelKey("nnsight/demo"): ThreadEngine(lambda payload, log: found)}, KeyFile(Path(keys)), Path(spool), port=int(port))
+"""
 
 
 @contextlib.contextmanager
-def server(together: int, keep: float = 3600) -> Iterator[tuple[str, int]]:
-    """Run a server in a process of its own, which keeps results for so many seconds; yield its address and the number of the process."""
+def server(together: int, keep: float = 3600, result: bytes | None = None) -> Iterator[tuple[str, int]]:
+    """Run a server in a process of its own, which keeps results for so many seconds; yield its address and the number of the process.
+
+    With ``result``, it runs no job and gives each this result.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as spool:
@@ -65,7 +83,11 @@ def server(together: int, keep: float = 3600) -> Iterator[tuple[str, int]]:
         os.environ["NDIF_API_KEY"] = given.stdout.strip()
         options = ["--port", str(port), "--spool", f"{spool}/jobs", "--together", str(together), "--api-keys", str(keys)]
         options += ["--keep", str(keep)]
-        process = subprocess.Popen([*command, "serve", KEY, *options], stderr=subprocess.DEVNULL)
+        started = [*command, "serve", KEY, *options]
+        if result is not None:
+            (Path(spool) / "result").write_bytes(result)
+            started = [sys.executable, "-c", IDLE, str(port), f"{spool}/jobs", str(keys), f"{spool}/result"]
+        process = subprocess.Popen(started, stderr=subprocess.DEVNULL)
         address = f"http://127.0.0.1:{port}"
         try:
             Client(address, patience=120.0).status()
@@ -90,6 +112,21 @@ def payloads(model: Any, count: int) -> list[bytes]:
         with model.trace(PROMPT, backend=backend):
             model.transformer.h[layer].output[:, -1] += 4.0 * direction
             logits = model.lm_head.output[:, -1].save()  # noqa: F841 - what has a name is sent back
+        made.append(backend.payload)
+    return made
+
+
+def generations(model: Any, count: int) -> list[bytes]:
+    """Return generations of several users that are steered at each token, as in :func:`payloads`."""
+    made = []
+    for number in range(count):
+        direction, layer, backend = torch.randn(model.config.n_embd), number % 4, Recording()
+        with model.generate(max_new_tokens=TOKENS, backend=backend) as tracer:
+            with tracer.invoke(PROMPT):
+                for _ in tracer.iter[:TOKENS]:
+                    model.transformer.h[layer].output[:, -1] += direction
+            with tracer.invoke():
+                logits = tracer.result.save()  # noqa: F841 - what has a name is sent back
         made.append(backend.payload)
     return made
 
@@ -181,6 +218,23 @@ def burst(client: Client, jobs: list[bytes], clients: int, due: dict[bytes, torc
     return len(jobs) / (time.perf_counter() - start)
 
 
+def throughput(
+    servers: dict[str, tuple[str, int]], jobs: list[bytes], due: dict[bytes, torch.Tensor], turns: int, title: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the jobs per second of 32 clients, and the processor time of a job in seconds, for each server, without the first turn."""
+    clients = {name: Client(address) for name, (address, _) in servers.items()}
+    rates: dict[str, list[float]] = {name: [] for name in servers}
+    taken: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in tqdm(range(turns), desc=title):
+        for name in random.sample(list(servers), len(servers)):
+            before = processor_time(servers[name][1])
+            rate = burst(clients[name], jobs, 32, due)
+            if turn:
+                rates[name].append(rate)
+                taken[name].append((processor_time(servers[name][1]) - before) / len(jobs))
+    return {name: statistics.median(rates[name]) for name in servers}, {name: statistics.median(taken[name]) for name in servers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=60)
@@ -191,26 +245,19 @@ def main() -> None:
     torch.manual_seed(0)
     random.seed(0)
     model = nnsight.demo_model()
-    with server(1) as (alone_at, alone_process):
-        alone = Client(alone_at)
-        seconds = latency(model, alone_at, rounds)
-        jobs = payloads(model, 64)
-        due = {job: decode_results(execute_payload(model, job))["logits"] for job in jobs}
-        with server(32) as (together_at, together_process):
-            together = Client(together_at)
-            rates: dict[str, list[float]] = {"alone": [], "together": []}
-            taken: dict[str, list[float]] = {"alone": [], "together": []}
-            for turn in tqdm(range(2 if options.quick else 8), desc="throughput"):
-                for name, client, process in random.sample(
-                    [("alone", alone, alone_process), ("together", together, together_process)], 2
-                ):
-                    before = processor_time(process)
-                    rate = burst(client, 2 * jobs, 32, due)
-                    if turn:
-                        rates[name].append(rate)
-                        taken[name].append((processor_time(process) - before) / (2 * len(jobs)))
-    spent = {name: statistics.median(found) for name, found in taken.items()}
-    rate = {name: statistics.median(found) for name, found in rates.items()}
+    turns = 2 if options.quick else 8
+    with server(1) as alone, server(32) as together:
+        seconds = latency(model, alone[0], rounds)
+        jobs, long_jobs = payloads(model, 64), generations(model, 64)
+        due = {job: decode_results(execute_payload(model, job))["logits"] for job in (*jobs, *long_jobs)}
+        servers = {"alone": alone, "together": together}
+        rate, spent = throughput(servers, 2 * jobs, due, turns, "throughput")
+        long_rate, long_spent = throughput(servers, long_jobs, due, turns, "generations")
+    result = execute_payload(model, jobs[0])
+    with server(1, result=result) as idle:
+        same = dict.fromkeys(jobs, decode_results(result)["logits"])
+        idle_rate, idle_spent = throughput({"no model": idle}, 2 * jobs, same, turns, "no model")
+    rate, spent = rate | idle_rate, spent | idle_spent
     found = {
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
         "threads_of_torch": torch.get_num_threads(),
@@ -225,6 +272,12 @@ def main() -> None:
         "jobs_per_second": {name: round(value, 1) for name, value in rate.items()},
         "together_over_alone": round(rate["together"] / rate["alone"], 2),
         "server_milliseconds_per_job": {name: round(1e3 * value, 2) for name, value in spent.items()},
+        "generations": {
+            "tokens": TOKENS,
+            "jobs_per_second": {name: round(value, 1) for name, value in long_rate.items()},
+            "together_over_alone": round(long_rate["together"] / long_rate["alone"], 2),
+            "server_milliseconds_per_job": {name: round(1e3 * value, 2) for name, value in long_spent.items()},
+        },
         "forward_of_32_rows_over_one": round(rows_at_once(model, 32), 1),
     }
     print(json.dumps(found, indent=2))

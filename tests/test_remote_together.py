@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.remote import together
 from nnsight.remote.backend import ProgramBackend
 from nnsight.remote.errors import ExecutionFailedError, InvalidProgramError
 from nnsight.remote.execution import execute_payload
 from nnsight.remote.limits import Limits
+from nnsight.remote.payload import decode, encode
 from nnsight.remote.protocol import ModelKey
 from nnsight.remote.results import decode_results
 from nnsight.remote.server.models import engine_of
@@ -152,7 +155,8 @@ def test_what_jobs_must_have_in_common(model: Any) -> None:
     assert kind(ids=ids(model, PROMPTS[0])[:, :4]) not in (base, None)  # their length may not
     assert kind(use_cache=False) not in (base, None)
     assert kind(lambda tracer: model.transformer.h[0].skip(model.transformer.h[0].input)) is None
-    assert kind(call="generate", max_new_tokens=2) is None
+    padded = torch.tensor([[0, 1, 1, 1, 1]])
+    assert kind(attention_mask=padded) not in (base, None)  # a model has no mask where nothing is padded
     assert kind(of=LanguageModel(model._module, compile={"backend": "eager"})) is None
     net = NNsight(torch.nn.Linear(2, 2))
     catch = Catch()
@@ -161,6 +165,137 @@ def test_what_jobs_must_have_in_common(model: Any) -> None:
     assert kind_of(net, catch.payload) is None  # nobody knows how its inputs are joined
     with pytest.raises(InvalidProgramError):
         kind_of(model, b"no payload at all")
+
+
+#: Ends of sequences, to which some of the generations below come.
+ENDS = [7, 18, 32, 44]
+TOKENS = 6
+
+
+@functools.cache
+def recorded(model: Any, rows: int, strength: float) -> bytes:
+    catch = Catch()
+    direction = torch.randn(model.config.n_embd, generator=torch.Generator().manual_seed(1))
+    with model.generate(backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
+        with tracer.invoke(ids(model, *range(rows))):
+            hidden = nnsight.save([])
+            chosen = nnsight.save([])
+            for _ in tracer.iter[:TOKENS]:
+                model.transformer.h[1].output[:, -1] += strength * direction
+                hidden.append(model.transformer.h[2].output)
+                chosen.append(model.lm_head.output[:, -1].argmax(dim=-1))
+        with tracer.invoke():
+            made = model.generator.output.save()
+            result = tracer.result.save()
+    del hidden, chosen, made, result
+    return catch.payload
+
+
+def generating(model: Any, *seeds: int, strength: float = 0.0, **options: Any) -> bytes:
+    """A job that steers each step of a generation, and keeps what it sees on the way and in the end."""
+    job = decode(recorded(model, len(seeds), strength))
+    given = dict(job.runs[0]["kwargs"]["dict"])
+    job.tensors[given["input_ids"]["tensor"]] = ids(model, *seeds)
+    job.runs[0]["kwargs"]["dict"] = [[name, tree] for name, tree in (given | options).items()]
+    return encode(job)
+
+
+def test_generations_run_together_and_each_ends_as_it_does_alone(model: Any, forwards: list[int]) -> None:
+    payloads = [generating(model, seed) for seed in range(1, 9)]
+    payloads += [generating(model, seed, strength=3.0) for seed in range(1, 5)]
+    payloads += [generating(model, 20, 1), generating(model, 2, 3)]
+    assert len({kind_of(model, payload) for payload in payloads}) == 1 and kind_of(model, payloads[0]) is not None
+    expected = [alone(model, payload) for payload in payloads]
+    lengths = {result["made"].shape[1] for result in expected}
+    assert len(lengths) > 2 and max(lengths) == 5 + TOKENS  # some end early, at several steps, and some do not
+    forwards.clear()
+    outcomes = execute_payloads(model, payloads)
+    assert forwards == [16] * TOKENS
+    for outcome, wanted in zip(outcomes, expected, strict=True):
+        assert isinstance(outcome, bytes), outcome
+        found = decode_results(outcome)
+        assert len(found["hidden"]) == found["made"].shape[1] - 5
+        same([found[name] for name in ("made", "result", "chosen")], [wanted[name] for name in ("made", "result", "chosen")])
+        close(found["hidden"], wanted["hidden"])
+    for seed, outcome in zip(range(1, 9), outcomes[:8], strict=True):
+        assert isinstance(outcome, bytes)
+        plain = model._module.generate(input_ids=ids(model, seed), max_new_tokens=TOKENS, eos_token_id=ENDS, pad_token_id=0)
+        same(decode_results(outcome)["made"], plain)
+
+
+def test_a_step_that_comes_for_others_only_is_not_seen(model: Any, forwards: list[int]) -> None:
+    ended = next(seed for seed in range(1, 20) if alone(model, generating(model, seed))["made"].shape[1] < 4 + TOKENS)
+    catch = Catch()
+    with model.generate(backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
+        with tracer.invoke(ids(model, ended)):
+            seen = nnsight.save([])
+            for _ in tracer.iter[TOKENS - 1]:
+                seen.append(model.transformer.h[2].output)
+        with tracer.invoke():
+            made = tracer.result.save()
+    del seen, made
+    payloads = [generating(model, 3), catch.payload]
+    expected = [alone(model, payload) for payload in payloads]
+    assert expected[0]["made"].shape[1] == 5 + TOKENS and expected[1]["seen"] == []
+    forwards.clear()
+    found = [decode_results(result) for result in execute_payloads(model, payloads) if isinstance(result, bytes)]
+    assert forwards == [2] * TOKENS
+    close(found, expected)
+
+
+def test_a_generation_that_fails_fails_alone(model: Any) -> None:
+    catch = Catch()
+    with model.generate(ids(model, 1), backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
+        for _ in tracer.iter[1]:
+            rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 1000
+            picked = model.transformer.wte.weight.index_select(0, rows).save()
+    del picked
+    good = [generating(model, seed, strength=3.0) for seed in (1, 2)]
+    expected = [alone(model, payload) for payload in good]
+    first, bad, second = execute_payloads(model, [good[0], catch.payload, good[1]])
+    assert isinstance(bad, ExecutionFailedError) and "outside of its tensor" in str(bad)
+    assert isinstance(first, bytes) and isinstance(second, bytes)
+    same([decode_results(first), decode_results(second)], expected)  # bit by bit: they ran alone
+
+
+def test_which_generations_run_alone(model: Any) -> None:
+    def kind(seed: int = 1, **options: Any) -> Any:
+        return kind_of(model, generating(model, seed, **options))
+
+    base = kind()
+    assert base is not None
+    assert kind(2, strength=1.0) == base
+    assert kind(max_new_tokens=TOKENS + 1) not in (base, None)
+    assert kind(eos_token_id=3) not in (base, None)
+    assert kind(repetition_penalty=1.5) not in (base, None)
+    assert kind(do_sample=True) is None
+    assert kind(num_beams=2) is None
+    assert kind(eos_token_id=None) is None
+
+    def replacing(tracer: Any) -> None:
+        model.generator.output[:, -1] = 1
+
+    catch = Catch()
+    with model.generate(ids(model, 1), backend=catch, max_new_tokens=2) as tracer:
+        replacing(tracer)
+        made = tracer.result.save()
+    del made
+    assert kind_of(model, catch.payload) is None
+    bad = decode(generating(model, 1))
+    bad.runs[0]["kwargs"]["dict"].append(["temperature", {"str": "high"}])
+    with pytest.raises(InvalidProgramError, match="temperature"):
+        kind_of(model, encode(bad))
+
+
+def test_the_options_of_the_model_that_runs_decide(model: Any, forwards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway may know a model without weights and its own options; what it calls alike is looked at once more."""
+    payloads = [generating(model, seed) for seed in (1, 2)]
+    expected = [alone(model, payload) for payload in payloads]
+    monkeypatch.setattr(model._module.generation_config, "max_time", 60.0)
+    assert kind_of(model, payloads[0]) is None
+    forwards.clear()
+    close([decode_results(result) for result in execute_payloads(model, payloads)], expected)  # type: ignore[arg-type]
+    assert set(forwards) == {1}
 
 
 class Shares(torch.nn.Module):
@@ -214,6 +349,34 @@ def test_one_program_that_fails_fails_alone(model: Any, forwards: list[int]) -> 
     assert isinstance(malformed, InvalidProgramError)
     assert isinstance(first, bytes) and isinstance(second, bytes)
     same([decode_results(first), decode_results(second)], expected)  # bit by bit: they ran alone
+
+
+def test_a_short_job_is_read_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+
+    def counting(payload: bytes, limits: Limits) -> Any:
+        read.append(payload)
+        return decode(payload, limits)
+
+    monkeypatch.setattr(together, "decode", counting)
+    payloads = [steering(model, number) for number in range(2)]
+    for payload in payloads:
+        kind_of(model, payload)
+    assert all(isinstance(result, bytes) for result in execute_payloads(model, payloads))
+    assert read == payloads
+    execute_payloads(model, payloads)
+    assert read == 2 * payloads  # nothing is kept of jobs that have run
+
+
+def test_jobs_that_wait_take_no_more_room_than_they_may(model: Any) -> None:
+    first, second = (steering(model, number) for number in range(2))
+    waiting = together._Waiting(most=len(second), longest=len(second))
+    jobs = [waiting.read(payload, Limits()) for payload in (first, second)]
+    assert waiting.take(second, Limits()) is jobs[1]
+    assert waiting.take(first, Limits()) is not jobs[0]  # the oldest is read anew
+    waiting = together._Waiting(longest=len(first) - 1)
+    long = waiting.read(first, Limits())
+    assert waiting.take(first, Limits()) is not long
 
 
 def test_limits_hold_for_the_group_and_for_each(model: Any, forwards: list[int]) -> None:

@@ -121,7 +121,7 @@ def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwarg
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure
         interleaver.handle("result", output)
-        interpreter.finish(interleaver)
+        interpreter.finish(interleaver, interleaver.mediators)
 
 
 def results_of(interpreter: Interpreter, limits: Limits) -> bytes:

@@ -14,7 +14,7 @@ import itertools
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,7 +60,10 @@ class Interpreter:
         on_log: Called with each line that is printed; ``None`` on fakes, which have no text.
         on_write: Called with the tensor of the model that a node is about to write to.
         differentiates: Whether there is a backward pass in the program, so that autograd has to follow the run.
+        mediator: What runs its blocks.
     """
+
+    mediator: type[Mediator] = Mediator
 
     def __init__(
         self,
@@ -100,17 +103,21 @@ class Interpreter:
             if node["run"] == run:
                 blocks[node["block"]].append((number, node))
         return [
-            Mediator(lambda nodes=nodes: self.run_nodes(nodes), None, f"block {number}")  # type: ignore[misc]
+            self.mediator(lambda nodes=nodes: self.run_nodes(nodes), None, f"block {number}")  # type: ignore[misc]
             for number, nodes in enumerate(blocks)
         ]
 
-    def finish(self, interleaver: Interleaver) -> None:
+    def finish(self, interleaver: Interleaver, mediators: Iterable[Mediator]) -> None:
         """End the blocks after the model has returned; one that waits in a loop has reached its end.
 
+        Args:
+            interleaver: The run, which may have blocks of other jobs as well.
+            mediators: Those of this job.
+
         Raises:
-            ExecutionFailedError: If a block still waits.
+            ExecutionFailedError: If one of these still waits.
         """
-        for mediator in interleaver.mediators:
+        for mediator in mediators:
             node = self._waiting.get(mediator)
             if mediator.waiting is None:
                 continue

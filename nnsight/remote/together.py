@@ -2,7 +2,8 @@
 
 The inputs of the jobs are joined as those of invokes are, and the blocks of each job are bound to its rows
 (:class:`~nnsight.runtime.batching.BatchGroup`). A program was checked against the sizes of its own input, and those are what it
-gets: jobs go together only if their inputs differ in nothing but the number of rows, so nothing is padded.
+gets: jobs go together only if their inputs differ in nothing but the number of rows, so nothing is padded. Generations go together
+likewise, see :mod:`.generations`.
 
 Seeing only one's own rows is a promise here, and no convenience. A tensor in which no dimension has the rows is not handed out: it may be
 a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules, end the run or compute
@@ -14,16 +15,21 @@ model runs each job alone.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..modeling.generation import Generation
 from ..runtime.batching import BatchGroup, View
 from ..runtime.interleaver import Interleaver
+from ..runtime.mediator import Mediator
 from ..runtime.probing import find_batch_dims
 from ..runtime.report import Report
 from .draws import drops, generator_of
@@ -31,10 +37,12 @@ from .errors import ExecutionFailedError, InvalidProgramError
 from .execution import execute, guard, interpreter_of, results_of
 from .fake_runs import device_of
 from .formats import limited
+from .generations import RETURNED, Returned, Tokens, ends_of, joins
 from .interpreter import Interpreter
 from .limits import Limits
 from .payload import Job, decode
-from .validation import inputs_of, validate
+from .trees import ABSENT, read_tree
+from .validation import check_call, inputs_of, validate
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
@@ -55,13 +63,17 @@ class Tenant(BatchGroup):
 
     Attributes:
         shared: Identities of the tensors without rows at the location where the model stands.
+        tokens: Those of a generation.
     """
 
     shared: set[int] = field(default_factory=set, compare=False)
+    tokens: Tokens | None = field(default=None, compare=False)
 
     def view(self, location: str, occurrence: int, whole: Any) -> View:
         """Return ``whole`` as this job sees it."""
         self.shared.clear()
+        if self.tokens is not None and location in RETURNED:
+            return Returned(self, location, occurrence, whole, self.tokens)
         return super().view(location, occurrence, whole)
 
     def rows_of(self, tensor: torch.Tensor, found: Any) -> Any:
@@ -72,8 +84,22 @@ class Tenant(BatchGroup):
         return rows
 
 
+class _TenantMediator(Mediator):
+    """A block of a job that may end before others do."""
+
+    __slots__ = ()
+
+    def waits_at(self, location: str, occurrence: int) -> bool:
+        if not super().waits_at(location, occurrence):
+            return False
+        group: Any = self.batch_group
+        return location in RETURNED or group.tokens is None or not group.tokens.ended(group)
+
+
 class _TenantInterpreter(Interpreter):
     """The blocks of one job among others."""
+
+    mediator = _TenantMediator
 
     def _leaf(self, mediator: Any, node: Any) -> torch.Tensor:
         leaf = super()._leaf(mediator, node)
@@ -88,6 +114,44 @@ class _TenantInterpreter(Interpreter):
             raise _NotTogetherError from error
 
 
+class _Waiting:
+    """Short jobs that were read to find their kind, until they run: they are not read a second time."""
+
+    def __init__(self, most: int = 4 * 2**20, longest: int = 2**16) -> None:
+        self._most, self._longest, self._size = most, longest, 0
+        self._jobs: OrderedDict[tuple[bytes, Limits], Job] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _keeps(self, payload: bytes) -> bool:
+        return type(payload) is bytes and len(payload) <= self._longest
+
+    def read(self, payload: bytes, limits: Limits) -> Job:
+        """Return the job in a payload, which waits from now on; raises as :func:`~.payload.decode`."""
+        job = decode(payload, limits)
+        if self._keeps(payload):
+            with self._lock:
+                if (payload, limits) not in self._jobs:
+                    self._jobs[payload, limits] = job
+                    self._size += len(payload)
+                while self._size > self._most:
+                    (dropped, _), _ = self._jobs.popitem(last=False)
+                    self._size -= len(dropped)
+        return job
+
+    def take(self, payload: bytes, limits: Limits) -> Job:
+        """Return the job in a payload, which waits no more; raises likewise."""
+        if self._keeps(payload):
+            with self._lock:
+                job = self._jobs.pop((payload, limits), None)
+                if job is not None:
+                    self._size -= len(payload)
+                    return job
+        return decode(payload, limits)
+
+
+_waiting = _Waiting()
+
+
 def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Hashable | None:
     """Return what jobs have in common that can run as one batch; ``None`` for one that has to run alone.
 
@@ -96,17 +160,40 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     """
     from ..modeling.base import NNsight
 
-    job = decode(payload, limits)
-    joins = type(model)._batch is not NNsight._batch
-    if not joins or model._compile_by_default or len(job.runs) != 1 or job.runs[0]["call"] != "trace":
+    job = _waiting.read(payload, limits or Limits())
+    batches = type(model)._batch is not NNsight._batch
+    if not batches or model._compile_by_default or len(job.runs) != 1:
         return None  # a compiled model would be compiled anew for each company in which a program finds itself
     if any(node["do"] in _ALONE for node in job.nodes):
         return None
     if drops(model._tree.paths):
         return None  # what is drawn for the batch would depend on who else is in it
     run = job.runs[0]
-    described = [json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs")]
-    return None if any("scalar" in text for text in described) else "\n".join(described)
+    if run["call"] == "generate" and not _generates_together(model, job, limits or Limits()):
+        return None
+    described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
+    if any("scalar" in text for text in described):
+        return None
+    masks = [
+        job.tensors[tree["tensor"]]
+        for name, tree in run["kwargs"]["dict"]
+        if name == "attention_mask" and _is_tensor(tree)
+    ]
+    described += [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
+    return "\n".join(described)
+
+
+def _generates_together(model: NNsight, job: Job, limits: Limits) -> bool:
+    check_call(model, job.runs[0], limits)
+    if any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes):
+        return False  # a job that has ended has another length there
+    return joins(model._module, _options(job))
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Return the options of a generation without its tensors."""
+    given = read_tree(job.runs[0]["kwargs"], lambda kind, content: ABSENT)
+    return {name: value for name, value in given.items() if value is not ABSENT}
 
 
 def execute_payloads(
@@ -126,7 +213,7 @@ def execute_payloads(
     jobs: dict[int, Job] = {}
     for index, payload in enumerate(payloads):
         try:
-            jobs[index] = decode(payload, limits)
+            jobs[index] = _waiting.take(payload, limits)
             validate(jobs[index], model, limits)
         except InvalidProgramError as error:
             jobs.pop(index, None)
@@ -170,25 +257,33 @@ def _execute_together(
     total = sum(sizes)
     if total > limits.rows:
         raise _NotTogetherError
+    generation: Any = None
+    tokens: Tokens | None = None
+    if jobs[0].runs[0]["call"] == "generate":
+        # Asked once more: what said so may have known a model without weights, and its options.
+        if not joins(model._module, _options(jobs[0])):
+            raise _NotTogetherError
+        generation, tokens = Generation(model), Tokens(ends_of(model._module, batched[1]))  # type: ignore[arg-type]
     with torch.no_grad():
-        dims = find_batch_dims(model._tree, getattr(model, "_call_on", None), batched, parts, sizes)
-        mediators = []
+        dims = find_batch_dims(model._tree, getattr(generation or model, "_call_on", None), batched, parts, sizes)
+        if tokens is not None:
+            batched[1]["streamer"] = tokens
+        mediators = [interpreter.mediators(0) for interpreter in interpreters]
         start = 0
-        for interpreter, size in zip(interpreters, sizes, strict=True):
+        for interpreter, mine, size in zip(interpreters, mediators, sizes, strict=True):
             interpreter.place_constants()
-            for mediator in interpreter.mediators(0):
-                mediator.batch_group = Tenant(start, size, total, dims)
-                mediators.append(mediator)
+            for mediator in mine:
+                mediator.batch_group = Tenant(start, size, total, dims, tokens=tokens)
             start += size
-        interleaver = Interleaver(mediators)
+        interleaver = Interleaver(itertools.chain.from_iterable(mediators))
         interleaver.tree = model._tree
         with interleaver:
-            output = model._driver(False)(interleaver, batched[0], batched[1], Report())
+            output = model._driver(False, generation)(interleaver, batched[0], batched[1], Report())
             if interleaver.failure is not None:
                 raise interleaver.failure
             interleaver.handle("result", output)
-            for interpreter in interpreters:
-                interpreter.finish(interleaver)
+            for interpreter, mine in zip(interpreters, mediators, strict=True):
+                interpreter.finish(interleaver, mine)
     return [_outcome(interpreter, limits) for interpreter in interpreters], lines
 
 
@@ -201,9 +296,13 @@ def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:
 
 def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """Return a tree of arguments with types in place of tensors, and sizes without that of the rows."""
-    if type(tree) is dict and type(tree.get("tensor")) is str and len(tree) == 1:
+    if _is_tensor(tree):
         tensor = tensors[tree["tensor"]]
         return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
     if type(tree) is dict:
         return {key: _described(value, tensors) for key, value in tree.items()}
     return [_described(item, tensors) for item in tree] if type(tree) is list else tree
+
+
+def _is_tensor(tree: Any) -> bool:
+    return type(tree) is dict and type(tree.get("tensor")) is str and len(tree) == 1

@@ -372,7 +372,7 @@ def _rehearse_run(
     with interleaver:
         output = fakes.run(tree, interleaver, run["call"], args, kwargs, steps, prompt, costs)
         interleaver.handle("result", output)
-        interpreter.finish(interleaver)
+        interpreter.finish(interleaver, interleaver.mediators)
     if begun:  # tokens that nobody looks at cost what the last one did
         costs.add((costs.flops - begun[-1]) * (steps - len(begun)))
 

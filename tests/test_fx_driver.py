@@ -346,9 +346,10 @@ def test_the_report_and_its_code(model: NNsight) -> None:
         hidden = model.second.output
         hidden[:, 0] += 5.0
         model.third.input = torch.tanh(model.third.input)
+        out = model.third.output.save()
     report = tracer.report
     assert (report.mode, report.graphs, report.recordings, report.compiles) == ("compiled", 1, 1, 1)
-    assert report.spliced == ["model.second.output", "model.third.input"]
+    assert report.spliced == ["model.second.output", "model.third.input", "model.third.output"]
     assert report.breaks == []
     text = str(report)
     assert text.startswith("trace: compiled, 1 graph, 0 breaks, 1 recorded, 1 compiled")

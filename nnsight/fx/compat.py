@@ -23,6 +23,8 @@ from torch._dynamo import convert_frame, eval_frame, guards, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
 
 from ..tracing.block import is_bound
@@ -41,6 +43,7 @@ __all__ = [
     "generated_code_in",
     "is_whole_call",
     "may_share",
+    "only_returns",
     "options_of_compiled",
     "resolve_backend",
     "run_compiled_functions_as_written",
@@ -81,6 +84,28 @@ def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> boo
     context = torch._guards.TracingContext.try_get()
     traced: list[Any] = getattr(context, "traced_code", None) or []
     return reason is not None and not reason.graph_break and [code.co_name for code in traced[:1]] == [function_name]
+
+
+def only_returns() -> bool:
+    """Whether the tensors of the graph that dynamo is handing to its backend go into what the function returns, and nowhere else.
+
+    Behind the graph Python may have more to do than to put the result together: to store tensors in objects that were there before, or
+    to hook them.
+    """
+    tx = symbolic_convert.InstructionTranslator.current_tx()
+    effects = tx.output.side_effects
+    if effects.tensor_hooks or effects.save_for_backward or tx.output.backward_state or tx.debug_locals:
+        return False
+    stored: list[Any] = []
+
+    def look_at(found: Any) -> None:
+        if isinstance(found, TensorVariable) or (isinstance(found, SymNodeVariable) and found.python_type() is float):
+            stored.append(found)
+
+    new = (AttributeMutationNew, ValueMutationNew)
+    changed = [found for found in effects._get_modified_vars() if not isinstance(found.mutation_type, new)]
+    VariableTracker.visit(look_at, changed, side_effects=effects)
+    return all(found.source is not None for found in stored)
 
 
 def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | None:

@@ -40,6 +40,7 @@ from .compat import (
     NotCompiled,
     caller_of_compiled,
     is_whole_call,
+    only_returns,
     resolve_backend,
     skip_code,
     why_it_ends,
@@ -127,7 +128,7 @@ class CompiledDriver:
         self.replays = Replays()
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-        """Call the model once within ``interleaver`` and return its output."""
+        """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if nobody sees it."""
         report.mode = "compiled"
         interleaver.offer = _offer_uncompiled
         token = _report.set(report)
@@ -215,6 +216,7 @@ class CompiledDriver:
         def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
             report.mode = "compiled"
             interleaver.offer = _offer_uncompiled
+            interleaver.returns = True  # to the function
             token, routed = _report.set(report), _routed.set(self)
             try:
                 with suspended(args, kwargs), self.tree.instrumentation, self._route():
@@ -326,7 +328,8 @@ class _CaptureBackend:
         regions, fullgraph = None if self._regions is None else self._regions(), self._fullgraph
         captures, is_whole = self._captures, is_whole_call(graph_module, self._name)
         captures.add(is_whole)
-        graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole)
+        only_output = is_whole and only_returns()
+        graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole, only_output)
         if regions is not None:
             mark_stretches(graph)
         broken = _break_of(graph_module, graph)

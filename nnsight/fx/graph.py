@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.report import Break
@@ -75,6 +76,7 @@ class CapturedGraph:
         regions: Where lowered regions are kept; ``None`` lowers graphs as a whole.
         background: Whether whole graphs are lowered in the background.
         is_whole: Whether a call of the model amounts to a call of this graph: there are no others, and no Python around it.
+        only_output: Whether its tensors go into what the model returns, and nowhere else.
 
     Attributes:
         graph_module: The copy.
@@ -104,6 +106,7 @@ class CapturedGraph:
         regions: KnownRegions | None = None,
         background: bool = False,
         is_whole: bool = False,
+        only_output: bool = False,
     ) -> None:
         self.is_whole = is_whole
         self.graph_module = copy.deepcopy(graph_module)
@@ -147,6 +150,9 @@ class CapturedGraph:
         self.lock = threading.RLock()
         self.fake_lock = threading.RLock()
         self._fakes: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.Tensor] = {}
+        self._stand_ins: dict[tuple[int, ...], list[Any]] = {}
+        #: Whether nothing but the model's output is lost if stand-ins are returned instead of what the graph computes.
+        self.may_stand_in = is_whole and only_output and all(map(self._has_stand_in, self.outputs))
 
     def _add_tap(self, node: torch.fx.Node) -> None:
         location, leaves, structure = node.args
@@ -222,6 +228,36 @@ class CapturedGraph:
                 self._fakes.clear()
             self._fakes[key] = found
         return found
+
+    def stand_ins(self, binding: tuple[int, ...]) -> list[Any]:
+        """Return what may be returned instead of the outputs where nobody sees them: tensors like them, without memory of their own."""
+        found = self._stand_ins.get(binding)
+        if found is None:
+            if len(self._stand_ins) > 64:
+                self._stand_ins.clear()
+            found = self._stand_ins[binding] = [self._stand_in(output, binding) for output in self.outputs]
+        return [*found]
+
+    def _stand_in(self, output: Any, binding: tuple[int, ...]) -> Any:
+        example = output.meta["example_value"] if isinstance(output, torch.fx.Node) else output
+        if not isinstance(example, torch.Tensor):
+            return self.concrete(example, binding)
+        with torch.inference_mode(False), torch.no_grad():
+            value = torch.zeros((), dtype=example.dtype, device=example.device)
+            return value.expand([self.concrete(number, binding) for number in example.shape])
+
+    def _has_stand_in(self, output: Any) -> bool:
+        """Whether an output is a constant, or a plain tensor or number whose sizes follow from the inputs."""
+        if not isinstance(output, torch.fx.Node):
+            return True
+        example = output.meta.get("example_value")
+        if isinstance(example, torch.Tensor):
+            plain = type(example) is FakeTensor and example.layout is torch.strided
+            numbers: Sequence[Any] = example.shape
+        else:
+            plain, numbers = isinstance(example, torch.SymInt), [example]
+        known = {symbol for _, symbol in self.symbols}
+        return plain and all(number.node.expr.free_symbols <= known for number in numbers if isinstance(number, torch.SymInt))
 
     def constant_leaf(self, tap: Tap, leaf: Any, binding: tuple[int, ...]) -> Any:
         """Return a leaf of ``tap`` that is not a tensor, as the block sees it."""

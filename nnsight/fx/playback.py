@@ -191,7 +191,7 @@ class Playback:
             if position in partial and real.requires_grad:
                 gradients.refuse(real)
             self._values[index] = real
-        return variant.deliver(computed, inputs, externals)
+        return graph.stand_ins(binding) if variant.unseen else variant.deliver(computed, inputs, externals)
 
     def saved(self) -> dict[str, Any]:
         """Return the saved names of the block, with what was computed now."""

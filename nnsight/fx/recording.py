@@ -89,6 +89,7 @@ class Recording(CallRecorder):
         self.fullgraph = fullgraph
         self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
         self.failed_to_run = False  # whether a piece raised an error: what it has done by then must not be done again
+        self.as_captured = True  # whether what the model goes on with is, but for its values, what was captured
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
         self._begin(graph.whole)
@@ -105,7 +106,7 @@ class Recording(CallRecorder):
     # -- walking the taps ------------------------------------------------------------------------------------------
 
     def walk(self) -> list[Any]:
-        """Run the blocks over the graph and then the graph; return the graph's outputs."""
+        """Run the blocks over the graph and then the graph; return the graph's outputs, or stand-ins if nobody sees them."""
         run = self.run
         self.report.graphs += 1
         run.check_replacement, run.check_location = self._check_replacement, self._check_location
@@ -194,6 +195,7 @@ class Recording(CallRecorder):
         ]
         self._check_leaves(until, leaves, asked[0])
         new_leaves = flatten(asked[0])[0]
+        self._compare(leaves, new_leaves)
         sources = tuple((number, self.refer(new_leaves[number])) for number in until.tensor_leaves)
         self.step(Skip(tap.index, until.index, sources))
         self.substitutes.update({until.leaves[number]: source for number, source in sources})
@@ -307,11 +309,17 @@ class Recording(CallRecorder):
             return
         value = unflatten(leaves, tap.structure)
         self._check_replacement(tap.location, value, changed)  # also what was assigned inside a dict or a list
+        self._compare(leaves, new_leaves)
         for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
             if old is not new and isinstance(new, torch.Tensor):
                 reference = self.refer(new)
                 self.step(Write(tap.index, number, reference))
                 self.writes[tap.index, number] = reference
+
+    def _compare(self, leaves: Sequence[Any], new_leaves: Sequence[Any]) -> None:
+        """Note whether replacements are like what they replace, but for their values."""
+        pairs = zip(leaves, new_leaves, strict=True)
+        self.as_captured = self.as_captured and all(new is old or _is_like(new, old) for old, new in pairs)
 
     # -- running what was recorded -----------------------------------------------------------------------------------
 
@@ -320,6 +328,7 @@ class Recording(CallRecorder):
         assert self.tap is not None
         if self.inside is not None:
             raise StaysOutside(reason or f"`{name_of(function)}` in one of its functions needs a value")
+        self.as_captured = False  # the call may be one that changes the shape of what it is called on
         if self.journal is not None:
             self.journal.spoil("a value is needed")
         pending = LazyTensor in map(type, args) or any(
@@ -379,6 +388,7 @@ class Recording(CallRecorder):
         cut = Break(location, reason, filename, line)
         self.report.breaks.append(cut)
         counters.add("breaks")
+        self.as_captured = False
         if cut not in self.graph.cuts:
             self.graph.cuts.add(cut)
             logger.info("graph cut: %s", cut)
@@ -422,9 +432,19 @@ class Recording(CallRecorder):
             self.suspended_in = outer
 
     def finish(self) -> list[Any]:
-        """Run the rest of the graph and return what the captured graph returns."""
+        """Run the rest of the graph; return what the captured graph returns, or stand-ins if nobody sees them."""
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, self.graph.outputs)
         return outputs
+
+    def _is_output_unseen(self) -> bool:
+        """Whether nobody is going to see what the model returns, and it would come to be without an error.
+
+        Nobody does if there is no caller to return it to, and no block that waits for something behind the graph. And as long as blocks
+        have changed nothing but values, the rest of the model fits them as it did when it was captured.
+        """
+        run = self.run
+        unseen = self.graph.may_stand_in and not run.returns and not run.waited and self.state is not self.graph.start
+        return unseen and self.as_captured
 
     def _compute_what_is_held(self) -> None:
         """Run the graph up to where a block failed, as an eager model has run by then: the user may hold tensors from before.
@@ -464,11 +484,13 @@ class Recording(CallRecorder):
             lower: Whether it is worth lowering; else its nodes run one by one.
 
         Returns:
-            The numbers of the values that became real tensors, and the value of each of ``wanted``.
+            The numbers of the values that became real tensors, and the value of each of ``wanted``, or stand-ins if
+            nobody sees them.
         """
         alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
         # A trace that stops here wants nothing; one that is cut here wants what the rest of the graph needs.
-        key = (stop, alive, len(wanted), observed)
+        unseen = wanted is self.graph.outputs and self._is_output_unseen()
+        key = (stop, alive, -1 if unseen else len(wanted), observed)
         variant = self.state.variants.get(key)
         if variant is None:
             with stage("splice"), self.graph.lock:
@@ -476,7 +498,9 @@ class Recording(CallRecorder):
                 if variant is None:
                     resolved = [self.resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
                     program = self.state.program()
-                    variant = Variant(self.graph, self.piece, program, stop, alive, resolved, observed)
+                    variant = Variant(self.graph, self.piece, program, stop, alive, () if unseen else resolved, observed, unseen)
+                    if unseen and variant.may_hide_errors():
+                        variant = Variant(self.graph, self.piece, program, stop, alive, resolved, observed)
                     self.state.variants[key] = variant
         if self.journal is not None:
             self.journal.ran(self, variant, alive, stop)
@@ -493,7 +517,7 @@ class Recording(CallRecorder):
         for place in lowered.partial:
             if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
                 gradients.refuse(arguments[~place])
-        return alive, variant.deliver(computed, self.inputs, self.externals)
+        return alive, self.graph.stand_ins(self.binding) if variant.unseen else variant.deliver(computed, self.inputs, self.externals)
 
     def _fill(
         self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int], partial: frozenset[int]
@@ -539,6 +563,15 @@ class Recording(CallRecorder):
 
 def _is_in(tensor: Any, storages: Collection[int]) -> bool:
     return isinstance(tensor, torch.Tensor) and storage_of(tensor) in storages
+
+
+def _is_like(new: Any, old: Any) -> bool:
+    """Whether two tensors differ in their values at most; other leaves are known to be equal."""
+    if not isinstance(old, torch.Tensor):
+        return True
+    one, other = (leaf._fake if isinstance(leaf, LazyTensor) else leaf for leaf in (new, old))
+    described = ((one.dtype, one.device, one.layout, one.shape), (other.dtype, other.device, other.layout, other.shape))
+    return described[0] == described[1] and one.layout is torch.strided and one.stride() == other.stride()
 
 
 def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from . import background
 from .borders import mark_borders, partial_results
 from .compat import BackendCallable
 from .counters import counters
-from .effects import edits_of_inputs, uses_inputs_around_an_edit, writes_to_inputs
+from .effects import Kind, edits_of_inputs, kind_of, may_fail, uses_inputs_around_an_edit, writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Prepared, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
@@ -58,6 +58,7 @@ class Variant:
         alive: Numbers of the values that become real tensors.
         wanted: What else is needed: references, captured nodes, or constants.
         observed: Whether autograd has to see every tensor that becomes real: it is cut behind each of them.
+        unseen: Whether the outputs of the captured graph are left out of ``wanted``, because nobody is going to see them.
 
     Attributes:
         spliced: The spliced graph.
@@ -73,7 +74,9 @@ class Variant:
         alive: Sequence[int],
         wanted: Sequence[Any],
         observed: bool = False,
+        unseen: bool = False,
     ) -> None:
+        self.unseen = unseen
         results: dict[Result, int] = {}
         for item in (*(Value(index) for index in alive), *wanted):
             if isinstance(item, (Value, torch.fx.Node)):
@@ -111,6 +114,17 @@ class Variant:
         #: What runs until the whole graph is lowered.
         self._first_stages: dict[Any, Lowered] = {}
         self._asked = False
+
+    def may_hide_errors(self) -> bool:
+        """Whether a call that may fail is there for nothing that is needed: a backend might leave it out, and its error with it."""
+        graph = self.spliced.graph_module.graph
+        needed: set[torch.fx.Node] = set()
+        for node in reversed(graph.nodes):
+            if node in needed or node.op == "output" or kind_of(node) is Kind.EFFECT:
+                needed.update(node.all_input_nodes)
+            elif may_fail(node):
+                return True
+        return False
 
     def sharing(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Return which of ``arguments`` share memory, if that matters."""

@@ -55,6 +55,7 @@ class Interleaver(InterleaverSurface):
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         tree: The modules whose locations occur in this run, if they are those of one model.
         recorder: What makes data of the blocks, if they are to run elsewhere; see :mod:`nnsight.remote.recorder`.
+        returns: Whether what the model returns goes to somebody else than blocks that wait for it.
         uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
         check_location: Set by a driver that knows which locations can still come; called with the location of a request.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
@@ -78,6 +79,7 @@ class Interleaver(InterleaverSurface):
         "ready",
         "recorder",
         "reshaped",
+        "returns",
         "skips",
         "tracer",
         "tree",
@@ -106,6 +108,7 @@ class Interleaver(InterleaverSurface):
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
         self.check_location: Callable[[str], None] | None = None
+        self.returns = True
         self.uncounted: set[str] = set()
         self._on_blocks_done = on_blocks_done
         self.waited: dict[str, int] = {}

@@ -208,6 +208,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._open_mentioned()
         interleaver = self.make_interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
         interleaver.tree = None if self._model is None else self._model.modules
+        interleaver.returns = False
         try:
             with interleaver:
                 invokes, self._invokes = self._invokes or [], None

@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import random
+import secrets
 import socket
 import statistics
 import subprocess
@@ -44,12 +45,14 @@ from nnsight.remote.backend import ProgramBackend
 from nnsight.remote.client import Client
 from nnsight.remote.payload import decode
 from nnsight.remote.results import decode_results
+from nnsight.remote.server.keys import hash_of
 from nnsight.remote.validation import validate
 
 RESULTS = Path(__file__).parent / "results" / "remote.json"
 PROMPT = "The Eiffel Tower is in the city of"
 KEY = "nnsight/demo"
 TOKENS = 16
+SECRET = secrets.token_urlsafe(32)
 
 #: A server whose engine gives the same result to every job: what is left is the protocol, the queue and the files.
 IDLE = """
@@ -74,16 +77,13 @@ def server(together: int, keep: float = 3600, result: bytes | None = None) -> It
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as spool:
-        # The account without a key has a queue for a few clients; 32 need a key of their own.
+        # The account without a key has a queue for a few clients; 32 need a key of their own, which is the same for all servers.
         keys = Path(spool) / "keys.json"
-        command = [sys.executable, "-m", "nnsight.cli"]
-        given = subprocess.run(
-            [*command, "keys", "add", str(keys), "--name", "bench", "--queue", "1000"], capture_output=True, text=True, check=True
-        )
-        os.environ["NDIF_API_KEY"] = given.stdout.strip()
+        os.environ["NDIF_API_KEY"] = SECRET
+        keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hash_of(SECRET), "queue": 1000}]}), encoding="utf-8")
         options = ["--port", str(port), "--spool", f"{spool}/jobs", "--together", str(together), "--api-keys", str(keys)]
         options += ["--keep", str(keep)]
-        started = [*command, "serve", KEY, *options]
+        started = [sys.executable, "-m", "nnsight.cli", "serve", KEY, *options]
         if result is not None:
             (Path(spool) / "result").write_bytes(result)
             started = [sys.executable, "-c", IDLE, str(port), f"{spool}/jobs", str(keys), f"{spool}/result"]

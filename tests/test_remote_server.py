@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import io
 import json
@@ -524,18 +525,47 @@ def full(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_refuses_jobs_and_leaves_nothing(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("nnsight.remote.server.spool.os.replace", full)
-        answer = server.post(order(say="x"))
+@contextlib.contextmanager
+def full_disk(spool: Spool, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let neither the database grow nor files come."""
+    pages = spool._writer.execute("PRAGMA page_count").fetchone()[0]
+    with patch.context() as patched:
+        patched.setattr("nnsight.remote.server.spool.os.replace", full)
+        spool._writer.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+        try:
+            yield
+        finally:
+            spool._writer.execute("PRAGMA max_page_count = 1000000").fetchone()
+
+
+def kept(folder: Path) -> list[str]:
+    """Return the files of jobs."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("jobs.sqlite"))
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_a_full_disk_refuses_jobs_and_leaves_nothing(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    with full_disk(server.gateway.spool, monkeypatch):
+        answer = server.post(order(say="x" * size))
         assert answer.status_code == 507 and "full" in answer.json()["detail"]
-    assert not server.gateway.jobs and not list((tmp_path / "jobs").iterdir())
+    assert not server.gateway.jobs and not kept(tmp_path / "jobs")
+    assert not Spool(tmp_path / "jobs").recover() and server.gateway.spool.used == 0
     assert server.finished(server.submit(order(say="y")))["status"] == "COMPLETED"
+
+
+def test_a_job_that_does_not_fit_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool, jobs = Spool(tmp_path), [submitted(size) for size in (10, 20_000, 20)]
+    with full_disk(spool, monkeypatch):
+        found = spool.admit([(job, io.BytesIO(b"x" * job.size)) for job in jobs])
+    assert [type(error) for error in found] == [type(None), StorageFullError, type(None)]
+    assert sorted(job.size for job in Spool(tmp_path).recover()) == [10, 20] and spool.used == 30
 
 
 def test_who_listens_to_a_short_job_does_not_wait_for_the_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, written = threading.Event(), []
-    monkeypatch.setattr(server.gateway.spool, "settle", lambda job: written.append(disk.wait(10)))
+    monkeypatch.setattr(server.gateway.spool, "settle", lambda jobs: written.append(disk.wait(10)))
     with server.subscribe() as socket:
         session = json.loads(socket.recv(5))["session_id"]
         server.submit(order(say="at once"), session_id=session)
@@ -550,11 +580,13 @@ def test_who_listens_to_a_short_job_does_not_wait_for_the_disk(server: Running, 
     assert server.finished(answered[0])["status"] == "COMPLETED"
 
 
-def test_a_disk_that_is_full_when_a_result_comes_ends_the_job(server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = server.submit(order(say="x", wait=True))
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_a_disk_that_is_full_when_a_result_comes_ends_the_job(
+    server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    job = server.submit(order(say="x", wait=True, times=size))
     until(orders.started.is_set)
-    with monkeypatch.context() as patch:
-        patch.setattr("nnsight.remote.server.spool.os.replace", full)
+    with full_disk(server.gateway.spool, monkeypatch):
         orders.gate.set()
         ended = server.finished(job)
     assert ended["status"] == "ERROR" and ended["data"]["error"] == "StorageFullError"
@@ -621,42 +653,73 @@ def test_the_spool_keeps_to_its_budget(orders: Orders, tmp_path: Path) -> None:
         assert server.finished(server.submit(order(say="x", times=100)))["status"] == "COMPLETED"
 
 
-def test_the_spool_knows_what_its_jobs_take(tmp_path: Path) -> None:
-    def submitted(size: int) -> Job:
-        job = Job("a", "m", nonce(), "", size, 1.0)
-        job.tell(JobStatus.RECEIVED)
-        return job
+def submitted(size: int) -> Job:
+    job = Job("a", "m", nonce(), "", size, 1.0)
+    job.tell(JobStatus.RECEIVED)
+    return job
 
+
+def test_the_spool_knows_what_its_jobs_take(tmp_path: Path) -> None:
     spool = Spool(tmp_path, capacity=100)
-    first, second = submitted(40), submitted(50)
-    spool.admit(first, io.BytesIO(b"x" * 40))
-    spool.admit(second, io.BytesIO(b"y" * 50))
+    first, second, third = submitted(40), submitted(50), submitted(11)
+    assert spool.admit([(first, io.BytesIO(b"x" * 40)), (second, io.BytesIO(b"y" * 50))]) == [None, None]
     assert spool.used == 90
-    with pytest.raises(StorageFullError):
-        spool.admit(submitted(11), io.BytesIO(b"z" * 11))
-    assert spool.used == 90 == Spool(tmp_path).used + sum(len(spool.payload(job)) for job in (first, second))
+    (error,) = spool.admit([(third, io.BytesIO(b"z" * 11))])
+    assert isinstance(error, StorageFullError)
+    assert [spool.payload(job) for job in (first, second)] == [b"x" * 40, b"y" * 50] and spool.used == 90
     second.tell(JobStatus.ERROR)  # it leaves no result
-    spool.note(second)
+    spool.note([second])
     assert spool.used == 40
     found = Spool(tmp_path)
     assert len(found.recover()) == 2 and found.used == 40
-    spool.remove(first)
-    spool.remove(first)
+    spool.remove([first])
+    spool.remove([first])
     assert spool.used == 0
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_the_spool_has_what_was_written_to_it(tmp_path: Path, size: int) -> None:
+    spool, job = Spool(tmp_path), submitted(size)
+    assert spool.admit([(job, io.BytesIO(b"p" * size))]) == [None]
+    spool.settle([job])
+    assert spool.begin([job]) == [b"p" * size]
+    assert spool.keep_results([(job, b"r" * size)]) == [size] and spool.used == 2 * size
+    spool.close()
+    (found,) = Spool(tmp_path).recover()  # the record had no time to follow
+    assert found.status is JobStatus.COMPLETED and found.result_size == size
+    spool = Spool(tmp_path)
+    spool.note(spool.recover())
+    assert spool.used == size and spool.result(job) == b"r" * size
+    assert kept(tmp_path) == ([f"{job.id}.result"] if size > 2**16 else [])
+    with pytest.raises(FileNotFoundError):
+        spool.payload(job)
+    spool.remove([found])
+    assert not kept(tmp_path) and spool.used == 0 and not spool.recover()
+
+
+def test_what_a_dead_server_left_half_written_is_removed(tmp_path: Path) -> None:
+    left = [f"{nonce()}.payload", f"{nonce()}.result.new", "notes.payload"]
+    for name in left:
+        (tmp_path / name).write_bytes(b"x")
+    assert not Spool(tmp_path).recover() and kept(tmp_path) == left[-1:]
 
 
 def test_results_are_kept_for_a_while(orders: Orders, tmp_path: Path) -> None:
     with running(orders.engine(), tmp_path, settings=Settings(keep=0.2)) as server:
         job = server.submit(order(say="x"), nonce=nonce())
         until(lambda: server.get(f"/response/{job}").status_code == 404)
-        assert not list(tmp_path.iterdir()) and not server.gateway._by_nonce
+        until(lambda: not kept(tmp_path) and not Spool(tmp_path).recover())
+        assert not server.gateway._by_nonce
         assert server.figure("nnsight_spool_bytes") == 0
 
 
 def test_the_payload_goes_when_the_job_has_ended(server: Running, tmp_path: Path) -> None:
-    job = server.submit(order(say="x"))
-    server.finished(job)
-    until(lambda: sorted(path.name for path in (tmp_path / "jobs" / job).iterdir()) == ["job.jsonl", "result"])
+    long, short = server.submit(order(say="x" * 100_000)), server.submit(order(say="x"))
+    server.finished(long), server.finished(short)
+    until(lambda: kept(tmp_path / "jobs") == [f"{long}.result"])
+    until(lambda: server.gateway.spool.used == 100_001)
+    with pytest.raises(FileNotFoundError):
+        server.gateway.spool.payload(server.gateway.jobs[short])
 
 
 def test_what_waits_and_what_is_ready_outlives_the_server(tmp_path: Path) -> None:
@@ -699,38 +762,28 @@ def test_a_job_that_ends_the_process_each_time_is_not_tried_for_ever(tmp_path: P
     assert ended["status"] == "ERROR" and ended["data"]["error"] == "EngineLostError"
 
 
-def test_damaged_and_strange_folders_do_not_stop_the_server(tmp_path: Path) -> None:
-    damaged, other = tmp_path / nonce(), tmp_path / "something"
-    for folder in (damaged, other):
-        folder.mkdir()
-        (folder / "job.jsonl").write_text('{"id": 3')
+def test_damaged_records_and_strange_files_do_not_stop_the_server(tmp_path: Path) -> None:
+    other, spool = tmp_path / "something", Spool(tmp_path)
+    other.mkdir()
+    for record in ('{"id": 3', '{"id": 3}', '"x"', json.dumps(submitted(3).record())):
+        spool._writer.execute("INSERT INTO record VALUES (?, ?)", (nonce(), record))
+    spool.close()
     gone = Orders()
     with running(gone.engine(), tmp_path, key=ModelKey("other/model")) as server:
         job = server.submit(order(say="x", wait=True), model_key="other/model")
         until(gone.started.is_set)
     gone.gate.set()
     with running(Orders().engine(), tmp_path) as server:
-        assert not damaged.exists() and other.exists()
+        assert other.exists() and list(server.gateway.jobs) == [job]
         assert "does not serve" not in server.finished(job)["description"]  # what the operator did is in the log
         assert server.finished(job)["status"] == "ERROR"
 
 
-def test_a_record_that_was_not_written_to_its_end_costs_its_last_line_only(tmp_path: Path) -> None:
-    spool, payload = Spool(tmp_path), io.BytesIO(b"payload")
-    job = Job("alice", "model", nonce(), "digest", 7, 1.0)
-    job.tell(JobStatus.QUEUED, "It waits.")
-    spool.admit(job, payload)
-    record = tmp_path / job.id / "job.jsonl"
-    with open(record, "ab") as file:
-        file.write(b'\n{"id": "' + job.id.encode())
-    (found,) = Spool(tmp_path).recover()
-    assert (found.id, found.status, found.digest) == (job.id, JobStatus.QUEUED, "digest")
-    job.tell(JobStatus.RUNNING, "It runs.")
-    spool.note(job)
-    (found,) = Spool(tmp_path).recover()
-    assert found.status is JobStatus.RUNNING
-    record.write_bytes(record.read_bytes()[:20])
-    assert Spool(tmp_path).recover() == [] and not (tmp_path / job.id).exists()
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "jobs.sqlite").write_bytes(b"something else" * 1000)
+    with pytest.raises(OSError, match="file is not a database"):
+        Spool(tmp_path)
+    assert (tmp_path / "jobs.sqlite").read_bytes() == b"something else" * 1000
 
 
 def test_a_server_that_is_told_to_stop_lets_jobs_end_and_takes_no_more(tmp_path: Path) -> None:
@@ -843,18 +896,15 @@ def test_a_reader_gets_every_message_once_however_they_come() -> None:
 
 
 def test_other_errors_of_a_disk_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spool = Spool(tmp_path)
-    job = Job("a", "m", "", "", 3, 1.0)
-    job.tell(JobStatus.RECEIVED)
+    spool, job = Spool(tmp_path), submitted(100_000)
 
     def broken(*args: Any) -> None:
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr("nnsight.remote.server.spool.os.replace", broken)
-    with pytest.raises(OSError, match="broken") as raised:
-        spool.admit(job, io.BytesIO(b"abc"))
-    assert not isinstance(raised.value, StorageFullError)
-    assert spool.used == 0 and not list(tmp_path.iterdir())
+    (error,) = spool.admit([(job, io.BytesIO(b"a" * job.size))])
+    assert isinstance(error, OSError) and error.strerror == "broken" and not isinstance(error, StorageFullError)
+    assert spool.used == 0 and not kept(tmp_path)
 
 
 def test_serve_as_a_command_drains_at_sigterm(tmp_path: Path) -> None:

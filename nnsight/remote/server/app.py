@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import platform
+import re
 import time
 from collections.abc import AsyncIterator
 from importlib import metadata
@@ -145,9 +146,10 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
             raise HTTPException(404, _NO_JOB)
         if job.result_size is None or not job.status.finished:
             raise HTTPException(409, f"The job has no result: it is {job.status.value}.")
-        return FileResponse(
-            gateway.spool.result_path(job), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"}
-        )
+        path = gateway.spool.result_path(job)
+        if path is not None:
+            return FileResponse(path, media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
+        return _short(gateway.spool.result(job), request.headers.get("range", ""))
 
 
 def _add_facts(app: FastAPI, gateway: Gateway, door: Door) -> None:
@@ -200,6 +202,17 @@ def _add_facts(app: FastAPI, gateway: Gateway, door: Door) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(gateway.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _short(result: bytes, asked: str) -> Response:
+    """Return a result, from the byte on that a header ``range`` asks for, as a download that broke off does."""
+    found = re.fullmatch(r"bytes=([0-9]{1,9})-", asked)
+    first = int(found[1]) if found else 0
+    headers = {"Cache-Control": "no-store", "Accept-Ranges": "bytes"}
+    if not 0 < first < len(result):
+        return Response(result, 200, headers, CONTENT_TYPE)
+    headers["Content-Range"] = f"bytes {first}-{len(result) - 1}/{len(result)}"
+    return Response(result[first:], 206, headers, CONTENT_TYPE)
 
 
 class _Body:

@@ -17,23 +17,21 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from ..errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import JobStatus, ModelKey
+from .batches import Batches
 from .engine import Engine, EngineLostError, Outcome, TimeLimitError
 from .jobs import Job
 from .keys import Account
 from .queues import FairQueue
-from .spool import Spool, StorageFullError
+from .spool import SHORT, Spool, StorageFullError
 from .telemetry import Metrics
 
 _log = logging.getLogger("nnsight.remote.server")
-
-#: What is read faster than another thread is asked to read it, in bytes.
-_SHORT = 2**16
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,10 @@ class Gateway:
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
         self._loops: list[asyncio.Task[None]] = []
-        self._settling: dict[Job, asyncio.Task[None]] = {}  # those that are on their way to the disk
-        self._unnoted: list[Job] = []  # those that have ended, of which the disk does not know yet
-        self._noting: asyncio.Task[None] | None = None
+        self._settling: dict[Job, asyncio.Future[None]] = {}  # those that are on their way to the disk
+        self._admits = Batches(self._admit)
+        self._settles = Batches(self._settle)
+        self._notes = Batches(self._note)
 
     # -- the life of the server ------------------------------------------------------------------------------------
 
@@ -197,10 +196,11 @@ class Gateway:
         for task in (*self._loops, *runs):
             task.cancel()
         await asyncio.gather(*self._loops, *runs, return_exceptions=True)
-        writing = [*self._settling.values(), *([] if self._noting is None else [self._noting])]
-        await asyncio.gather(*writing, return_exceptions=True)
+        for batches in (self._admits, self._settles, self._notes):
+            await batches.idle()
         for served in self.served.values():
             served.engine.close()
+        self.spool.close()
 
     @property
     def problems(self) -> list[str]:
@@ -258,7 +258,7 @@ class Gateway:
                 503, "draining", "The server is about to stop and takes no more jobs. Try again in a minute."
             )
         served = self.model(model_key)
-        digest = _digest(payload) if size < _SHORT else await asyncio.to_thread(_digest, payload)
+        digest = _digest(payload) if size < SHORT else await asyncio.to_thread(_digest, payload)
         known = self._by_nonce.get((account.name, nonce)) if nonce else None
         if known is not None:
             job = await asyncio.shield(known)
@@ -298,14 +298,22 @@ class Gateway:
         self.metrics.received.inc(size)
         self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
-        settling = self._settling[job] = asyncio.create_task(self._settle(served, job))
-        settling.add_done_callback(functools.partial(self._settled, job))
+        settling = self._settling[job] = self._settles.add(job)
+        settling.add_done_callback(functools.partial(self._settled, served, job))
         return job
 
-    def _settled(self, job: Job, settling: asyncio.Task[None]) -> None:
-        self._settling.pop(job, None)
-        if not settling.cancelled():
-            settling.exception()  # seen, whether or not somebody waits
+    def _settle(self, jobs: Sequence[Job]) -> Sequence[None]:
+        self.spool.settle(jobs)
+        return [None] * len(jobs)
+
+    def _settled(self, served: Served, job: Job, settling: asyncio.Future[None]) -> None:
+        """Forget a job that would not survive a power failure, unless it runs already: it is not taken."""
+        del self._settling[job]
+        error = settling.exception()
+        if error is not None:
+            _log.error("a job could not be secured", extra={"job": job.id, "error": str(error)})
+            if served.queue.remove(job):
+                self._forget(job)
 
     async def secure(self, job: Job, listened: bool) -> None:
         """Return when the job survives a power failure; where somebody has ``listened`` to it, it may have ended instead.
@@ -318,32 +326,11 @@ class Gateway:
         settling = self._settling.get(job)
         if settling is None:
             return
-        if not listened:
-            await asyncio.shield(settling)
-            return
-        ending = asyncio.create_task(job.wait())
-        try:
-            await asyncio.wait([settling, ending], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ending.cancel()
-        if settling.done():
-            settling.result()
-
-    async def _settle(self, served: Served, job: Job) -> None:
-        """Have the job survive a power failure. One that has not run by then, and would not, is not taken.
-
-        Raises:
-            RefusedError: If there turns out to be no room for it.
-        """
-        try:
-            await asyncio.to_thread(self.spool.settle, job)
-        except OSError as error:
-            _log.error("a job could not be secured", extra={"job": job.id, "error": str(error)})
-            if served.queue.remove(job):
-                self._forget(job)
-                raise RefusedError(
-                    507, "storage", f"The job was not taken: {error.strerror}. Try again later."
-                ) from None
+        awaited = [settling, job.ending()] if listened else [settling]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if settling.done() and job.id not in self.jobs:
+            reason = getattr(settling.exception(), "strerror", None) or "it could not be written"
+            raise RefusedError(507, "storage", f"The job was not taken: {reason}. Try again later.")
 
     def cancel(self, job: Job) -> None:
         """End a job that waits, or runs; what it has computed is lost. One that has ended stays as it is."""
@@ -358,17 +345,24 @@ class Gateway:
 
     async def _keep(self, job: Job, served: Served, payload: IO[bytes]) -> None:
         """Write a job to disk, and find out what it can be run together with."""
-
-        def keep() -> None:
-            payload.seek(0)
-            self.spool.admit(job, payload)
-            self._find_kind(served, job, payload)
-
+        batches = self._admits if job.size < SHORT else Batches(self._admit)  # a long one would hold up the others
+        admitting = batches.add((job, served, payload))
         try:
-            await asyncio.to_thread(keep)
+            await asyncio.shield(admitting)
+        except asyncio.CancelledError:
+            admitting.add_done_callback(lambda _: self.spool.remove([job]))
+            raise
         except StorageFullError as error:
             _log.error("storage is full", extra={"job": job.id, "error": str(error)})
             raise RefusedError(507, "storage", f"The job was not taken: {error.strerror}. Try again later.") from None
+
+    def _admit(self, items: Sequence[tuple[Job, Served, IO[bytes]]]) -> Sequence[OSError | None]:
+        """Do what :meth:`_keep` says, for several jobs and in a thread."""
+        errors = self.spool.admit([(job, payload) for job, _, payload in items])
+        for (job, served, payload), error in zip(items, errors, strict=True):
+            if error is None:
+                self._find_kind(served, job, payload)
+        return errors
 
     def _find_kind(self, served: Served, job: Job, payload: IO[bytes] | None = None) -> None:
         """Find out what a job can be run together with. A job about which that cannot be said is run alone."""
@@ -427,7 +421,7 @@ class Gateway:
             self.metrics.waited.labels(job.model).observe(started - job.created)
             job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs))
         self.metrics.together.labels(str(served.key)).observe(len(jobs))
-        group.payloads = await asyncio.to_thread(lambda: [self.spool.begin(job) for job in jobs])
+        group.payloads = await asyncio.to_thread(self.spool.begin, jobs)
         try:
             logs = [functools.partial(job.tell, JobStatus.LOG) for job in jobs]
             seconds = max(job.seconds for job in jobs)
@@ -458,23 +452,14 @@ class Gateway:
                 self._fail(job, outcome, **figures[job])
             else:
                 results.append((job, outcome))
-        for job, kept in await asyncio.to_thread(self._keep_results, results) if results else ():
-            if isinstance(kept, Exception):
+        lengths = await asyncio.to_thread(self.spool.keep_results, results) if results else []
+        for (job, _), kept in zip(results, lengths, strict=True):
+            if isinstance(kept, OSError):
                 self._fail(job, kept, **figures[job])
             elif not job.status.finished:
                 job.complete(kept, **figures[job])
                 self.metrics.results.inc(kept)
                 self._end(job, "completed", **figures[job])
-
-    def _keep_results(self, results: list[tuple[Job, bytes]]) -> list[tuple[Job, int | Exception]]:
-        """Write results to disk; return the length of each, or why it could not be written: that is a fault of one job."""
-        kept: list[tuple[Job, int | Exception]] = []
-        for job, result in results:
-            try:
-                kept.append((job, self.spool.keep_result(job, result)))
-            except Exception as error:
-                kept.append((job, error))
-        return kept
 
     def _fail(self, job: Job, error: Exception, **figures: Any) -> None:
         """End a job with an error. Its owner learns the message of errors that are about the job, and no other."""
@@ -495,27 +480,16 @@ class Gateway:
 
     def _end(self, job: Job, outcome: str, **figures: Any) -> None:
         self._active.discard(job)
-        self._unnoted.append(job)
-        if self._noting is None:
-            self._noting = asyncio.create_task(self._note_all())
+        self._notes.add(job)
         self.metrics.jobs.labels(job.model, outcome).inc()
         _log.info(
             "finished", extra={"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
         )
 
-    async def _note_all(self) -> None:
-        """Write down where jobs that have ended stand, which takes the disk some time; :meth:`stop` waits for it."""
-
-        def note(jobs: list[Job]) -> None:
-            for job in jobs:
-                self.spool.note(job)
-
-        try:
-            while self._unnoted:
-                jobs, self._unnoted = self._unnoted, []
-                await asyncio.to_thread(note, jobs)
-        finally:
-            self._noting = None
+    def _note(self, jobs: Sequence[Job]) -> Sequence[None]:
+        """Write down where jobs that have ended stand."""
+        self.spool.note(jobs)
+        return [None] * len(jobs)
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
 
@@ -524,14 +498,21 @@ class Gateway:
         while True:
             await asyncio.sleep(min(30.0, self.settings.keep / 4))
             horizon = time.time() - self.settings.keep
-            for job in [job for job in self.jobs.values() if job.ended is not None and job.ended < horizon]:
-                self._forget(job)
+            old = [job for job in self.jobs.values() if job.ended is not None and job.ended < horizon]
+            for job in old:
+                self._leave(job)
+            await asyncio.to_thread(self.spool.remove, old)
 
-    def _forget(self, job: Job) -> None:
+    def _leave(self, job: Job) -> None:
+        """Know of a job no more."""
         self.jobs.pop(job.id, None)
         self._active.discard(job)
         self._by_nonce.pop((job.owner, job.nonce), None)
-        self.spool.remove(job)
+
+    def _forget(self, job: Job) -> None:
+        """Leave nothing of a job that is not taken."""
+        self._leave(job)
+        self.spool.remove([job])
 
     def _count(self, served: Served) -> None:
         self.metrics.queued.labels(str(served.key)).set(len(served.queue))

@@ -39,6 +39,7 @@ class Job:
         result_size: How long the result is.
         kind: What it can be run together with; ``None`` if it runs alone.
         messages: What has been said about it.
+        status: Where it stands.
     """
 
     owner: str
@@ -55,17 +56,14 @@ class Job:
     kind: Any = None
     messages: list[Message] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ending: asyncio.Future[None] | None = None
     _logs: int = 0
+    status: JobStatus = JobStatus.RECEIVED
 
     @property
     def latest(self) -> Message:
         """The message that says where the job stands."""
         return next(message for message in reversed(self.messages) if message["status"] != JobStatus.LOG.value)
-
-    @property
-    def status(self) -> JobStatus:
-        """Where the job stands."""
-        return JobStatus(self.latest["status"])
 
     def tell(self, status: JobStatus, description: str = "", data: Any = None, **meta: Any) -> None:
         """Add a message; those who follow the job get it. Nothing is said about a job that is finished."""
@@ -77,6 +75,8 @@ class Job:
                 return
             if self._logs == _MOST_LOGS:
                 description = "There were more remarks than the server keeps."
+        else:
+            self.status = status
         if status.finished:
             self.ended = time.time()
         last = self.messages[-1]["number"] if self.messages else 0
@@ -87,6 +87,8 @@ class Job:
         )
         self._changed.set()
         self._changed = asyncio.Event()
+        if status.finished and self._ending is not None:
+            self._ending.set_result(None)
 
     def complete(self, size: int, **figures: Any) -> None:
         """Say that the job has a result of this size."""
@@ -109,10 +111,13 @@ class Job:
                 return
             await changed.wait()
 
-    async def wait(self) -> None:
-        """Return when the job is finished."""
-        while not self.status.finished:
-            await self._changed.wait()
+    def ending(self) -> asyncio.Future[None]:
+        """Return a future that is done when the job is finished."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_future()
+            if self.status.finished:
+                self._ending.set_result(None)
+        return self._ending
 
     def record(self) -> dict[str, Any]:
         """Return what is kept on disk."""
@@ -124,4 +129,4 @@ class Job:
         """Return the job of a :meth:`record`, with its latest message."""
         fields = dict(record)
         latest: Message = fields.pop("latest")
-        return cls(**fields, messages=[latest])
+        return cls(**fields, messages=[latest], status=JobStatus(latest["status"]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import uuid
 
@@ -20,12 +21,9 @@ from ..protocol import JobStatus, Message
 from .gateway import Gateway
 from .jobs import Job
 from .keys import Account
+from .spool import SHORT
 
 _log = logging.getLogger("nnsight.remote.server")
-
-
-#: What is read faster than another thread is asked to read it, in bytes.
-_SHORT = 2**16
 
 
 class _Session:
@@ -71,8 +69,8 @@ class _Session:
                 and size is not None
                 and size <= self._gateway.settings.inline
             ):
-                read = self._gateway.spool.result_path(job).read_bytes
-                result = read() if size < _SHORT else await asyncio.to_thread(read)
+                read = functools.partial(self._gateway.spool.result, job)
+                result = read() if size < SHORT else await asyncio.to_thread(read)
                 await self._send(Message(**{**message, "data": {**message["data"], "inline": True}}), result)
             else:
                 await self._send(message)

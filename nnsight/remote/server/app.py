@@ -18,18 +18,22 @@ from collections.abc import AsyncIterator
 from importlib import metadata
 from typing import Any, NoReturn
 
-from fastapi import FastAPI, HTTPException, Request, Response, WebSocket
-from fastapi.responses import FileResponse, JSONResponse
+from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
-from starlette.requests import ClientDisconnect
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive
+from starlette.websockets import WebSocket
 
 from ... import __version__
 from ..operators import OPERATORS_HASH
 from ..payload import VERSION
 from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER, is_id
 from .gateway import Gateway, RefusedError
+from .jobs import Job
 from .keys import Account, Door, OpenDoor
 from .sessions import Sessions
 
@@ -48,21 +52,17 @@ _OTHER_FORMATS = {
 }
 
 
-def create_app(gateway: Gateway, door: Door) -> FastAPI:
+def create_app(gateway: Gateway, door: Door) -> Starlette:
     """Return the application of ``gateway``; ``door`` decides who may use it. Starting it starts the gateway."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await gateway.start()
         yield
         await gateway.stop()
 
-    app = FastAPI(title="nnsight", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     sessions = Sessions(gateway)
-    _add_jobs(app, gateway, door, sessions)
-    _add_facts(app, gateway, door)
 
-    @app.websocket("/subscribe")
     async def subscribe(websocket: WebSocket) -> None:
         key = websocket.headers.get(KEY_HEADER)
         account = door.admit(key)
@@ -76,13 +76,23 @@ def create_app(gateway: Gateway, door: Door) -> FastAPI:
             return
         await sessions.serve(websocket, account, job, int(after))
 
-    @app.exception_handler(RefusedError)
-    async def refused(request: Request, error: RefusedError) -> Response:
+    async def refused(request: Request, error: Any) -> Response:
         gateway.metrics.refused.labels(error.reason).inc()
         headers = {"Retry-After": "10"} if error.code in (429, 503) else None
         return JSONResponse({"detail": str(error)}, error.code, headers=headers)
 
-    return app
+    async def failed(request: Request, error: Any) -> Response:
+        return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
+
+    return Starlette(
+        routes=[
+            *_job_routes(gateway, door, sessions),
+            *_fact_routes(gateway, door),
+            WebSocketRoute("/subscribe", subscribe),
+        ],
+        exception_handlers={RefusedError: refused, HTTPException: failed},
+        lifespan=lifespan,
+    )
 
 
 _BAD_KEY = "This API key is missing or unknown. Set it with `CONFIG.set_default_api_key(key)`, or in the variable NDIF_API_KEY."
@@ -96,11 +106,18 @@ def _account(request: Request, door: Door) -> Account:
     return account
 
 
-def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) -> None:
-    """Add what has to do with jobs."""
+def _job(request: Request, gateway: Gateway, door: Door) -> Job:
+    """Return the job that a request is about."""
+    job = gateway.find(request.path_params["job_id"], _account(request, door))
+    if job is None:
+        raise HTTPException(404, _NO_JOB)
+    return job
 
-    @app.post("/request")
-    async def submit(request: Request) -> Any:
+
+def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]:
+    """Return what has to do with jobs."""
+
+    async def submit(request: Request) -> Response:
         account, began = _account(request, door), time.time()
         version = request.headers.get(VERSION_HEADER, "unknown")
         body = _Body(request, account.bytes)
@@ -122,28 +139,18 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
                 408, "upload", f"The upload took longer than {gateway.settings.upload:g} seconds."
             ) from None
         # One that was submitted before is told by what became of it.
-        return job.messages[0] if job.created >= began or not job.status.finished else job.latest
+        return JSONResponse(job.messages[0] if job.created >= began or not job.status.finished else job.latest)
 
-    @app.get("/response/{job_id}")
-    async def response(request: Request, job_id: str) -> Any:
-        job = gateway.find(job_id, _account(request, door))
-        if job is None:
-            raise HTTPException(404, _NO_JOB)
-        return job.latest
+    async def response(request: Request) -> Response:
+        return JSONResponse(_job(request, gateway, door).latest)
 
-    @app.delete("/request/{job_id}")
-    async def cancel(request: Request, job_id: str) -> Any:
-        job = gateway.find(job_id, _account(request, door))
-        if job is None:
-            raise HTTPException(404, _NO_JOB)
+    async def cancel(request: Request) -> Response:
+        job = _job(request, gateway, door)
         gateway.cancel(job)
-        return job.latest
+        return JSONResponse(job.latest)
 
-    @app.get("/result/{job_id}")
-    async def result(request: Request, job_id: str) -> Response:
-        job = gateway.find(job_id, _account(request, door))
-        if job is None:
-            raise HTTPException(404, _NO_JOB)
+    async def result(request: Request) -> Response:
+        job = _job(request, gateway, door)
         if job.result_size is None or not job.status.finished:
             raise HTTPException(409, f"The job has no result: it is {job.status.value}.")
         path = gateway.spool.result_path(job)
@@ -151,57 +158,63 @@ def _add_jobs(app: FastAPI, gateway: Gateway, door: Door, sessions: Sessions) ->
             return FileResponse(path, media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
         return _short(gateway.spool.result(job), request.headers.get("range", ""))
 
+    return [
+        Route("/request", submit, methods=["POST"]),
+        Route("/response/{job_id}", response),
+        Route("/request/{job_id}", cancel, methods=["DELETE"]),
+        Route("/result/{job_id}", result),
+    ]
 
-def _add_facts(app: FastAPI, gateway: Gateway, door: Door) -> None:
-    """Add what can be asked about the server."""
 
-    @app.get("/status")
-    async def status() -> Any:
-        return {
-            "deployments": {
-                key: {
-                    "model_key": key,
-                    "repo_id": served.key.repo_id,
-                    "revision": served.key.revision,
-                    "application_state": "RUNNING" if served.engine.healthy else "UNHEALTHY",
-                    "deployment_level": "HOT",
-                    "dedicated": True,
-                    "waiting": len(served.queue),
-                }
-                for key, served in gateway.served.items()
+def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
+    """Return what can be asked about the server."""
+
+    async def status(request: Request) -> Response:
+        deployments = {
+            key: {
+                "model_key": key,
+                "repo_id": served.key.repo_id,
+                "revision": served.key.revision,
+                "application_state": "RUNNING" if served.engine.healthy else "UNHEALTHY",
+                "deployment_level": "HOT",
+                "dedicated": True,
+                "waiting": len(served.queue),
             }
+            for key, served in gateway.served.items()
         }
+        return JSONResponse({"deployments": deployments})
 
-    @app.get("/env")
-    async def env() -> Any:
+    async def env(request: Request) -> Response:
         packages = {"nnsight": __version__}
         for name in ("torch", "transformers", "safetensors", "tokenizers", "accelerate"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 packages[name] = metadata.version(name)
-        return {
-            "python_version": platform.python_version(),
-            "packages": packages,
-            "formats": {CONTENT_TYPE: VERSION},
-            "operators": OPERATORS_HASH,
-        }
+        return JSONResponse(
+            {
+                "python_version": platform.python_version(),
+                "packages": packages,
+                "formats": {CONTENT_TYPE: VERSION},
+                "operators": OPERATORS_HASH,
+            }
+        )
 
-    @app.get("/whoami")
-    async def whoami(request: Request) -> Any:
+    async def whoami(request: Request) -> Response:
         account = _account(request, door)
         # `email` and `tags` are what clients of nnsight 0.8 look for.
         email = None if isinstance(door, OpenDoor) else account.name
-        return {"name": account.name, "limits": account.limits(), "email": email, "tags": []}
+        return JSONResponse({"name": account.name, "limits": account.limits(), "email": email, "tags": []})
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         problems = gateway.problems
         return JSONResponse(
             {"status": "ok" if not problems else "failing", "problems": problems}, 503 if problems else 200
         )
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(gateway.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    endpoints = {"/status": status, "/env": env, "/whoami": whoami, "/health": health, "/metrics": metrics}
+    return [Route(path, endpoint) for path, endpoint in endpoints.items()]
 
 
 def _short(result: bytes, asked: str) -> Response:

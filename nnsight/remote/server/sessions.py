@@ -13,9 +13,8 @@ import functools
 import logging
 import uuid
 
-from fastapi import WebSocket
 from starlette.responses import JSONResponse
-from starlette.websockets import WebSocketDisconnect, WebSocketState
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from ..protocol import JobStatus, Message
 from .gateway import Gateway

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from machine import machine_check
 from overhead import SEQUENCE, gpt2, interleaved
 
 from nnsight import NNsight, fx
@@ -132,6 +133,7 @@ def main() -> None:
                 "options": vars(options),
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
                 "machine": platform.processor() or platform.machine(),
+                "machine_check": machine_check(),
             },
             indent=2,
         )

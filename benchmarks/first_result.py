@@ -135,11 +135,13 @@ def main() -> None:
         print(f"{contender:26} {shown}")
     if not arguments.quick:
         import torch
+        from machine import machine_check
 
         RESULTS.parent.mkdir(exist_ok=True)
         account = {
             "command": " ".join(["python benchmarks/first_result.py", *sys.argv[1:]]),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "machine_check": machine_check(),
             "python": platform.python_version(),
             "torch": torch.__version__,
         }

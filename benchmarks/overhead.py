@@ -46,6 +46,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="overhead_")
 
 import torch
 import transformers
+from machine import machine_check
 from tiny_net import LAYERS
 from tqdm.auto import tqdm
 from workers import PEER, PEER_FOLDER, Worker, peer_python
@@ -401,6 +402,7 @@ def write(section: str, content: dict[str, Any]) -> None:
     account = {
         "command": " ".join(["python benchmarks/overhead.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine_check": machine_check(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+from machine import machine_check
 from remote import KEY, Recording, payloads, server
 from tqdm.auto import tqdm
 
@@ -123,6 +124,7 @@ def main() -> int:
     growth = memory[-1] / memory[1] if len(memory) > 1 else 1.0
     found = {
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine_check": machine_check(),
         "versions": {"nnsight": nnsight.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "command": f"python benchmarks/remote_load.py --jobs {options.jobs} --clients {options.clients}",
         "jobs": options.jobs,

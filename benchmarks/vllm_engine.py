@@ -34,6 +34,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
+from machine import machine_check
 
 from nnsight import demo
 from nnsight.modeling.vllm import VLLM
@@ -135,6 +136,7 @@ def main() -> None:
     machine = {
         "machine": platform.platform(),
         "cores": os.cpu_count(),
+        "machine_check": machine_check(),
         "torch": torch.__version__,
         "vllm": vllm.__version__,
     }

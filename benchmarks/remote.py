@@ -9,7 +9,8 @@ recording of the block and its checks in them, and no network. Measured:
   server that runs each alone (``--together 1``); batches of the two servers take turns. Results of both are those of a run alone, here.
   With it goes the processor time that the server takes for a job, which other work on the machine does not change, what a forward
   pass of 32 rows takes in passes of one row, and what jobs cost a server whose engine does nothing: the limits of what sharing can save;
-* the same for jobs that generate 16 tokens, steered at each.
+* the same for jobs that generate 16 tokens, steered at each;
+* what a fixed piece of work costs on the machine.
 
 ``python benchmarks/remote.py [--rounds N] [--quick]`` prints a table and writes ``benchmarks/results/remote.json``.
 """
@@ -36,6 +37,7 @@ from typing import Any
 
 import torch
 import transformers
+from machine import machine_check
 from tqdm.auto import tqdm
 
 import nnsight
@@ -43,7 +45,7 @@ from nnsight import CONFIG
 from nnsight.remote import execute_payload
 from nnsight.remote.backend import ProgramBackend
 from nnsight.remote.client import Client
-from nnsight.remote.payload import decode
+from nnsight.remote.payload import decode_known
 from nnsight.remote.results import decode_results
 from nnsight.remote.server.keys import hash_of
 from nnsight.remote.validation import validate
@@ -160,7 +162,7 @@ def check_time(model: Any, payload: bytes, times: int = 50) -> float:
 
     def timed() -> float:
         start = time.perf_counter()
-        validate(decode(payload), model)
+        validate(decode_known(payload), model)
         return time.perf_counter() - start
 
     timed()
@@ -260,6 +262,7 @@ def main() -> None:
     rate, spent = rate | idle_rate, spent | idle_spent
     found = {
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine_check": machine_check(),
         "threads_of_torch": torch.get_num_threads(),
         "versions": {"nnsight": nnsight.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "command": f"python benchmarks/remote.py --rounds {rounds}",

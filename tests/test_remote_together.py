@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import nnsight
 from nnsight import LanguageModel, NNsight
+from nnsight.remote import payload as payload_module
 from nnsight.remote import together
 from nnsight.remote.backend import ProgramBackend
 from nnsight.remote.errors import ExecutionFailedError, InvalidProgramError
 from nnsight.remote.execution import execute_payload
 from nnsight.remote.limits import Limits
-from nnsight.remote.payload import decode, encode
+from nnsight.remote.payload import decode, decode_known, encode
 from nnsight.remote.protocol import ModelKey
 from nnsight.remote.results import decode_results
 from nnsight.remote.server.models import engine_of
@@ -356,9 +359,9 @@ def test_a_short_job_is_read_once(model: Any, monkeypatch: pytest.MonkeyPatch) -
 
     def counting(payload: bytes, limits: Limits) -> Any:
         read.append(payload)
-        return decode(payload, limits)
+        return decode_known(payload, limits)
 
-    monkeypatch.setattr(together, "decode", counting)
+    monkeypatch.setattr(together, "decode_known", counting)
     payloads = [steering(model, number) for number in range(2)]
     for payload in payloads:
         kind_of(model, payload)
@@ -366,6 +369,48 @@ def test_a_short_job_is_read_once(model: Any, monkeypatch: pytest.MonkeyPatch) -
     assert read == payloads
     execute_payloads(model, payloads)
     assert read == 2 * payloads  # nothing is kept of jobs that have run
+
+
+def test_jobs_with_one_header_share_what_it_says(model: Any) -> None:
+    job = decode(steering(model, 1))
+    other = {name: -tensor if tensor.is_floating_point() else tensor for name, tensor in job.tensors.items()}
+    payloads = [encode(job), encode(dataclasses.replace(job, tensors=other))]
+    first, second = (decode_known(payload) for payload in payloads)
+    assert first.nodes is second.nodes and first.facts is second.facts
+    assert any(not torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+    assert decode(payloads[1]).content() == second.content() and decode(payloads[1]).nodes is not second.nodes
+    for payload in payloads:  # one after the other, which finds out what is known of the header only once
+        torch.testing.assert_close(alone(model, payload)["logits"], decode_results(execute_payloads(model, [payload])[0])["logits"])  # type: ignore[arg-type]
+    assert not torch.equal(alone(model, payloads[0])["logits"], alone(model, payloads[1])["logits"])
+
+
+@pytest.mark.parametrize("change", [lambda payload: payload[:-1], lambda payload: payload + b"\0", lambda payload: payload[:9]])
+def test_a_known_header_lets_no_other_payload_in(model: Any, change: Any) -> None:
+    payload = steering(model, 0)
+    decode_known(payload)
+    with pytest.raises(InvalidProgramError):
+        decode_known(change(payload))
+    with pytest.raises(InvalidProgramError, match="bytes; the limit"):
+        decode_known(payload, Limits(payload_bytes=len(payload) - 1))
+
+
+def test_a_known_header_is_checked_against_each_limit(model: Any) -> None:
+    payload = steering(model, 0)
+    decode_known(payload)
+    with pytest.raises(InvalidProgramError):
+        decode_known(payload, Limits(nodes=1))
+
+
+def test_known_headers_take_no_more_room_than_they_may(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_module, "_known", OrderedDict())
+    monkeypatch.setattr(payload_module, "_KEPT_BYTES", 4000)
+    for number in range(6):
+        decode_known(steering(model, number))
+    assert 0 < sum(len(header) for header, _ in payload_module._known) <= 4000
+    monkeypatch.setattr(payload_module, "_LONGEST", 10)
+    before = list(payload_module._known)
+    decode_known(steering(model, 7))
+    assert list(payload_module._known) == before
 
 
 def test_jobs_that_wait_take_no_more_room_than_they_may(model: Any) -> None:

@@ -48,40 +48,55 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").clone(memory_format=torch.contiguous_format)
 
 
-def unpack(data: bytes, max_bytes: int, max_header: int) -> tuple[Any, dict[str, torch.Tensor], bytes]:
-    """Return the JSON and the tensors of a container, and its header.
+def header_of(data: bytes, max_bytes: int, max_header: int) -> bytes:
+    """Return the header of a container, unread.
 
     Raises:
-        InvalidProgramError: If it is malformed or too large.
+        InvalidProgramError: If it has none, or is too large.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise InvalidProgramError(f"A payload is bytes, not {type(data).__name__}.")
     if len(data) > max_bytes:
         raise InvalidProgramError(f"The payload has {len(data)} bytes; the limit is {max_bytes}.")
-    data = bytes(data)
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise InvalidProgramError("The payload is shorter than its header says.")
     if size > max_header:
         raise InvalidProgramError(f"The header has {size} bytes; the limit is {max_header}.")
-    text = data[8 : 8 + size]
+    return bytes(data[8 : 8 + size])
+
+
+def unpack(data: bytes, max_bytes: int, max_header: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the JSON and the tensors of a container.
+
+    Raises:
+        InvalidProgramError: If it is malformed or too large.
+    """
+    text = header_of(data, max_bytes, max_header)
     header = strict_json(text)
     if type(header) is not dict or type(metadata := header.pop("__metadata__", None)) is not dict:
         raise InvalidProgramError("The header is no JSON object with metadata.")
     if set(metadata) != {KEY} or type(metadata[KEY]) is not str:
         raise InvalidProgramError(f"The metadata has to be one text called {KEY!r}.")
-    _check_tensors(header, len(data) - 8 - size)
-    content = strict_json(metadata[KEY].encode())
+    _check_tensors(header, len(data) - 8 - len(text))
+    return strict_json(metadata[KEY].encode()), read_tensors(bytes(data))
+
+
+def read_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors of a container whose header has been checked.
+
+    Raises:
+        InvalidProgramError: If it is malformed all the same.
+    """
     try:
         tensors = safetensors.torch.load(data)
     except (safetensors.SafetensorError, ValueError, RuntimeError, KeyError) as error:
         raise InvalidProgramError(f"The container is malformed: {error}") from None
     # A byte that is neither 0 nor 1 is no boolean, whatever the header says.
-    tensors = {
+    return {
         name: tensor.view(torch.uint8).ne(0) if tensor.dtype == torch.bool else tensor
         for name, tensor in tensors.items()
     }
-    return content, tensors, text
 
 
 def _check_tensors(header: dict[str, Any], size: int) -> None:

@@ -22,7 +22,7 @@ from .fake_runs import device_of
 from .formats import limited
 from .interpreter import Interpreter
 from .limits import Limits
-from .payload import Job, decode
+from .payload import Job, decode_known
 from .results import pack_results
 from .validation import inputs_of, validate
 
@@ -46,7 +46,7 @@ def execute_payload(
         ExecutionFailedError: If the program, or the model with it, fails.
     """
     limits = limits or Limits()
-    job = decode(payload, limits)
+    job = decode_known(payload, limits)
     validate(job, model, limits)
     return execute(model, job, limits, log)
 

@@ -32,7 +32,7 @@ from .fake_runs import leaf_at, tensors_at, with_leaf
 from .formats import text_of
 from .nodes import Node, read_argument
 from .operators import DRAWING, OPERATORS
-from .payload import Job
+from .payload import Job, fact
 from .trees import ABSENT, NONE, read_tree, references
 
 #: Attribute of the fake of a constant: its values, where they are indices.
@@ -82,9 +82,8 @@ class Interpreter:
         self.generator: torch.Generator | None = None
         self.on_log: Callable[[str], None] | None = None
         self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
-        self._uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
-        for node in job.nodes:
-            self._uses.update(_used_by(node))
+        self._used = fact(job, "used", lambda: [Counter(references_of(node)) for node in job.nodes])
+        self._uses = Counter(fact(job, "uses", lambda: _uses(job, self._used)))
         self.differentiates = any(node["do"] == "backward" for node in job.nodes)
         self._copied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._waiting: dict[Mediator, Node] = {}
@@ -223,7 +222,7 @@ class Interpreter:
                 self._keep(number, (Gradient(self._differentiable(node["wrt"])).grad,))
             case "set_grad":
                 Gradient(self._differentiable(node["wrt"])).grad = self._read(node["value"])
-        for used, count in _used_by(node).items():
+        for used, count in self._used[number].items():
             self._uses[used] -= count
             if self._uses[used] <= 0:
                 self.values.pop(used, None)
@@ -355,9 +354,12 @@ def _line(node: Node | None) -> str:
     return "" if node is None or "line" not in node else f", line {node['line']}"
 
 
-def _used_by(node: Node) -> Counter[int]:
-    """Return how often a node uses the values of others."""
-    return Counter(references_of(node))
+def _uses(job: Job, used: list[Counter[int]]) -> Counter[int]:
+    """Return how often the value of each node is used, by nodes and by what is saved."""
+    uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
+    for counts in used:
+        uses.update(counts)
+    return uses
 
 
 def references_of(node: Node) -> list[int]:

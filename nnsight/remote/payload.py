@@ -6,15 +6,16 @@ file (:mod:`.container`) whose tensors are constants and inputs. Reading one che
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from keyword import iskeyword
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from .container import pack, unpack
+from .container import header_of, pack, read_tensors, unpack
 from .errors import InvalidProgramError
 from .limits import Limits
 from .nodes import Node, check_nodes, check_references
@@ -24,12 +25,14 @@ from .trees import Budget, check_tree, is_int, is_text, tensor_names
 #: Version of the format.
 VERSION = 1
 
+Fact = TypeVar("Fact")
+
 #: How a model can be called.
 CALLS = frozenset({"trace", "generate"})
 
-#: Headers of jobs that were checked.
-_checked: dict[tuple[bytes, Limits], None] = {}
-_KEPT = 1024
+#: What short headers said of jobs that were checked, by header and limits.
+_known: OrderedDict[tuple[bytes, Limits], Known] = OrderedDict()
+_KEPT_BYTES, _LONGEST = 4 * 2**20, 2**18
 _lock = threading.Lock()
 
 _INPUTS = frozenset({"list", "tuple", "dict", "tensor", "str", "float", "dtype"})
@@ -47,6 +50,7 @@ class Job:
         tensors: Constants and inputs, by name.
         header: The header it was read from, if it was.
         seed: Where its random numbers begin, if it draws some.
+        facts: What was found out about the header, for all jobs that have it; see :func:`fact`.
     """
 
     runs: list[dict[str, Any]]
@@ -55,6 +59,7 @@ class Job:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     header: bytes = b""
     seed: int | None = None
+    facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def content(self) -> dict[str, Any]:
         """Return the job without its tensors, as JSON."""
@@ -66,6 +71,30 @@ class Job:
             "saves": self.saves,
             **({} if self.seed is None else {"seed": self.seed}),
         }
+
+
+@dataclass(frozen=True)
+class Known:
+    """A header that was read and checked. It says everything about a job but the values of its tensors; nobody changes what is in it.
+
+    Attributes:
+        job: A job without tensors.
+        size: How long the payload is.
+    """
+
+    job: Job
+    size: int
+
+
+def fact(job: Job, name: Hashable, find: Callable[[], Fact]) -> Fact:
+    """Return what ``find`` returns, which depends on the header of ``job`` only, and is not found out for each job that has it."""
+    if not job.header:  # it was not read, and may change
+        return find()
+    found = job.facts.get(name)
+    if found is None:
+        found = job.facts[name] = find()
+    result: Fact = found
+    return result
 
 
 def encode(job: Job) -> bytes:
@@ -80,7 +109,32 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
         InvalidProgramError: If it is malformed or too large.
     """
     limits = limits or Limits()
-    content, tensors, header = unpack(payload, limits.payload_bytes, limits.header_bytes)
+    return _checked(*unpack(payload, limits.payload_bytes, limits.header_bytes), limits)
+
+
+def decode_known(payload: bytes, limits: Limits | None = None) -> Job:
+    """Return the job in a payload, as :func:`decode`; jobs with equal headers share what is in them, so nobody may change it.
+
+    Raises:
+        InvalidProgramError: Likewise.
+    """
+    limits = limits or Limits()
+    header = header_of(payload, limits.payload_bytes, limits.header_bytes)
+    known = _known.get((header, limits))
+    if known is not None and known.size == len(payload):
+        return replace(known.job, tensors=read_tensors(bytes(payload)))
+    job = decode(payload, limits)
+    if len(header) <= _LONGEST:
+        job.header = header
+        with _lock:
+            _known[header, limits] = Known(replace(job, tensors={}), len(payload))
+            while sum(len(kept) for kept, _ in _known) > _KEPT_BYTES:
+                _known.popitem(last=False)
+    return job
+
+
+def _checked(content: Any, tensors: dict[str, torch.Tensor], limits: Limits) -> Job:
+    """Return the job of a container."""
     if type(content) is not dict or content.keys() - {"seed"} != {"version", "operators", "runs", "nodes", "saves"}:
         raise InvalidProgramError("The payload is no job.")
     if type(content["version"]) is not int or content["version"] != VERSION:
@@ -92,10 +146,7 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
     seed: Any = content.get("seed")
     if "seed" in content and not (is_int(seed) and seed >= 0):
         raise InvalidProgramError("The seed of the payload is no natural number.")
-    job = Job(content["runs"], content["nodes"], content["saves"], tensors, header, seed)
-    key = hashlib.sha256(header).digest(), limits
-    if key in _checked:  # the header says everything about a job but the values of its tensors
-        return job
+    job = Job(content["runs"], content["nodes"], content["saves"], tensors, seed=seed)
     budget = Budget(limits.items, limits.nesting)
     _check_runs(job, budget, limits)
     check_nodes(job, limits, budget)
@@ -104,10 +155,6 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
     used |= {name for run in job.runs for tree in (run["args"], run["kwargs"]) for name in tensor_names(tree)}
     if used != tensors.keys():
         raise InvalidProgramError("The container has tensors that nothing uses.")
-    with _lock:
-        while len(_checked) >= _KEPT:
-            _checked.pop(next(iter(_checked)))
-        _checked[key] = None
     return job
 
 

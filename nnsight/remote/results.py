@@ -47,7 +47,7 @@ def unpack_results(results: bytes) -> tuple[dict[str, Any], dict[str, torch.Tens
     Raises:
         InvalidProgramError: If it is malformed.
     """
-    content, tensors, _ = unpack(results, _MAX_BYTES, _MAX_HEADER)
+    content, tensors = unpack(results, _MAX_BYTES, _MAX_HEADER)
     if type(content) is not dict or set(content) != {"version", "saves"} or content["version"] != VERSION:
         raise InvalidProgramError("These are no results of a version that can be read.")
     if type(content["saves"]) is not dict:

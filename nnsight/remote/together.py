@@ -40,7 +40,7 @@ from .formats import limited
 from .generations import RETURNED, Returned, Tokens, ends_of, joins
 from .interpreter import Interpreter
 from .limits import Limits
-from .payload import Job, decode
+from .payload import Job, decode_known, fact
 from .trees import ABSENT, read_tree
 from .validation import check_call, inputs_of, validate
 
@@ -126,8 +126,8 @@ class _Waiting:
         return type(payload) is bytes and len(payload) <= self._longest
 
     def read(self, payload: bytes, limits: Limits) -> Job:
-        """Return the job in a payload, which waits from now on; raises as :func:`~.payload.decode`."""
-        job = decode(payload, limits)
+        """Return the job in a payload, which waits from now on; raises as :func:`~.payload.decode_known`."""
+        job = decode_known(payload, limits)
         if self._keeps(payload):
             with self._lock:
                 if (payload, limits) not in self._jobs:
@@ -146,7 +146,7 @@ class _Waiting:
                 if job is not None:
                     self._size -= len(payload)
                     return job
-        return decode(payload, limits)
+        return decode_known(payload, limits)
 
 
 _waiting = _Waiting()
@@ -164,23 +164,29 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     batches = type(model)._batch is not NNsight._batch
     if not batches or model._compile_by_default or len(job.runs) != 1:
         return None  # a compiled model would be compiled anew for each company in which a program finds itself
-    if any(node["do"] in _ALONE for node in job.nodes):
+    described = fact(job, "described", lambda: _described_job(job))
+    if not described:
         return None
     if drops(model._tree.paths):
         return None  # what is drawn for the batch would depend on who else is in it
     run = job.runs[0]
     if run["call"] == "generate" and not _generates_together(model, job, limits or Limits()):
         return None
-    described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
-    if any("scalar" in text for text in described):
-        return None
     masks = [
         job.tensors[tree["tensor"]]
         for name, tree in run["kwargs"]["dict"]
         if name == "attention_mask" and _is_tensor(tree)
     ]
-    described += [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
-    return "\n".join(described)
+    padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
+    return "\n".join([described, *padded])
+
+
+def _described_job(job: Job) -> str:
+    """Return the call of a job without values and rows; nothing for one that has to run alone."""
+    run = job.runs[0]
+    described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
+    alone = any(node["do"] in _ALONE for node in job.nodes) or any("scalar" in text for text in described)
+    return "" if alone else "\n".join(described)
 
 
 def _generates_together(model: NNsight, job: Job, limits: Limits) -> bool:

@@ -39,7 +39,7 @@ from .interpreter import CONSTANT, Interpreter
 from .limits import Limits
 from .nodes import Node
 from .operators import OPERATORS
-from .payload import Job
+from .payload import Job, fact
 from .trees import ABSENT, leaves, read_tree
 
 if TYPE_CHECKING:
@@ -122,13 +122,19 @@ def _key(job: Job, tree: ModuleTree, limits: Limits) -> Hashable:
 
     So a client that sends the same program with another strength, and another direction, is not checked again.
     """
+    program, sizes, indices = fact(job, "key", lambda: _without_constants(job))
+    digest = hashlib.sha256(program)
+    for name in indices:
+        digest.update(job.tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.digest(), sizes, tree.version, tree.root.training, limits
+
+
+def _without_constants(job: Job) -> tuple[bytes, Hashable, list[str]]:
+    """Return a program without values of numbers, the sizes of its tensors, and the names of those that may be indices."""
     nodes = [_without_values(node) for node in job.nodes]
     program = json.dumps([job.runs, nodes, job.saves])
     sizes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(job.tensors.items()))
-    digest = hashlib.sha256(program.encode())
-    for name in sorted(_index_constants(job)):
-        digest.update(job.tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.digest(), sizes, tree.version, tree.root.training, limits
+    return hashlib.sha256(program.encode()).digest(), sizes, sorted(_index_constants(job))
 
 
 def _without_values(node: Node) -> Node:

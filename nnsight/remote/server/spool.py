@@ -126,7 +126,9 @@ class Spool:
             OSError: If the disk does not keep it.
         """
         for job in jobs:
-            self._sync(self._path(job, "result" if job.status.finished else "payload"))
+            name, size = ("result", job.result_size or 0) if job.status.finished else ("payload", job.size)
+            if size >= SHORT:
+                self._sync(self._path(job, name))
         self._sync(self._log_of_writes)
 
     def begin(self, jobs: Sequence[Job]) -> list[bytes]:
@@ -315,7 +317,7 @@ class Spool:
         try:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        except FileNotFoundError:  # what is short is in the database
+        except FileNotFoundError:  # of a job that has ended meanwhile
             return
 
     @staticmethod

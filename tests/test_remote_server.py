@@ -26,9 +26,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from nnsight import cli
 from nnsight.remote.protocol import JobStatus, ModelKey
-from nnsight.remote.server.gateway import Settings
+from nnsight.remote.server.gateway import Gateway, Settings
 from nnsight.remote.server.jobs import Job
-from nnsight.remote.server.keys import KeyFile, add_key, read_accounts, remove_key
+from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
 from nnsight.remote.server.queues import FairQueue
 from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
@@ -523,6 +523,29 @@ def test_a_job_whose_engine_dies_is_tried_once_more(server: Running, orders: Ord
 
 def full(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_client_that_goes_away_takes_no_other_along(orders: Orders, tmp_path: Path) -> None:
+    async def story() -> None:
+        gateway = Gateway({MODEL: orders.engine()}, Spool(tmp_path))
+        await gateway.start()
+        uploads = [io.BytesIO(order(say=word)) for word in ("gone", "here")]
+        gone, here = (
+            asyncio.create_task(gateway.submit(Account("a"), str(MODEL), "", upload, len(upload.getvalue()))) for upload in uploads
+        )
+        await asyncio.sleep(0)
+        uploads[0].close()
+        gone.cancel()
+        job = await here
+        await job.ending()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert job.status is JobStatus.COMPLETED and list(gateway.jobs) == [job.id]
+        await gateway.stop()
+        assert [found.id for found in Spool(tmp_path).recover()] == [job.id]
+
+    asyncio.run(story())
+    assert orders.seen == ["here"]
 
 
 @contextlib.contextmanager

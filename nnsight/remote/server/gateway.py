@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import io
 import logging
 import time
 from collections import Counter
@@ -345,8 +346,11 @@ class Gateway:
 
     async def _keep(self, job: Job, served: Served, payload: IO[bytes]) -> None:
         """Write a job to disk, and find out what it can be run together with."""
-        batches = self._admits if job.size < SHORT else Batches(self._admit)  # a long one would hold up the others
-        admitting = batches.add((job, served, payload))
+        if job.size < SHORT:
+            payload.seek(0)  # and read now: the upload is closed when its client goes away, which is no matter of the other jobs
+            admitting = self._admits.add((job, served, io.BytesIO(payload.read())))
+        else:  # it would hold up the others
+            admitting = Batches(self._admit).add((job, served, payload))
         try:
             await asyncio.shield(admitting)
         except asyncio.CancelledError:

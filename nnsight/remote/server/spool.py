@@ -74,7 +74,8 @@ class Spool:
         self._log_of_writes = f"{database}-wal"
         with _translated():
             # One that writes and one that reads: the loop of the server never waits for a transaction of another thread.
-            self._writer, self._reader = _connect(database), _connect(database)
+            self._writer = _connect(database)
+            self._reader = _connect(database)
 
     def close(self) -> None:
         """Let the database go."""

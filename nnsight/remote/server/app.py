@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from importlib import metadata
 from typing import Any, NoReturn
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -52,11 +52,11 @@ _OTHER_FORMATS = {
 }
 
 
-def create_app(gateway: Gateway, door: Door) -> Starlette:
+def create_app(gateway: Gateway, door: Door) -> FastAPI:
     """Return the application of ``gateway``; ``door`` decides who may use it. Starting it starts the gateway."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
         yield
         await gateway.stop()
@@ -84,7 +84,12 @@ def create_app(gateway: Gateway, door: Door) -> Starlette:
     async def failed(request: Request, error: Any) -> Response:
         return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
 
-    return Starlette(
+    # The routes are those of Starlette, which FastAPI is made of: bodies are read as they come, and there are no models to validate.
+    return FastAPI(
+        title="nnsight",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
         routes=[
             *_job_routes(gateway, door, sessions),
             *_fact_routes(gateway, door),

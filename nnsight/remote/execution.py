@@ -115,7 +115,7 @@ def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwarg
     drawing = Drawing(interpreter.generator) if draws and interpreter.generator is not None else None
     driver = model._driver(False if interpreter.differentiates or draws else None, generation)
     interleaver = Interleaver(interpreter.mediators(number))
-    interleaver.tree = model._tree
+    interleaver.tree, interleaver.returns = model._tree, False
     with interleaver, drawing or contextlib.nullcontext():
         output = driver(interleaver, args, kwargs, Report())
         if interleaver.failure is not None:  # the model caught what a block raised

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import nnsight
-from nnsight import LanguageModel, NNsight, fx
+from nnsight import CONFIG, LanguageModel, NNsight, fx
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell that runs the tests in the background
@@ -39,6 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def _seed_and_counters() -> None:
     torch.manual_seed(0)
     fx.counters.reset()
+
+
+@pytest.fixture(autouse=True)
+def _options_as_before() -> Iterator[None]:
+    """Let the next test find the options that this one found, and the same origin of each."""
+    assigned = [(section._assigned, dict(section._assigned)) for section in (CONFIG.APP, CONFIG.API)]
+    yield
+    for found, before in assigned:
+        found.clear()
+        found.update(before)
 
 
 @pytest.fixture(autouse=True)

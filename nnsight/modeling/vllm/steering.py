@@ -188,21 +188,23 @@ class RowSlots:
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
-        # Written to row by row, which a tensor is slow at, and then copied at once.
-        self._staged = rows if rows.device.type == "cpu" else torch.zeros_like(rows, device="cpu", pin_memory=True)
-        self._numbers: Any = self._staged.numpy()
+        self._on_device = rows.device.type != "cpu"
         self.filled = 0
 
     def fill(self, entries: Iterable[tuple[int, int, int]]) -> None:
-        """Set rows to entries, given as the first row, the row behind the last one, and the number of the entry; others to none."""
-        before, self.filled = self.filled, 0
-        self._numbers[:before] = 0
+        """Set rows to entries, given as the first row, the row behind the last one, and the number of the entry; others to none.
+
+        The rows of a device are copied to it while the step before may still run there, and this call does not wait for it. So they come
+        from memory of this call alone: what is pinned is not given to others before it has been copied.
+        """
+        entries = list(entries)
+        before, self.filled = self.filled, max((stop for _, stop, _ in entries), default=0)
+        end = max(before, self.filled)
+        numbers = torch.zeros(end, dtype=torch.int64, pin_memory=self._on_device)
+        given = numbers.numpy()  # written to row by row, which a tensor is slow at
         for start, stop, entry in entries:
-            self._numbers[start:stop] = entry
-            self.filled = stop
-        if self._staged is not self._rows:
-            end = max(before, self.filled)
-            self._rows[:end].copy_(self._staged[:end], non_blocking=True)
+            given[start:stop] = entry
+        self._rows[:end].copy_(numbers, non_blocking=True)
 
 
 def add_tables(

@@ -15,7 +15,10 @@ RAY_VENV := .venv-ray
 RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
 
-.PHONY: help install demo test lint types pytest test-slow test-vllm test-ray bench clean
+# What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
+V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _captures.py _samples.py _parallel.py)
+
+.PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-ray bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +26,7 @@ help:
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that compile code, and those of models with many parts"
 	@echo "make test-vllm  the tests that run on vLLM, with an environment of their own (python 3.11)"
+	@echo "make test-vllm-v2  those of them that run on vLLM's model runner V2"
 	@echo "make test-ray   the tests that run on a Ray cluster of this machine, with an environment of their own"
 	@echo "make lint       ruff"
 	@echo "make types      mypy"
@@ -84,7 +88,15 @@ $(VLLM_INSTALLED): pyproject.toml
 
 test-vllm: $(VLLM_INSTALLED)
 	@echo "pytest, tests on vLLM ..."
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm --ignore tests/test_vllm_v2.py
+	@$(MAKE) --no-print-directory test-vllm-v2
+
+# vLLM's model runner V2 has Triton kernels, and this machine interprets them: that takes an environment of its own. Beside the tests of V2
+# it runs those that both runners have to pass.
+test-vllm-v2: $(VLLM_INSTALLED)
+	@echo "pytest, tests on vLLM's model runner V2 ..."
+	@VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
+	  PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python -m pytest -m vllm $(V2_TESTS)
 
 $(RAY_INSTALLED): pyproject.toml
 	@echo "creating $(RAY_VENV) ..."

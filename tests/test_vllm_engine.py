@@ -14,6 +14,7 @@ import torch
 
 from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
+from nnsight.modeling.vllm.runner import choose_runner
 
 from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, save_tiny_llama, tokens
 
@@ -132,45 +133,36 @@ def test_engines_are_made_where_numba_is_imported(folder: Path) -> None:
 _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_the_second_model_runner_is_refused_where_it_is_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, dispatch: bool
+@pytest.mark.parametrize(("given", "expected"), [(None, "0"), ("", "0"), ("0", "0"), ("1", "1")])
+def test_the_first_model_runner_is_asked_for_unless_the_environment_says_which(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
 ) -> None:
-    monkeypatch.setenv(_CHOICE, "1")
-    with pytest.raises(NotImplementedError, match=f"{_CHOICE}=1 is set, and blocks .* model runner V1 only.* Unset it, or set it to 0"):
-        VLLM(folder, **OPTIONS, dispatch=dispatch)
-
-
-@pytest.mark.parametrize("given", [None, "0"])
-def test_the_first_model_runner_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     """Where vLLM would choose the second by itself, too."""
-    monkeypatch.setenv(_CHOICE, "0")
+    monkeypatch.setenv(_CHOICE, given or "")
     if given is None:
         monkeypatch.delenv(_CHOICE)
-    VLLM(folder, **OPTIONS)
-    assert os.environ[_CHOICE] == "0"
-
-
-def test_the_second_model_runner_is_refused_where_an_engine_starts_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy = VLLM(folder, **OPTIONS)
-    monkeypatch.setenv(_CHOICE, "1")
-    with pytest.raises(NotImplementedError, match="model runner V1 only"):
-        lazy(PROMPTS[0], **GREEDY)
-    monkeypatch.setenv(_CHOICE, "0")
-    assert len(lazy(PROMPTS[0], **GREEDY).outputs[0].token_ids) == 6
+    choose_runner()
+    assert os.environ[_CHOICE] == expected
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_configurations_that_lead_to_the_second_model_runner_are_refused(
+def test_the_second_model_runner_is_tried_where_it_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch, dispatch: bool) -> None:
+    """Here there is no Triton for CPUs, which vLLM says. `test_vllm_v2.py` has one."""
+    monkeypatch.setenv(_CHOICE, "1")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", False)
+    with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
+        VLLM(folder, **OPTIONS, dispatch=dispatch)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_options_that_lead_to_the_second_model_runner_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dispatch: bool
 ) -> None:
-    """Some options do, whatever the environment says."""
-    from vllm.config import VllmConfig
-
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda _: True))
+    """A watermark does, whatever the environment says."""
+    monkeypatch.setenv(_CHOICE, "0")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    with pytest.raises(NotImplementedError, match="model runner V2 .*watermark_config.* Leave them out"):
-        VLLM(folder, **OPTIONS, dispatch=dispatch)
+    with pytest.raises(NotImplementedError, match="model runner V2 with a watermark.*Leave it out"):
+        VLLM(folder, **OPTIONS, dispatch=dispatch, watermark_config={"key": 1})
 
 
 @pytest.mark.parametrize(
@@ -250,16 +242,16 @@ def test_drafts_of_steered_requests_are_steered(
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
     count, prompts = 48, [[40, 41, 42, 40, 41, 42, 40, 41], [300, 301], [7, 8, 7, 8, 7, 8, 7]]
     asked = [(0.0, 0), (1.0, 0), *[(1.0, len(prompts[0]) + late) for late in range(3, 11)], (-2.0, 4)]
-    drafting.dispatch()
-    runner = drafting._engine._runner
-    forward, drafted = type(runner)._model_forward, []
+    scheduler = drafting.engine.llm_engine.engine_core.engine_core.scheduler
+    runner, schedule, drafted = drafting._engine._runner, scheduler.schedule, []
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sizes = self.scheduled.num_scheduled_tokens if hasattr(self, "scheduled") else {}
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        scheduled = schedule(*args, **kwargs)
+        sizes = scheduled.num_scheduled_tokens
         drafted.extend(sizes[name] for name in runner.slots if name in sizes)
-        return forward(self, *args, **kwargs)
+        return scheduled
 
-    monkeypatch.setattr(type(runner), "_model_forward", noted)
+    monkeypatch.setattr(scheduler, "schedule", noted)
     cases = [(prompt, coefficient, start) for prompt in prompts for coefficient, start in asked]
     with drafting.trace(temperature=0.0, max_tokens=count, ignore_eos=True) as tracer:
         results = {}.save()

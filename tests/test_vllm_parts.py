@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from nnsight.modeling.vllm import VLLM
+from nnsight.modeling.vllm.batches import Span, spans_of_v1, spans_of_v2
 from nnsight.modeling.vllm.captures import Captures
 from nnsight.modeling.vllm.prompts import prompt_of
 from nnsight.modeling.vllm.ranks import ABANDON, WORK, Leader
 from nnsight.modeling.vllm.requests import Limits, RequestRun
 from nnsight.modeling.vllm.rows import Rows, RowView
+from nnsight.modeling.vllm.runner import check
 from nnsight.modeling.vllm.spread import Spread, Spreads
 from nnsight.modeling.vllm.steering import RowSlots, Slots, Steering, add_tables, steered
 from nnsight.modeling.vllm.steps import Part, Step
@@ -352,3 +354,97 @@ def test_entries_of_rows_are_forgotten_with_their_step() -> None:
     assert looked_at.tolist() == [3, 3, 0, 0, 0, 0, 0, 0] and rows.filled == 2
     rows.fill([])
     assert not looked_at.any() and rows.filled == 0
+
+
+# -- the two model runners of vLLM ------------------------------------------------------------------------------------
+
+
+def test_both_runners_say_the_same_of_a_step() -> None:
+    """A decoding request, a part of a prompt, and the end of another one, of which the second has no run."""
+    expected = [Span("a", 0, 0, 1, 7, True), Span("c", 2, 4, 2, 3, True)]
+    sizes = {"c": 2, "a": 1, "b": 3}  # a scheduler has them in another order
+    known = {"a": 8, "b": 9, "c": 5}
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens_cpu=torch.tensor([7, 2, 3]).numpy())
+    first = SimpleNamespace(
+        input_batch=batch, requests={name: SimpleNamespace(num_tokens=count) for name, count in known.items()}
+    )
+    scheduled = SimpleNamespace(num_scheduled_tokens=sizes)
+    assert list(spans_of_v1(first, scheduled, {"a", "c"})) == expected
+    second = SimpleNamespace(
+        req_ids=["a", "b", "c"],
+        query_start_loc_np=torch.tensor([0, 1, 4, 6]).numpy(),
+        num_scheduled_tokens=torch.tensor([1, 3, 2]).numpy(),
+        num_computed_tokens_np=torch.tensor([7, 2, 3]).numpy(),
+        prefill_len_np=torch.tensor([6, 9, 5]).numpy(),  # the first has sampled two since
+    )
+    assert list(spans_of_v2(second, {"a", "c"})) == expected
+    both = [next(iter(found)) for found in (spans_of_v1(first, scheduled, {"b"}), spans_of_v2(second, {"b"}))]
+    assert both == [Span("b", 1, 1, 3, 2, False)] * 2
+
+
+def second_runner() -> Any:
+    """Return a configuration for V2 as vLLM has it, of a model and options that are fine."""
+    return SimpleNamespace(
+        use_v2_model_runner=True,
+        speculative_config=None,
+        watermark_config=None,
+        kv_transfer_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None),
+        aux_output_config=SimpleNamespace(enabled=False),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        model_config=SimpleNamespace(
+            is_diffusion=False,
+            is_encoder_decoder=False,
+            supports_multimodal_inputs=False,
+            enable_prompt_embeds=False,
+            is_hybrid=False,
+            is_attention_free=False,
+            return_sampling_mask=False,
+            enable_trace_replay=False,
+        ),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            enable_batch_sharded_sampling=False,
+            use_ubatching=False,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("attention_config.hisparse_config", object(), "HiSparse attention"),
+        ("watermark_config", object(), "a watermark"),
+        ("model_config.is_diffusion", True, "a diffusion model .*written over in later steps"),
+        ("parallel_config.enable_batch_sharded_sampling", True, "batch-sharded sampling .*logits of other requests"),
+        ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding .*looked up on the device"),
+        ("scheduler_config.async_scheduling", True, "asynchronous scheduling .*tokens that the request does not have"),
+        ("parallel_config.use_ubatching", True, "dual batch overlap .*in two halves"),
+        ("parallel_config.prefill_context_parallel_size", 2, "context parallelism .*another order"),
+        ("parallel_config.decode_context_parallel_size", 2, "context parallelism .*another order"),
+        ("model_config.is_encoder_decoder", True, "a model with an encoder"),
+        ("model_config.supports_multimodal_inputs", True, "for more than text .*its encoder runs between"),
+        ("model_config.enable_prompt_embeds", True, "embeddings in place of a prompt"),
+        ("model_config.is_hybrid", True, "a model with recurrent layers"),
+        ("model_config.is_attention_free", True, "a model with recurrent layers"),
+        ("model_config.return_sampling_mask", True, "sampling masks"),
+        ("model_config.enable_trace_replay", True, "replayed tokens"),
+        ("aux_output_config.enabled", True, "auxiliary outputs"),
+        ("kv_transfer_config", object(), "a connector of key-value caches"),
+    ],
+)
+def test_what_the_second_runner_has_and_blocks_cannot_run_with(path: str, value: Any, message: str) -> None:
+    config = second_runner()
+    check(config, tables=False)
+    *parents, name = path.split(".")
+    setattr(getattr(config, parents[0]) if parents else config, name, value)
+    with pytest.raises(NotImplementedError, match=f"model runner V2 with .*{message}.*unset VLLM_USE_V2_MODEL_RUNNER"):
+        check(config, tables=False)
+
+
+def test_steps_of_tables_may_overlap_on_the_second_runner() -> None:
+    config = second_runner()
+    config.scheduler_config.async_scheduling = True
+    check(config, tables=True)

@@ -421,7 +421,12 @@ def test_wrong_options(
     assert message in capsys.readouterr().err
 
 
-def test_the_second_model_runner_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert main(command(folder)[3:]) == 2
-    assert "VLLM_USE_V2_MODEL_RUNNER=1 is set" in capsys.readouterr().err
+def test_what_the_second_model_runner_has_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    assert main(command(folder, "--watermark-config", '{"key": 1}')[3:]) == 2
+    assert "model runner V2 with a watermark (`watermark_config`) is not implemented" in capsys.readouterr().err

@@ -11,8 +11,9 @@ of a step only says which rows belong to whom. The modules, from the bottom up:
 * :mod:`.steps`: one step of the engine, offered to the runs that take part in it;
 * :mod:`.taps`: what is put into the graph of a compiled engine, stops for blocks and tables for edits;
 * :mod:`.spread`, :mod:`.ranks`: with several devices, what each has of a value, and a step that all make together;
+* :mod:`.batches`, :mod:`.hooks`: what vLLM's two model runners say of a step, and where they are stopped;
 * :mod:`.worker`: where vLLM calls all that;
-* :mod:`.runner`: what of vLLM blocks cannot run with;
+* :mod:`.runner`: which of the runners there is, and what of vLLM blocks cannot run with;
 * :mod:`.groups`: who uses what belongs to the process;
 * :mod:`.engine`: an engine in this process, and requests in it;
 * :mod:`.parallel`, :mod:`.follower`: the processes of an engine on several devices;

@@ -20,7 +20,7 @@ import torch
 from .groups import groups
 from .prompts import refusals
 from .requests import Limits
-from .runner import SPECULATIVE, ask_for_v1
+from .runner import SPECULATIVE, choose_runner
 from .samples import Request
 from .steering import Slots, salt_of
 from .taps import HANDOFF, Layout
@@ -51,7 +51,7 @@ class Engine:
     def __init__(self, repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> None:
         from vllm import LLM
 
-        ask_for_v1()  # again: the engine may be started long after the model was made
+        choose_runner()  # again: the engine may be started long after the model was made
         if layout is not None:
             options = _with_layout(options, layout)
         parallel = options.get("tensor_parallel_size", 1) > 1

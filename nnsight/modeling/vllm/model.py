@@ -21,7 +21,7 @@ from ..mixins import MetaMixin
 from .choices import Choice
 from .requests import SAMPLES
 from .residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
-from .runner import ask_for_v1, check_drafts
+from .runner import check_drafts, choose_runner
 from .taps import Layout, tapped_modules
 from .tracing import RequestTracer
 from .vectors import Vectors
@@ -73,7 +73,7 @@ class VLLM(MetaMixin):
     Raises:
         ImportError: If vLLM is not installed.
         NotImplementedError: For what vLLM can do and blocks cannot run with: other kinds of parallelism, speculative decoding,
-            adapters, the model runner V2.
+            adapters; and for what vLLM's model runner V2 has beside them, where the environment asks for V2.
         ValueError: If a tap names no module.
 
     Example:
@@ -103,7 +103,7 @@ class VLLM(MetaMixin):
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(_NO_VLLM)
-        ask_for_v1()
+        choose_runner()
         _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
             raise TypeError(
@@ -305,7 +305,8 @@ class VLLM(MetaMixin):
 
     @functools.cached_property
     def samples(self) -> Envoy:
-        """``.output``: the id of the token that was sampled, int32 ``[1, 1]``. To be read and replaced."""
+        """``.output``: the id of the token that was sampled, ``[1, 1]``: int32 with vLLM's model runner V1, int64 with V2. To be read and
+        replaced."""
         return Envoy(torch.nn.Module(), path="model.samples", tree=self._tree)
 
     _engine: Engine | None
@@ -340,6 +341,7 @@ _OTHER_PARALLELISM = {
     "decode_context_parallel_size": "each device would have other tokens in its cache",
     "enable_expert_parallel": "tokens would travel between devices inside of a layer",
     "enable_dbo": "a step would be run in two halves, and a block sees a request whole",
+    "enable_batch_sharded_sampling": "each device would sample for other requests, and blocks run where the first device is",
     "nnodes": "blocks run on one machine",
 }
 

@@ -1,8 +1,8 @@
 """Configurations of vLLM that blocks and tables cannot run with, refused as a model is made.
 
-vLLM has two model runners, the part of a worker that knows which rows of a step belong to which request. This package reads that
-from the first, V1; the second keeps it elsewhere, and on the device. On most GPUs vLLM chooses V2 by itself, so V1 is asked for; who
-asks for V2, or for something that only V2 can do, is told.
+vLLM has two model runners, the part of a worker that knows which rows of a step belong to which request. Blocks and tables run on
+both. V1 is asked for unless the environment asks for V2 (``VLLM_USE_V2_MODEL_RUNNER=1``). On most GPUs vLLM would choose V2 by itself; but
+there what has not been seen to be right is refused, and that is more than on V1.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from typing import Any
 #: vLLM reads this whenever it asks which runner an engine has.
 _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
-_WHY = (
-    "blocks and tables of edits run on vLLM's model runner V1 only. V2 says elsewhere which rows of a step belong to which "
-    "request, so edits would reach other rows, or none."
-)
 #: Why blocks that meet the model cannot have drafts of several tokens, some of which are thrown away again.
 SPECULATIVE = (
     "a step would have tokens that are thrown away again, so a block would meet tokens that the request does not have, in steps "
@@ -33,15 +29,10 @@ _ON_THE_DEVICE = (
 )
 
 
-def ask_for_v1() -> None:
-    """Ask vLLM for the model runner V1, for this process from now on.
-
-    Raises:
-        NotImplementedError: If the environment asks for V2.
-    """
-    if os.environ.get(_CHOICE, "0").strip().lower() not in ("0", "false", ""):
-        raise NotImplementedError(f"{_CHOICE}={os.environ[_CHOICE]} is set, and {_WHY} Unset it, or set it to 0.")
-    os.environ[_CHOICE] = "0"
+def choose_runner() -> None:
+    """Ask vLLM for the model runner V1, for this process from now on, unless the environment says which one."""
+    if not os.environ.get(_CHOICE, "").strip():
+        os.environ[_CHOICE] = "0"
 
 
 def check(config: Any, tables: bool) -> None:
@@ -59,9 +50,7 @@ def check(config: Any, tables: bool) -> None:
         NotImplementedError: With the reason, and what to leave out.
     """
     if config.use_v2_model_runner:
-        raise NotImplementedError(
-            f"These options make vLLM use its model runner V2 (`watermark_config` and HiSparse attention do), and {_WHY} Leave them out."
-        )
+        _check_v2(config, tables)
     drafts = config.speculative_config
     if drafts is None:
         return
@@ -72,6 +61,54 @@ def check(config: Any, tables: bool) -> None:
         )
     if drafts.method != _METHOD or config.scheduler_config.async_scheduling:
         raise NotImplementedError(_ON_THE_DEVICE.format(method=drafts.method))
+
+
+def _check_v2(config: Any, tables: bool) -> None:
+    """Raise for what vLLM's model runner V2 has, or has in another way than V1, and blocks and tables cannot run with there.
+
+    Raises:
+        NotImplementedError: With the reason.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    found = {
+        "HiSparse attention": (config.attention_config.hisparse_config is not None, _NOT_SEEN),
+        "a watermark (`watermark_config`)": (getattr(config, "watermark_config", None) is not None, _NOT_SEEN),
+        "a diffusion model": (model.is_diffusion, "a step has many tokens of a request at once, which are written over in later steps"),
+        "batch-sharded sampling": (
+            parallel.enable_batch_sharded_sampling,
+            "each device has the logits of other requests, and blocks run where the first device is",
+        ),
+        "asynchronous scheduling": (
+            config.scheduler_config.async_scheduling and not tables,
+            "a step begins before it is known which requests ended with the last one, so a block would meet tokens that the request does "
+            "not have; with `edits=` alone, it can be had",
+        ),
+        "speculative decoding": (config.speculative_config is not None, "drafts are looked up on the device there; " + _NOT_SEEN),
+        "dual batch overlap": (parallel.use_ubatching, "a step is run in two halves"),
+        "context parallelism": (
+            parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
+            "rows of a step are in another order on each device",
+        ),
+        "a model with an encoder, or for more than text": (
+            model.is_encoder_decoder or model.supports_multimodal_inputs,
+            "its encoder runs between the preparation of a step and the model, where blocks would meet it",
+        ),
+        "embeddings in place of a prompt": (model.enable_prompt_embeds, _NOT_SEEN),
+        "a model with recurrent layers": (model.is_hybrid or model.is_attention_free, _NOT_SEEN),
+        "sampling masks, or replayed tokens": (model.return_sampling_mask or model.enable_trace_replay, _NOT_SEEN),
+        "auxiliary outputs": (config.aux_output_config.enabled, _NOT_SEEN),
+        "a connector of key-value caches": (config.kv_transfer_config is not None, _NOT_SEEN),
+    }
+    for what, (is_there, why) in found.items():
+        if is_there:
+            raise NotImplementedError(f"vLLM's model runner V2 with {what} is not implemented: {why}. {_REMEDY}")
+
+
+_NOT_SEEN = "blocks and edits have not been seen to be right with it"
+_REMEDY = (
+    f"Leave it out, or use the model runner V1, if vLLM has it there: unset {_CHOICE}, or set it to 0. (`watermark_config` and HiSparse "
+    "attention make vLLM use V2 whatever is set.)"
+)
 
 
 def check_drafts(options: Mapping[str, Any], tables: bool) -> None:

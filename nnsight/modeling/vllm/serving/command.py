@@ -19,7 +19,7 @@ from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from ..runner import ask_for_v1, check
+from ..runner import check, choose_runner
 from ..taps import Layout
 from ..vectors import Vectors
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     import uvloop
 
     cli_env_setup()
-    ask_for_v1()
+    choose_runner()
     args: Any = _parser().parse_args(list(arguments))
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)

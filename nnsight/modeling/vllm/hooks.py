@@ -1,0 +1,252 @@
+"""Where vLLM's model runners are stopped for the requests' blocks.
+
+A runner's class is replaced by a subclass that stops at three places: before the model runs, where the flat batch is known; before
+sampling, with the logits; and after it, with the tokens. A step without blocks runs as it would without this package. The two
+runners of vLLM have these places in different methods:
+
+========================  ==============================================  ==================================================
+place                     V1                                              V2
+========================  ==============================================  ==================================================
+the batch is known        ``_model_forward``, around the model            ``prepare_inputs``, which is followed by the model
+the model has run         the same                                        ``execute_model`` returns
+logits are computed       in ``execute_model``                            in ``sample``
+logits are sampled from   ``_sample``                                     the sampler that ``sample`` calls
+graphs are recorded       ``_dummy_run``                                  ``_dummy_run`` and ``capture_model``
+========================  ==============================================  ==================================================
+
+V2 is asynchronous by design: a step is prepared while the one before may still run on the device. What is read or written here is the
+device's, in the order of its stream, or belongs to one step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .batches import Span, spans_of_v1, spans_of_v2
+from .ranks import Alone
+from .requests import LOGITS, RequestRun
+from .rows import Rows
+from .steps import Part
+
+_CHUNKED = (
+    "This request's prompt was split over several steps of the engine (chunked prefill), so no location sees all of it. Make the "
+    "engine with `enable_chunked_prefill=False`, which is the default of `VLLM`, or raise `max_num_batched_tokens`."
+)
+_PREEMPTED = (
+    "The engine ran out of key-value cache and computes this request anew; a block cannot run twice. Give the engine more memory "
+    "(`kv_cache_memory_bytes=...`, `gpu_memory_utilization=...`), or trace fewer requests at once."
+)
+
+
+def stop(runner: Any, v2: bool) -> None:
+    """Let ``runner``, which has no model yet, stop for blocks.
+
+    Args:
+        runner: vLLM's model runner.
+        v2: Whether it is a model runner V2.
+    """
+    base = type(runner)
+    runner.__class__ = type(base.__name__, (base,), (_hooks_of_v2 if v2 else _hooks_of_v1)(base))
+    runner.runs = {}
+    runner.tree = None
+    runner.link = Alone()
+    runner.step = None
+    runner.slots = {}
+    runner.tapped = None
+
+
+def _hooks_of_v1(base: Any) -> dict[str, Any]:
+    """Return the methods that a model runner V1 of the class ``base`` gets."""
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.step = None
+        if not _is_attended(self):
+            return base.execute_model(self, scheduler_output, *args, **kwargs)
+        self.scheduled = scheduler_output
+        with ExitStack() as self.stack:
+            return base.execute_model(self, scheduler_output, *args, **kwargs)
+
+    def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not _is_attended(self):
+            return base._model_forward(self, input_ids, positions, *args, **kwargs)
+        first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        total: int = first.shape[0]
+        _begin(self, spans_of_v1(self, self.scheduled, _wanted(self)), total, len(self.input_batch.req_ids))
+        self.stack.enter_context(_shown(self))
+        output = base._model_forward(self, input_ids, positions, *args, **kwargs)
+        _end(self, total)
+        return output
+
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _recording(self):
+            return base._dummy_run(self, *args, **kwargs)
+
+    def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        step, self.step = self.step, None
+        if step is not None and logits is not None:
+            logits = step.meet(LOGITS, logits)
+        sampled = base._sample(self, logits, spec_decode_metadata)
+        if logits is not None:
+            sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
+        return sampled
+
+    return _named(execute_model, _model_forward, _dummy_run, _sample)
+
+
+def _hooks_of_v2(base: Any) -> dict[str, Any]:
+    """Return the methods that a model runner V2 of the class ``base`` gets."""
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.step = None
+        with ExitStack() as self.stack:
+            output = base.execute_model(self, scheduler_output, *args, **kwargs)
+            if self.step is not None:
+                _end(self, self.execute_model_state.input_batch.num_tokens_after_padding)
+            return output
+
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = base.prepare_inputs(self, *args, **kwargs)
+        if _is_attended(self):
+            _begin(self, spans_of_v2(batch, _wanted(self)), batch.num_tokens_after_padding, batch.num_reqs)
+            self.stack.enter_context(_shown(self))
+        return batch
+
+    def sample(self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        with _stopping_sampler(self):
+            sampled, *counts = base.sample(self, hidden_states, input_batch, grammar_output)
+        step, self.step = self.step, None
+        sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
+        return sampled, *counts
+
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _recording(self):
+            return base._dummy_run(self, *args, **kwargs)
+
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _recording(self):
+            return base.capture_model(self, *args, **kwargs)
+
+    return _named(execute_model, prepare_inputs, sample, _dummy_run, capture_model)
+
+
+def _named(*hooks: Any) -> dict[str, Any]:
+    return {hook.__name__: hook for hook in hooks}
+
+
+# -- before and after the model -----------------------------------------------------------------------------------------
+
+
+def _is_attended(runner: Any) -> bool:
+    """Whether something is to be done in the next step: for a block, for a steered row, or for one of the last step to be forgotten."""
+    return bool(runner.runs or runner.slots or _has_steered(runner) or runner.link.attended)
+
+
+def _has_steered(runner: Any) -> bool:
+    """Whether rows of the last step were steered, of whom the tables are to forget."""
+    return runner.tapped is not None and bool(runner.tapped.rows.filled)
+
+
+def _wanted(runner: Any) -> set[str]:
+    """Return the requests whose rows matter."""
+    return {*runner.runs, *runner.slots}
+
+
+def _begin(runner: Any, spans: Iterable[Span], total: int, requests: int) -> None:
+    """Say what a step is about to be made of.
+
+    Args:
+        runner: The model runner.
+        spans: The rows of the requests that matter.
+        total: Rows of the flat batch, those that only pad it included.
+        requests: How many requests have rows in it.
+    """
+    spans = list(spans)
+    if runner.slots or _has_steered(runner):
+        runner.tapped.rows.fill(_entries(runner, spans))
+    runner.step = runner.link.step(runner, _parts(runner, spans, total, requests))
+
+
+@contextmanager
+def _shown(runner: Any) -> Iterator[None]:
+    """Show what modules return to the blocks of the step, if there are any, meanwhile."""
+    step = runner.step
+    if step is None:
+        yield
+        return
+    with runner.tree.instrumentation if runner.tapped is None else runner.tapped.captures.filling(), step.active():
+        yield
+
+
+def _end(runner: Any, total: int) -> None:
+    """Say that the model has run on ``total`` rows, and that what comes has a row for each request."""
+    step = runner.step
+    if step is not None:
+        if runner.tapped is not None:
+            runner.tapped.captures.hand_out(step, total)
+        step.rows_are_requests()
+
+
+@contextmanager
+def _recording(runner: Any) -> Iterator[None]:
+    """Let the model run to see what it needs, or to record graphs; what these copy goes to the buffers of captures."""
+    with ExitStack() as stack:
+        if runner.tapped is not None:
+            stack.enter_context(runner.tapped.captures.filling())
+        yield
+
+
+@contextmanager
+def _stopping_sampler(runner: Any) -> Iterator[None]:
+    """Show the blocks of the step how a model runner V2 computes logits, and offer these to them before they are sampled from."""
+    step, sampler = runner.step, runner.sampler
+    if step is None:
+        yield
+        return
+    with ExitStack() as shown:
+        shown.enter_context(_shown(runner))
+
+        def stopped(logits: torch.Tensor, batch: Any) -> Any:
+            shown.close()
+            return sampler(step.meet(LOGITS, logits), batch)
+
+        runner.sampler = stopped
+        try:
+            yield
+        finally:
+            runner.sampler = sampler
+
+
+def _parts(runner: Any, spans: Iterable[Span], total: int, requests: int) -> list[Part]:
+    """Return what requests with blocks have in a step."""
+    parts: list[Part] = []
+    # What is only read can be put together from several steps, and what was read before is left out where it comes again.
+    patient = runner.tapped is not None and not runner.tapped.locations and runner.link.alone
+    for span in spans:
+        run: RequestRun | None = runner.runs.get(span.request)
+        if run is None or run.error is not None:
+            continue
+        done, behind = span.position, span.position + span.size
+        first = max(done, run.seen) if patient else done
+        if run.touches_model and not patient and done < run.seen:
+            run.fail(RuntimeError(_PREEMPTED))
+        elif run.touches_model and (done > run.seen or not (span.ends or patient)):
+            run.fail(ValueError(_CHUNKED))
+        else:
+            run.steps += span.ends
+            run.seen = max(behind, run.seen)
+            rows = Rows(span.start + first - done, max(behind - first, 0), total, first)
+            parts.append(Part(run, rows, Rows(span.index, 1, requests), span.ends))
+    return parts
+
+
+def _entries(runner: Any, spans: Iterable[Span]) -> Iterator[tuple[int, int, int]]:
+    """Yield the rows of steered requests in a step, and their entries of the tables."""
+    for span in spans:
+        slot, first = runner.slots.get(span.request, (0, 0))
+        skipped = max(first - span.position, 0)
+        if slot and skipped < span.size:
+            yield span.start + skipped, span.start + span.size, slot

@@ -16,7 +16,7 @@ RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
 
 # What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
-V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _captures.py _samples.py _parallel.py)
+V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _captures.py _samples.py _serving.py _parallel.py)
 
 .PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-ray bench clean
 .DEFAULT_GOAL := help

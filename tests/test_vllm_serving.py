@@ -397,6 +397,14 @@ def test_a_server_that_compiles_nothing(
         assert server.tokens(ids) == plain_by_hand(reference, ids) != added_by_hand(reference, ids, HAPPY)
 
 
+def test_a_server_on_two_devices(folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path: Path) -> None:
+    options = ["--tensor-parallel-size", 2, "--vectors", f"happy={files['happy']}"]
+    with serving(folder, tmp_path / "log.txt", *options) as server:
+        ids = [9, 10, 11, 12]
+        assert server.tokens(ids, {"nnsight_vector": "happy"}) == added_by_hand(reference, ids, HAPPY)
+        assert server.tokens(ids) == plain_by_hand(reference, ids) != added_by_hand(reference, ids, HAPPY)
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 

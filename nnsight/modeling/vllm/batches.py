@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
     Attributes:
         request: What the engine core calls the request.
-        index: Its row of what has one row for each request.
+        row: Its row of what has one row for each request.
         start: The first of its rows.
         size: How many.
         position: Position of the first in the request.
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     """
 
     request: str
-    index: int
+    row: int
     start: int
     size: int
     position: int

@@ -239,7 +239,7 @@ def _parts(runner: Any, spans: Iterable[Span], total: int, requests: int) -> lis
             run.steps += span.ends
             run.seen = max(behind, run.seen)
             rows = Rows(span.start + first - done, max(behind - first, 0), total, first)
-            parts.append(Part(run, rows, Rows(span.index, 1, requests), span.ends))
+            parts.append(Part(run, rows, Rows(span.row, 1, requests), span.ends))
     return parts
 
 

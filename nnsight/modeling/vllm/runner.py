@@ -106,8 +106,8 @@ def _check_v2(config: Any, tables: bool) -> None:
 
 _NOT_SEEN = "blocks and edits have not been seen to be right with it"
 _REMEDY = (
-    f"Leave it out, or use the model runner V1, if vLLM has it there: unset {_CHOICE}, or set it to 0. (`watermark_config` and HiSparse "
-    "attention make vLLM use V2 whatever is set.)"
+    f"Leave it out, or use the model runner V1, if vLLM has it there: unset {_CHOICE}, or set it to 0. (`watermark_config` makes "
+    "vLLM use V2 whatever is set.)"
 )
 
 

@@ -356,6 +356,28 @@ def test_entries_of_rows_are_forgotten_with_their_step() -> None:
     assert not looked_at.any() and rows.filled == 0
 
 
+def test_each_step_copies_its_rows_from_memory_of_its_own() -> None:
+    """A device copies when it comes to it: here when all steps have been prepared."""
+    looked_at = torch.zeros(8, dtype=torch.int64)
+    later: list[Callable[[], Any]] = []
+
+    class Device:
+        device = looked_at.device
+
+        def __getitem__(self, part: slice) -> Any:
+            return SimpleNamespace(copy_=lambda given, non_blocking: later.append(lambda: looked_at[part].copy_(given)))
+
+    rows = RowSlots(Device())  # type: ignore[arg-type]
+    rows.fill([(1, 3, 2), (5, 6, 1)])
+    rows.fill([(0, 2, 3)])
+    rows.fill([])
+    seen = []
+    for copy in later:
+        copy()
+        seen.append(looked_at.tolist())
+    assert seen == [[0, 2, 2, 0, 0, 1, 0, 0], [3, 3, 0, 0, 0, 0, 0, 0], [0] * 8]
+
+
 # -- the two model runners of vLLM ------------------------------------------------------------------------------------
 
 

@@ -112,7 +112,7 @@ def _hooks_of_v2(base: Any) -> dict[str, Any]:
         batch = base.prepare_inputs(self, *args, **kwargs)
         if _is_attended(self):
             _begin(self, spans_of_v2(batch, _wanted(self)), batch.num_tokens_after_padding, batch.num_reqs)
-            self.stack.enter_context(_shown(self))
+            self.stack.enter_context(_shown(self))  # the next module that runs is the model: those with encoders are refused
         return batch
 
     def sample(self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:

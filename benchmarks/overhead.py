@@ -12,7 +12,8 @@ at the layer in the middle and saving the last but one and the logits:
 
 Rows for a tiny net (12 x Linear(64), ``tiny_net.py``), where the model costs next to nothing: microseconds a trace adds
 to the plain call, eager and compiled, for 0, 1 and 12 saves and edits, with plain hooks in the same table. From them
-follow the costs of a trace, of each save in it and of each edit (see :func:`costs`). With ``--peer`` the public package
+follow the costs of a trace, of each save in it and of each edit (see :func:`costs`). Blocks that only edit keep nothing, so of the
+compiled ones nothing is computed, and their rows say what is left of a trace then. With ``--peer`` the public package
 is in the table too; it runs in an environment of its own, which is made when it is missing (``workers.py``).
 
 The contenders of a table run interleaved, in an order shuffled anew each round, so drift of the machine hits all of them. A ratio

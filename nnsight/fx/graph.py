@@ -76,7 +76,7 @@ class CapturedGraph:
         regions: Where lowered regions are kept; ``None`` lowers graphs as a whole.
         background: Whether whole graphs are lowered in the background.
         is_whole: Whether a call of the model amounts to a call of this graph: there are no others, and no Python around it.
-        only_output: Whether its tensors go into what the model returns, and nowhere else.
+        only_output: Whether it is whole, and its tensors go into what the model returns, and nowhere else.
 
     Attributes:
         graph_module: The copy.
@@ -152,7 +152,7 @@ class CapturedGraph:
         self._fakes: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.Tensor] = {}
         self._stand_ins: dict[tuple[int, ...], list[Any]] = {}
         #: Whether nothing but the model's output is lost if stand-ins are returned instead of what the graph computes.
-        self.may_stand_in = is_whole and only_output and all(map(self._has_stand_in, self.outputs))
+        self.may_stand_in = only_output and all(map(self._has_stand_in, self.outputs))
 
     def _add_tap(self, node: torch.fx.Node) -> None:
         location, leaves, structure = node.args

@@ -15,7 +15,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from importlib.metadata import version
 from typing import Any
 
@@ -72,12 +72,39 @@ def all_edits(model: Any, layers: list[Any]) -> None:
             layer.output[:] += 1
 
 
-TRACES: dict[str, Callable[[Any, list[Any]], Tensors | None]] = {
+def one_edit_and_result(model: Any, layers: list[Any]) -> Tensors:
+    layer = layers[ONE]
+    with model.trace(X):
+        layer.output[:] += 1
+        result = layers[-1].output.save()
+    return [result]
+
+
+def all_edits_and_result(model: Any, layers: list[Any]) -> Tensors:
+    with model.trace(X):
+        for layer in layers:
+            layer.output[:] += 1
+        result = layers[-1].output.save()
+    return [result]
+
+
+Block = Callable[[Any, list[Any]], Tensors | None]
+
+TRACES: dict[str, Block] = {
     "empty": empty_block,
     "1 save": one_save,
     f"{LAYERS} saves": all_saves,
     "1 edit": one_edit,
     f"{LAYERS} edits": all_edits,
+}
+
+#: Compiled traces keep what their edits lead to: without a value that somebody sees, nothing would be computed.
+COMPILED: dict[str, Block] = {
+    "empty": empty_block,
+    "1 save": one_save,
+    f"{LAYERS} saves": all_saves,
+    "1 edit and the result": one_edit_and_result,
+    f"{LAYERS} edits and the result": all_edits_and_result,
 }
 
 
@@ -109,6 +136,44 @@ def hooked_edits(net: torch.nn.Sequential, layers: list[torch.nn.Module]) -> Non
     hooked(net, layers, edit)
 
 
+# -- the same written into the model, and compiled ------------------------------------------------------------------------
+
+
+class HandEdited(torch.nn.Module):
+    """The net with the edits in its source; returns its result and the outputs of the layers ``saved``."""
+
+    def __init__(self, edited: Container[int], saved: Container[int]) -> None:
+        super().__init__()
+        self.layers = make_net()
+        self.edited, self.saved = edited, saved
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+        kept = []
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if index in self.edited:
+                hidden[:] += 1
+            if index in self.saved:
+                kept.append(hidden)
+        return hidden, kept
+
+
+def by_hand_contenders() -> dict[str, Callable[[], Tensors]]:
+    """Return the compiled nets that do what the blocks of ``COMPILED`` do."""
+    nets = {
+        "1 save": HandEdited((), (ONE,)),
+        f"{LAYERS} saves": HandEdited((), range(LAYERS)),
+        "1 edit and the result": HandEdited((ONE,), (LAYERS - 1,)),
+        f"{LAYERS} edits and the result": HandEdited(range(LAYERS), (LAYERS - 1,)),
+    }
+
+    def bound(net: torch.nn.Module) -> Callable[[], Tensors]:
+        compiled = torch.compile(net)
+        return lambda: compiled(X)[1]
+
+    return {f"compiled by hand, {name}": bound(net) for name, net in nets.items()}
+
+
 # -- contenders ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,17 +195,17 @@ def plain_contenders() -> tuple[torch.nn.Module, dict[str, Callable[[], Tensors 
 
 
 def traced_contenders(
-    prefix: str, **options: Any
+    prefix: str, traces: dict[str, Block], **options: Any
 ) -> tuple[torch.nn.Module, Any, dict[str, Callable[[], Tensors | None]]]:
-    """Return the net, its wrapper, and the traces of it; ``options`` are those of the wrapper."""
+    """Return the net, its wrapper, and the ``traces`` of it; ``options`` are those of the wrapper."""
     net = make_net()
     model = NNsight(net, **options)
     layers = [model[index] for index in range(LAYERS)]
 
-    def bound(trace: Callable[[Any, list[Any]], Tensors | None]) -> Callable[[], Tensors | None]:
+    def bound(trace: Block) -> Callable[[], Tensors | None]:
         return lambda: trace(model, layers)
 
-    return net, model, {f"{prefix}, {name}": bound(trace) for name, trace in TRACES.items()}
+    return net, model, {f"{prefix}, {name}": bound(trace) for name, trace in traces.items()}
 
 
 def outcome(net: torch.nn.Module, contender: Callable[[], Tensors | None]) -> tuple[torch.Tensor, Tensors]:
@@ -165,20 +230,30 @@ def check(net: torch.nn.Module, traces: dict[str, Any], plain_net: torch.nn.Modu
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def check_compiled(traces: dict[str, Any], by_hand: dict[str, Any]) -> None:
+    """Raise unless each compiled trace keeps what the net edited by hand does."""
+    for name, contender in by_hand.items():
+        kept = traces[f"compiled trace, {name.partition(', ')[2]}"]()
+        torch.testing.assert_close(kept, contender(), rtol=1e-5, atol=1e-5)
+
+
 def main() -> None:
     replies, sys.stdout = sys.stdout, sys.stderr  # what a package prints is no reply
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     plain_net, plain = plain_contenders()
-    net, _, traces = traced_contenders("trace")
+    net, _, traces = traced_contenders("trace", TRACES)
     check(net, traces, plain_net, plain)
     contenders = {**plain, **traces}
     if "--compiled" in sys.argv:
         plain_compiled = torch.compile(make_net())
-        _, wrapped, compiled = traced_contenders("compiled trace", compile=True)
+        _, wrapped, compiled = traced_contenders("compiled trace", COMPILED, compile=True)
+        by_hand = by_hand_contenders()
+        check_compiled(compiled, by_hand)
         contenders["plain compiled call"] = lambda: plain_compiled(X)
         contenders["wrapped compiled call"] = lambda: wrapped(X)
         contenders.update(compiled)
+        contenders.update(by_hand)
     for contender in contenders.values():
         for _ in range(WARM_UP):
             contender()

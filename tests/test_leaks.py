@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from greenlet import greenlet
+from transformers.utils import ModelOutput
 
 from nnsight.runtime import OutOfOrderError, active_interleaver
 from nnsight.tracing.saving import saves
@@ -215,6 +217,23 @@ def keeps_edits_and_clears_them(model: Rows, compile: bool) -> Any:
     return out
 
 
+@kind
+def decides_on_a_value(model: Rows, compile: bool) -> Any:
+    with model.trace(X, ROW, compile=compile):
+        hidden = model.first.output
+        if hidden.sum() > -1e9:
+            model.layer.output[0][:] = 0.0
+        out = model.output.save()
+    return out
+
+
+@kind
+def calls_a_module_early(model: Rows, compile: bool) -> Any:
+    with model.trace(X, ROW, compile=compile):
+        early = model.head(model.first.output).save()
+    return early
+
+
 # -- counting --------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +304,30 @@ def test_saved_values_die_with_their_names(name: str, compile: bool, no_gc: None
     leaf = None
     assert [reference() for reference in references] == [None] * len(references)
     assert len([found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]) == tensors
+
+
+@dataclasses.dataclass
+class Result(ModelOutput):
+    logits: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+class Structured(Net):
+    def forward(self, x: torch.Tensor, row: torch.Tensor) -> Result:
+        hidden = self.first(x)
+        return Result(self.head(hidden), hidden)
+
+
+@both
+def test_a_saved_structure_dies_with_its_name(compile: bool, no_gc: None) -> None:
+    """Of a compiled model it is made behind the graph, where a block cannot be replayed."""
+    model = Rows(Structured(), compile={"backend": "eager"})
+    for _ in range(4):
+        with model.trace(X, ROW, compile=compile):
+            out = model.output.save()
+        references = [weakref.ref(out), weakref.ref(out.logits), weakref.ref(out.hidden)]
+        del out
+        assert [reference() for reference in references] == [None] * 3
 
 
 @both

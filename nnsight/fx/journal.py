@@ -95,6 +95,11 @@ class Journal:
                 self._kept.append(lazy)
                 self.numbers[id(lazy)] = index  # stays its identity when it becomes the real tensor
 
+    def close(self) -> None:
+        """Let go of the run, whose recording holds this journal: in a cycle, values that nobody saved would outlive the trace."""
+        self.recording = self.variant = None
+        self.externals, self.inputs, self.calls, self._kept = [], [], [], []
+
 
 class Listening(TorchFunctionMode):
     """Notes calls that a block makes before it first asks for a value; from there on the recording does."""

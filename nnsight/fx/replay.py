@@ -271,6 +271,7 @@ class Attempt:
             yield journal, functools.partial(Listening(journal).run, function)
         finally:
             journal_of_run.reset(token)
+            journal.close()
 
     def learn(self, journal: Journal, scope: Scope, spliced: Sequence[str]) -> None:
         """Remember what the run did, if it can be replayed."""

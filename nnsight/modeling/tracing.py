@@ -109,7 +109,7 @@ class ModelTracer(InterleavingTracer):
         assert self.scope is not None
         with self._attempt.written_down(function) as (journal, listened):
             super().execute(listened)
-        self._attempt.learn(journal, self.scope, self.report.spliced)
+            self._attempt.learn(journal, self.scope, self.report.spliced)
         return None
 
     def _rehearse(

@@ -612,3 +612,43 @@ def test_a_backward_pass_that_torch_refuses_is_made_by_no_backend(block: Any, ba
             block(model, torch.randn(3, 4))
         refused = "modified by an inplace operation" in str(raised.value)
         assert refused or (backend == "aot_eager" and "cannot be told" in str(raised.value))
+
+
+class Summed(torch.nn.Module):
+    """Adds up two tensors, of which a block edits one through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.sum = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        return self.last(self.sum(first + self.second(first)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_view_of_what_a_graph_computes_from_inputs_that_share_memory_can_be_used(compile: bool, backend: str) -> None:
+    """Ahead-of-time autograd takes a view's base from a wrong place if inputs share memory that the graph edits."""
+    torch.manual_seed(0)
+    net = Summed()
+    model, x = NNsight(net, compile={"backend": backend}), torch.randn(5, 4)
+    first = net.first(x)
+    second = net.second(first)
+    total = first + torch.cat([second[:3] + 1.0, second[3:]])
+    for _ in range(2):
+        with model.trace(x, compile=compile):
+            second = model.second.output
+            rows = second[:3]
+            assert second.sum() > -1e9
+            rows.add_(1.0)
+            hidden = model.sum.output
+            columns, later = hidden[:, :2].save(), hidden[1:].save()
+            assert hidden.sum() > -1e9
+            hidden.mul_(2.0)
+        torch.testing.assert_close(columns * 1.0, total[:, :2] * 2.0)
+        torch.testing.assert_close(later * 1.0, total[1:] * 2.0)
+        (found,) = torch.autograd.grad((columns * later[0, 0]).sum(), [net.first.weight], retain_graph=True)
+        (due,) = torch.autograd.grad(((total * 2.0)[:, :2] * (total * 2.0)[1, 0]).sum(), [net.first.weight], retain_graph=True)
+        torch.testing.assert_close(found, due)

@@ -29,7 +29,7 @@ from .artifacts import found_in_cache
 from .compat import BackendCallable, compile_lock, forget_fixed_floats, without_view_replay
 from .counters import counters
 from .direct import Direct
-from .effects import Memory
+from .effects import Kind, Memory, kind_of
 from .program import Number, Symbol
 from .splice import edited_by
 
@@ -294,7 +294,7 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols = prepared.symbols
     given = _give_back_inputs(prepared.graph_module)
-    if prepared.sharing and _returns_memory_of_inputs(prepared.graph_module.graph):
+    if prepared.sharing and _may_mix_up_results(prepared.graph_module.graph):
         backend = _as_it_is
     with compile_lock, tracing(TracingContext(symbols.mode)), without_view_replay(), found_in_cache() as cached:
         forget_fixed_floats()
@@ -333,15 +333,24 @@ def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
     return given
 
 
-def _returns_memory_of_inputs(graph: torch.fx.Graph) -> bool:
-    """Whether a result may share memory with an input.
+def _may_mix_up_results(graph: torch.fx.Graph) -> bool:
+    """Whether ahead-of-time autograd may return wrong tensors of a graph that edits memory which inputs of it share.
 
-    If inputs share memory that is edited, ahead-of-time autograd takes one input for all of them, and looks for the base of such
-    a result in a wrong place.
+    It takes one input for all of them, and looks for the base of a result in a wrong place: of one that shares memory with an input
+    and, under gradients, of a view of what is computed.
     """
     memory = Memory(graph)
     returned = next(iter(reversed(graph.nodes))).all_input_nodes
-    return any(memory.group(node) == memory.of_inputs() for node in returned)
+    if any(memory.group(node) == memory.of_inputs() for node in returned):
+        return True
+    return torch.is_grad_enabled() and any(map(_may_be_view, returned))
+
+
+def _may_be_view(node: torch.fx.Node) -> bool:
+    source: torch.fx.Node | None = node
+    while source is not None:
+        node, source = source, edited_by(source)
+    return node.op != "placeholder" and kind_of(node) is not Kind.NEW
 
 
 def _as_it_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -184,6 +184,7 @@ class _Notes(io.TextIOBase):
 #: Why backends that trace autograd ahead of time rightly lower no graph: autograd refuses it, and has to speak for itself.
 _REFUSED = re.compile(
     "one of the variables needed for gradient computation has been modified|is a view and is being modified inplace|"
+    "is a view and its base or another view of its base has been modified inplace|"
     "leaf Variable that requires grad|derivative for .* is not implemented"
 )
 

@@ -138,6 +138,9 @@ def _compare(where: str, found: Any, expected: Any, exact: bool, lines: list[str
             torch.testing.assert_close(found, expected, equal_nan=True, **tolerance)
         except AssertionError as error:
             lines.append(f"{where}: {str(error).splitlines()[0]} {found.tolist()} instead of {expected.tolist()}")
+        except RuntimeError as error:  # autograd does not let it be used
+            lines.append(f"{where} cannot be used: {error.__cause__ or error}")
+            return
         if found.requires_grad != expected.requires_grad:
             lines.append(f"{where}.requires_grad is {found.requires_grad}")
         return

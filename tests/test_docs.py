@@ -864,7 +864,7 @@ class CompiledMistakes(Mistakes):
     def opaque(self) -> None:
         model = language_model()
         with model.trace("The movie was"):
-            model.output.past_key_values.get_seq_length()
+            model.transformer.h[0].attn.inputs[1]["past_key_values"].get_seq_length()
 
     def fullgraph(self) -> None:
         model = NNsight(self.model._module, compile={"backend": "eager", "fullgraph": True})

@@ -50,6 +50,7 @@ from .failed_calls import undone_if_it_fails
 from .graph import CapturedGraph
 from .journal import journal_of_run
 from .playback import Playback
+from .promises import returned
 from .recording import Recording, run_plain, suspended
 from .regions import KnownRegions
 from .replay import Replays
@@ -131,10 +132,12 @@ class CompiledDriver:
         """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if nobody sees it."""
         report.mode = "compiled"
         interleaver.offer = _offer_uncompiled
+        interleaver.promises = []
         token = _report.set(report)
         try:
             with self._told(interleaver):
-                return self.call_plain(args, kwargs)
+                output = self.call_plain(args, kwargs)
+            return returned(interleaver, output)
         finally:
             _report.reset(token)
 
@@ -217,6 +220,7 @@ class CompiledDriver:
             report.mode = "compiled"
             interleaver.offer = _offer_uncompiled
             interleaver.returns = True  # to the function
+            interleaver.promises = []
             token, routed = _report.set(report), _routed.set(self)
             try:
                 with suspended(args, kwargs), self.tree.instrumentation, self._route():
@@ -239,7 +243,9 @@ class CompiledDriver:
                     undone_if_it_fails(self._code, self.tree, self._captures),
                     self._room_for_modules(),
                 ):
-                    return compiled(root, args, kwargs)
+                    output = compiled(root, args, kwargs)
+                run = active_interleaver()
+                return returned(run, output) if isinstance(run, Interleaver) else output
             return root._call_impl(*args, **kwargs)
 
         namespace = root.__dict__

@@ -47,9 +47,10 @@ from .following import wanting_at
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, real_of
 from .program import Cut, External, Input, Skip, Value, Visit, Write
+from .promises import Promise, is_of_root
 from .splice import Piece, as_argument
 from .stages import run_lowered, stage
-from .taps import flatten, unflatten
+from .taps import Opaque, flatten, unflatten
 from .variant import Variant
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Recording(CallRecorder):
         leaves = self._visit(tap)
         if self._shows_edits(tap):
             self.cut("an array outside of torch has memory that the model may have edited", instead_of("numpy"))
+        self._promise(tap, leaves)
         value = leaves[0] if tap.is_single else unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
         switched = self.graph.switched.get(tap.node)
@@ -230,6 +232,22 @@ class Recording(CallRecorder):
             if isinstance(reference, (Value, Input, External))
             else self.graph.constant_leaf(tap, reference, self.binding)
             for reference in references
+        ]
+
+    def _promise(self, tap: Tap, leaves: list[Any]) -> None:
+        """Put promises in place of the ``leaves`` that the graph does not contain, if ``tap`` is the output of the whole model.
+
+        Not if invokes see rows of their own of it: then an object would have to become several.
+        """
+        run = self.run
+        if run.promises is None or not is_of_root(tap.location) or not any(isinstance(leaf, Opaque) for leaf in leaves):
+            return
+        if any(mediator.batch_group is not None for mediator in run.mediators):
+            return
+        promise = Promise(run, tap.location, tap.structure)
+        run.promises.append(promise)
+        leaves[:] = [
+            promise.stand_in(leaf, number) if isinstance(leaf, Opaque) else leaf for number, leaf in enumerate(leaves)
         ]
 
     def resolve(self, node: torch.fx.Node) -> Value | Input | External | torch.fx.Node:
@@ -444,7 +462,7 @@ class Recording(CallRecorder):
         """
         run = self.run
         unseen = self.graph.may_stand_in and not run.returns and not run.waited and self.state is not self.graph.start
-        return unseen and self.as_captured
+        return unseen and self.as_captured and not any(promise.is_wanted for promise in run.promises or ())
 
     def _compute_what_is_held(self) -> None:
         """Run the graph up to where a block failed, as an eager model has run by then: the user may hold tensors from before.

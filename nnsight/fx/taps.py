@@ -9,8 +9,10 @@ A value may be any nest of containers. Its leaves go through the tap one by one;
 :func:`parse_structure`. Leaves that a graph cannot hold (a cache object, say) stay where they are and appear as
 :class:`Opaque`.
 
-A dataclass that holds tensors is a container, too, although ``pytree`` does not know its class: :func:`flatten` and
-:func:`unflatten` do. With lists, dicts and dataclasses the model goes on with the object that it made, whose tensors are then those
+Some objects that hold tensors are containers, too, although ``pytree`` does not know their classes; :func:`flatten` and
+:func:`unflatten` do. These *records* are dataclasses, instances of subclasses of ``dict``, and of other classes of Python what a module
+returns without having been given it: an object that modules pass on to each other may be anything, such as a cache, and stays closed.
+With lists, dicts and records the model goes on with the object that it made, whose tensors are then those
 behind the tap: a module may fill a list that it was given, and who else has the list sees that. The others are made anew.
 """
 
@@ -22,6 +24,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -91,21 +94,22 @@ def tapped_call(
     named = [_flattened(value) for value in kwargs.values()]
     described = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
     structure = f"({_TUPLE!r},None,(({_TUPLE!r},None,({described[0]})),({_DICT!r},{list(kwargs)!r},({described[1]})),))"
+    given = [leaf for part in [*parts, *named] for leaf in part[0] if not _is_simple(leaf)]
     values = _through(input_location, [*parts, *named], structure)
     args = tuple(values[: len(parts)])
     kwargs = dict(zip(kwargs, values[len(parts) :]))  # noqa: B905 - dynamo is slower with `strict`
-    return tapped(output_location, call(*args, **kwargs))
+    return tapped(output_location, call(*args, **kwargs), given)
 
 
-def tapped(location: str, value: Any) -> Any:
-    """Return ``value`` with its tensors passed through a tap."""
+def tapped(location: str, value: Any, given: list[Any]) -> Any:
+    """Return ``value``, which a module that was ``given`` some objects returns, with its tensors passed through a tap."""
     if isinstance(value, torch.Tensor):
         return tap(location, [value], "None")[0]
     if type(value) is tuple:
-        parts = [_flattened(item) for item in value]
+        parts = [_flattened(item, given) for item in value]
         structure = f"({_TUPLE!r},None,({''.join([part[2] for part in parts])}))"
         return tuple(_through(location, parts, structure))
-    part = _flattened(value)
+    part = _flattened(value, given)
     return _through(location, [part], part[2][:-1])[0]
 
 
@@ -115,41 +119,48 @@ class _Kept:
     Args:
         value: The value.
         spec: How it nests, to ``pytree``.
+        given: As for :func:`_flattened`.
     """
 
-    def __init__(self, value: Any, spec: pytree.TreeSpec) -> None:
-        self.value, self.spec = value, spec
+    def __init__(self, value: Any, spec: pytree.TreeSpec, given: list[Any] | None) -> None:
+        self.value, self.spec, self.given = value, spec, given
 
 
-def _flattened(value: Any) -> tuple[list[Any], Any, str]:
-    """Return the leaves of ``value``, how they nest (``None`` for a leaf), and that as text with a comma."""
+def _flattened(value: Any, given: list[Any] | None = None) -> tuple[list[Any], Any, str]:
+    """Return the leaves of ``value``, how they nest (``None`` for a leaf), and that as text with a comma.
+
+    Args:
+        value: Of the model.
+        given: Objects that stay closed; ``None`` for all that are neither dataclasses nor dicts.
+    """
     if _is_simple(value):
         return [value], None, "None,"
     leaves, spec = pytree.tree_flatten(value)
     # Dynamo is slower with generators.
-    if any([fields_of(type(leaf)) for leaf in leaves if not _is_simple(leaf)]):  # noqa: C419
-        parts = [_flattened_leaf(leaf) for leaf in leaves]
+    if any([_is_record(leaf, given) for leaf in leaves if not _is_simple(leaf)]):  # noqa: C419
+        parts = [_flattened_leaf(leaf, given) for leaf in leaves]
         texts = [part[1] for part in parts]
         texts.reverse()
-        return [leaf for part in parts for leaf in part[0]], _Kept(value, spec), describe(spec, texts) + ","
+        return [leaf for part in parts for leaf in part[0]], _Kept(value, spec, given), describe(spec, texts) + ","
     text = describe(spec) + ","
     kept = any([name in text for name in _KEPT])  # noqa: C419
-    return leaves, _Kept(value, spec) if kept else spec, text
+    return leaves, _Kept(value, spec, given) if kept else spec, text
 
 
 def _is_simple(value: Any) -> bool:
     return value is None or isinstance(value, (torch.Tensor, *_CONSTANTS))
 
 
-def _flattened_leaf(value: Any) -> tuple[list[Any], str]:
-    """Return the leaves and the text of what ``pytree`` takes for a leaf; a dataclass with tensors is none."""
-    if not _is_simple(value):
-        kind = type(value)
-        parts = [_flattened(getattr(value, name, None)) for name in fields_of(kind)]
+def _flattened_leaf(value: Any, given: list[Any] | None) -> tuple[list[Any], str]:
+    """Return the leaves and the text of what ``pytree`` takes for a leaf; a record with tensors is none."""
+    if not _is_simple(value) and _is_record(value, given):
+        kind, (keys, names) = type(value), _entries(value)
+        parts = [_flattened(dict.__getitem__(value, key), given) for key in keys]
+        parts += [_flattened(getattr(value, name, None), given) for name in names]
         leaves = [leaf for part in parts for leaf in part[0]]
         if any([isinstance(leaf, torch.Tensor) for leaf in leaves]):  # noqa: C419
             described = "".join([part[2] for part in parts])
-            return leaves, f"({kind.__module__ + ':' + kind.__qualname__!r},{list(fields_of(kind))!r},({described})),"
+            return leaves, f"({kind.__module__ + ':' + kind.__qualname__!r},{(keys, names)!r},({described})),"
     return [value], "None,"
 
 
@@ -169,19 +180,19 @@ def _through(location: str, parts: list[tuple[list[Any], Any, str]], structure: 
                 behind.append(leaf)
         if isinstance(spec, _Kept):
             behind.reverse()
-            values.append(_put_back(spec.value, spec.spec, behind))
+            values.append(_put_back(spec.value, spec.spec, behind, spec.given))
         else:
             values.append(behind[0] if spec is None else pytree.tree_unflatten(behind, spec))
     return values
 
 
-def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any]) -> Any:
+def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: list[Any] | None) -> Any:
     """Return ``value`` with other leaves, of which the last is the first, and which are used up.
 
     Containers that can be changed stay the same objects, so that whoever else has them sees what becomes of them.
     """
     if spec.is_leaf():
-        return leaves.pop() if _is_simple(value) else _put_back_fields(value, leaves)
+        return leaves.pop() if _is_simple(value) else _put_back_entries(value, leaves, given)
     kind = type(value)
     if kind is torch.Size:
         for _ in value:
@@ -191,42 +202,53 @@ def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any]) -> Any:
         keys = list(value) if issubclass(kind, dict) else list(range(len(value)))
         for key, child in zip(keys, spec.children()):  # noqa: B905 - dynamo is slower with `strict`
             held = value[key]
-            new = _put_back(held, child, leaves)
-            if _is_made_anew(held):
+            new = _put_back(held, child, leaves, given)
+            if _is_made_anew(held, given):
                 value[key] = new
         return value
     node = pytree.SUPPORTED_NODES[spec.type]
     parts = node.flatten_fn(value)[0]
-    children = [_put_back(part, child, leaves) for part, child in zip(parts, spec.children())]  # noqa: B905 - as above
+    children = [_put_back(part, child, leaves, given) for part, child in zip(parts, spec.children())]  # noqa: B905 - as above
     return node.unflatten_fn(children, spec.context)
 
 
-def _put_back_fields(value: Any, leaves: list[Any]) -> Any:
+def _put_back_entries(value: Any, leaves: list[Any], given: list[Any] | None) -> Any:
     """The same for what ``pytree`` takes for a leaf."""
     kind = type(value)
-    if not _holds_tensors(value):
+    if not _holds_tensors(value, given):
         return leaves.pop()
+    keys, names = _entries(value)
+    for key in keys:
+        held = dict.__getitem__(value, key)
+        new = _put_back(held, pytree.tree_flatten(held)[1], leaves, given)
+        if _is_made_anew(held, given):
+            _set_item(value, key, new)
     made = {}
-    for name in fields_of(kind):
+    for name in names:
         held = getattr(value, name, None)
-        made[name] = _put_back(held, pytree.tree_flatten(held)[1], leaves)
-        if not is_frozen(kind) and _is_made_anew(held):
-            setattr(value, name, made[name])
+        made[name] = _put_back(held, pytree.tree_flatten(held)[1], leaves, given)
+        if not is_frozen(kind) and _is_made_anew(held, given):
+            object.__setattr__(value, name, made[name])
     return kind(**made) if is_frozen(kind) else value
 
 
-def _holds_tensors(value: Any) -> bool:
-    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value)[0]])  # noqa: C419
+def _set_item(record: Any, key: Any, value: Any) -> None:
+    """Set an item of an instance of a subclass of ``dict``, past what the class makes of that."""
+    (OrderedDict if isinstance(record, OrderedDict) else dict).__setitem__(record, key, value)
 
 
-def _is_made_anew(value: Any) -> bool:
+def _holds_tensors(value: Any, given: list[Any] | None) -> bool:
+    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value, given)[0]])  # noqa: C419
+
+
+def _is_made_anew(value: Any, given: list[Any] | None) -> bool:
     """Whether :func:`_put_back` gives another object for ``value``, which holds tensors."""
     if isinstance(value, torch.Tensor):
         return True
     kind = type(value)
-    if kind in _FILLED or _is_simple(value) or (fields_of(kind) and not is_frozen(kind)):
+    if kind in _FILLED or _is_simple(value) or (kind_of_record(kind) and not is_frozen(kind)):
         return False
-    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened(value)[0]])  # noqa: C419
+    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened(value, given)[0]])  # noqa: C419
 
 
 def _marked(leaf: Any) -> Any:
@@ -299,53 +321,120 @@ def _find_class(name: str) -> Any:
     raise LookupError(f"The class {qualname} of module {module_name}, part of a captured value, cannot be found.")
 
 
-# -- dataclasses ---------------------------------------------------------------------------------------------------------
+# -- records -------------------------------------------------------------------------------------------------------------
 
-#: Dataclasses that were met, by module and name.
+#: Classes of records that were met, by module and name.
 _records: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
-def fields_of(kind: type) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass; nothing for other classes, and for those that do more than hold values."""
-    if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
-        return ()
-    if issubclass(kind, (tuple, list, dict, torch.Tensor, torch.nn.Module)) or kind.__getattribute__ is not object.__getattribute__:
-        return ()
-    fields = dataclasses.fields(kind)
-    if is_frozen(kind):
-        if hasattr(kind, "__post_init__") or not all(field.init for field in fields):
-            return ()
-    elif kind.__setattr__ is not object.__setattr__:
-        return ()
-    _records[f"{kind.__module__}:{kind.__qualname__}"] = kind
-    return tuple(field.name for field in fields)
+def kind_of_record(kind: type) -> str:
+    """Return whether instances of a class may be looked into: as a "dataclass", a "dict" or another "object"; ``""`` if not."""
+    found = _kind_of_record(kind)
+    if found:
+        _records[f"{kind.__module__}:{kind.__qualname__}"] = kind
+    return found
+
+
+def _kind_of_record(kind: type) -> str:
+    if kind in pytree.SUPPORTED_NODES or issubclass(kind, (tuple, list, torch.Tensor, torch.nn.Module, type)):
+        return ""
+    if issubclass(kind, dict):
+        return "dict" if kind not in (dict, *_FILLED) else ""
+    if kind.__getattribute__ is not object.__getattribute__:
+        return ""
+    if dataclasses.is_dataclass(kind):
+        return "dataclass" if _only_holds_values(kind) else ""
+    made_in_python = bool(kind.__flags__ & _HEAP_TYPE) and kind.__module__.partition(".")[0] not in ("torch", "builtins")
+    plain = made_in_python and _sets_attributes_plainly(kind) and not issubclass(kind, (BaseException, Enum))
+    return "object" if plain else ""
+
+
+#: The flag of classes that were made by a ``class`` statement.
+_HEAP_TYPE = 1 << 9
+
+
+def _only_holds_values(kind: type) -> bool:
+    """Whether nothing happens when an instance of a dataclass is made, if it cannot be changed, or else when it is changed."""
+    if kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return not hasattr(kind, "__post_init__") and all(field.init for field in dataclasses.fields(kind))
+    return _sets_attributes_plainly(kind)
+
+
+def _sets_attributes_plainly(kind: Any) -> bool:
+    return kind.__setattr__ is object.__setattr__
+
+
+def names_of_fields(kind: type) -> list[str]:
+    """Return the names of the fields of a dataclass, or of the slots of another class."""
+    if dataclasses.is_dataclass(kind) and not issubclass(kind, dict):
+        return [field.name for field in dataclasses.fields(kind)]
+    slots = [getattr(base, "__slots__", ()) for base in kind.__mro__]
+    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+    return [name for name in names if not name.startswith("__")]
+
+
+def has_attributes(kind: type) -> bool:
+    """Whether instances of a class have attributes of their own choice."""
+    return kind.__dictoffset__ != 0
 
 
 def is_frozen(kind: type) -> bool:
-    """Whether objects of a dataclass cannot be changed."""
-    return bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    """Whether objects of a class of records cannot be changed."""
+    return kind_of_record(kind) == "dataclass" and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
 
-for _told in (fields_of, is_frozen):  # of a class they are constants to dynamo
+for _told in (kind_of_record, names_of_fields, has_attributes, is_frozen):  # of a class they are constants to dynamo
     torch._dynamo.assume_constant_result(_told)
 
 
+def _is_record(value: Any, given: list[Any] | None) -> bool:
+    """Whether a leaf of ``pytree`` is looked into; ``given`` as for :func:`_flattened`."""
+    found = kind_of_record(type(value))
+    if found == "dict":
+        return all([isinstance(key, (str, int)) for key in dict.keys(value)])  # noqa: C419
+    if found != "object":
+        return found == "dataclass"
+    if given is None or any([value is other for other in given]):  # noqa: C419
+        return False
+    held = [getattr(value, name, None) for name in _entries(value)[1]]
+    held += [item for items in held if type(items) is dict for item in items.values()]
+    return any([isinstance(item, torch.Tensor) for item in held])  # noqa: C419
+
+
+def _entries(value: Any) -> tuple[list[Any], list[str]]:
+    """Return the keys and the names of the attributes of a record."""
+    kind = type(value)
+    found = kind_of_record(kind)
+    if found == "dataclass":
+        return [], names_of_fields(kind)
+    keys = list(dict.keys(value)) if found == "dict" else []
+    attributes = list(vars(value)) if has_attributes(kind) else []
+    return keys, [*names_of_fields(kind), *attributes]
+
+
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value and how they nest, with dataclasses that hold tensors as containers."""
+    """Return the leaves of a value and how they nest, with records that hold tensors as containers."""
     leaves, spec = pytree.tree_flatten(value)
-    if not any(fields_of(type(leaf)) for leaf in leaves):
+    if not any(kind_of_record(type(leaf)) for leaf in leaves):
         return leaves, spec
     parts = [_flatten_leaf(leaf) for leaf in leaves]
     return [leaf for found, _ in parts for leaf in found], _grafted(spec, [inner for _, inner in reversed(parts)])
 
 
 def _flatten_leaf(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    names = fields_of(type(value))
-    parts = [flatten(getattr(value, name, None)) for name in names]
+    if not _is_record(value, []):
+        return [value], pytree.treespec_leaf()
+    parts = [flatten(held) for held in _held(value)]
     leaves = [leaf for found, _ in parts for leaf in found]
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return [value], pytree.treespec_leaf()
-    return leaves, pytree.TreeSpec(type(value), list(names), [inner for _, inner in parts])
+    return leaves, pytree.TreeSpec(type(value), _entries(value), [inner for _, inner in parts])
+
+
+def _held(record: Any) -> list[Any]:
+    """Return what a record holds."""
+    keys, names = _entries(record)
+    return [dict.__getitem__(record, key) for key in keys] + [getattr(record, name, None) for name in names]
 
 
 def _grafted(spec: pytree.TreeSpec, parts: list[pytree.TreeSpec]) -> pytree.TreeSpec:
@@ -355,8 +444,27 @@ def _grafted(spec: pytree.TreeSpec, parts: list[pytree.TreeSpec]) -> pytree.Tree
     return pytree.TreeSpec(spec.type, spec.context, [_grafted(child, parts) for child in spec.children()])
 
 
+def leaves_of(value: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """Return the leaves of a value as ``spec`` nests them, whatever it could be taken apart into otherwise.
+
+    Raises:
+        ValueError: If the value is built differently.
+    """
+    if spec.is_leaf():
+        return [value]
+    kind = type(value)
+    if spec.type is torch.Size or kind_of_record(spec.type):
+        parts = list(value) if spec.type is torch.Size else _held(value) if kind is spec.type else []
+    else:
+        node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
+        parts = list(node.flatten_fn(value)[0]) if node is not None else []
+    if len(parts) != len(spec.children()):
+        raise ValueError(f"a {kind.__qualname__} of {len(parts)} parts is no {spec.type.__qualname__} of {len(spec.children())}")
+    return [leaf for part, child in zip(parts, spec.children(), strict=True) for leaf in leaves_of(part, child)]
+
+
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value that :func:`flatten` took apart; dataclasses are made anew."""
+    """Return the value that :func:`flatten` took apart; records are made anew."""
     return _made(list(reversed(leaves)), spec) if _is_unusual(spec) else pytree.tree_unflatten(leaves, spec)
 
 
@@ -376,7 +484,10 @@ def _made(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         return torch.Size(children)
     if spec.type in pytree.SUPPORTED_NODES:
         return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
-    record = object.__new__(spec.type)
-    for name, value in zip(spec.context, children, strict=True):
+    keys, names = spec.context
+    record = spec.type.__new__(spec.type)
+    for key, value in zip(keys, children, strict=False):
+        _set_item(record, key, value)
+    for name, value in zip(names, children[len(keys) :], strict=True):
         object.__setattr__(record, name, value)
     return record

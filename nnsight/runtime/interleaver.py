@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .batcher import Batcher, check_batcher
 from .batching import join_rows
 from .errors import OutOfOrderError, never_reached_message, uncounted_message
-from .surface import EarlyStopException, InterleaverSurface, split_requester
+from .surface import RETURNED, EarlyStopException, InterleaverSurface, split_requester
 
 if TYPE_CHECKING:
     from .mediator import Mediator
@@ -56,6 +56,8 @@ class Interleaver(InterleaverSurface):
         tree: The modules whose locations occur in this run, if they are those of one model.
         recorder: What makes data of the blocks, if they are to run elsewhere; see :mod:`nnsight.remote.recorder`.
         returns: Whether what the model returns goes to somebody else than blocks that wait for it.
+        promises: What a driver owes to blocks that were shown an output before the model had returned it, see
+            :mod:`nnsight.fx.promises`; ``None`` if the driver keeps no promises.
         uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
         check_location: Set by a driver that knows which locations can still come; called with the location of a request.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
@@ -76,6 +78,7 @@ class Interleaver(InterleaverSurface):
         "mediators",
         "observers",
         "offer",
+        "promises",
         "ready",
         "recorder",
         "reshaped",
@@ -109,6 +112,7 @@ class Interleaver(InterleaverSurface):
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
         self.check_location: Callable[[str], None] | None = None
         self.returns = True
+        self.promises: list[Any] | None = None
         self.uncounted: set[str] = set()
         self._on_blocks_done = on_blocks_done
         self.waited: dict[str, int] = {}
@@ -168,6 +172,20 @@ class Interleaver(InterleaverSurface):
             for mediator, observer in self.observers.get(location, ()):
                 group = mediator.batch_group
                 observer(value if group is None else group.narrow(value, location, occurrence))
+        self.at = outer
+        return value
+
+    def handle_returned(self, location: str, value: Any) -> Any:
+        """Offer what a call of the model has returned to the mediators that wait for it, at the ``location`` of its output.
+
+        The location has been handled; they have seen a value that stood for this one.
+        """
+        outer, occurrence = self.at, self.counts[location] - 1
+        self.at = (location, occurrence)
+        for mediator in self.mediators:
+            while mediator.waits_at(location + RETURNED, occurrence):
+                value = mediator.visit(location, occurrence, value)
+                self.run_ready()
         self.at = outer
         return value
 
@@ -283,6 +301,6 @@ class Interleaver(InterleaverSurface):
         self.mediators = []
         self.tracer = self.tree = self.recorder = None
         self.observers.clear()
-        self.check_replacement = self.check_location = None
+        self.check_replacement = self.check_location = self.promises = None
         self.waited.clear()
         self._on_blocks_done = None

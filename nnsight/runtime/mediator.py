@@ -31,7 +31,7 @@ from .errors import passed_message, replacement_message
 from .exchange import Exchange
 from .mediator_surface import MediatorSurface
 from .sides import Sides
-from .surface import EarlyStopException, SkipException, split_requester
+from .surface import RETURNED, EarlyStopException, SkipException, split_requester
 from .workers import borrow
 
 if TYPE_CHECKING:
@@ -291,10 +291,9 @@ class Mediator(Exchange, MediatorSurface):
         assert interleaver is not None and self._location is not None
         if interleaver.check_replacement is not None:
             interleaver.check_replacement(self._location, self._value, value)
-        shape, expected = getattr(value, "shape", None), getattr(self._value, "shape", None)
-        if shape != expected and shape is not None and expected is not None:
+        if isinstance(value, torch.Tensor) and isinstance(self._value, torch.Tensor) and value.shape != self._value.shape:
             where = "{}:{}: ".format(*user_position_now())
-            interleaver.reshaped.append(where + replacement_message(self._location, tuple(shape), tuple(expected)))
+            interleaver.reshaped.append(where + replacement_message(self._location, tuple(value.shape), tuple(self._value.shape)))
         self._value = value
 
     def skip(self, location: str, value: Any) -> None:
@@ -396,6 +395,11 @@ class Mediator(Exchange, MediatorSurface):
     def pause(self, reason: str) -> None:
         """Let the others run until somebody calls :meth:`proceed`; ``reason`` names what is waited for."""
         self._switch_to_model(reason, 0)
+
+    def wait_for_return(self) -> None:
+        """Wait until the model has returned the output at which it is stopped; the block stays there and has what was returned."""
+        assert self._location is not None
+        self._switch_to_model(self._location + RETURNED, self._occurrence)
 
     def _is_at(self, location: str) -> bool:
         """Whether the model is stopped at ``location``, at the occurrence that requests ask for."""

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .mediator import Mediator
 
 
+#: Behind a location: what the model has returned by then, for blocks that were shown what stands for it.
+RETURNED = " (returned)"
+
+
 class Events(Enum):
     """What a block can ask of its run, see :meth:`Exchange.send`."""
 

@@ -94,15 +94,15 @@ def tapped_call(
     named = [_flattened(value) for value in kwargs.values()]
     described = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
     structure = f"({_TUPLE!r},None,(({_TUPLE!r},None,({described[0]})),({_DICT!r},{list(kwargs)!r},({described[1]})),))"
-    given = [leaf for part in [*parts, *named] for leaf in part[0] if not _is_simple(leaf)]
-    values = _through(input_location, [*parts, *named], structure)
+    given = [*parts, *named]
+    values = _through(input_location, given, structure)
     args = tuple(values[: len(parts)])
     kwargs = dict(zip(kwargs, values[len(parts) :]))  # noqa: B905 - dynamo is slower with `strict`
     return tapped(output_location, call(*args, **kwargs), given)
 
 
 def tapped(location: str, value: Any, given: list[Any]) -> Any:
-    """Return ``value``, which a module that was ``given`` some objects returns, with its tensors passed through a tap."""
+    """Return ``value``, which a module returns, with its tensors passed through a tap; ``given`` as for :func:`_flattened`."""
     if isinstance(value, torch.Tensor):
         return tap(location, [value], "None")[0]
     if type(value) is tuple:
@@ -131,7 +131,8 @@ def _flattened(value: Any, given: list[Any] | None = None) -> tuple[list[Any], A
 
     Args:
         value: Of the model.
-        given: Objects that stay closed; ``None`` for all that are neither dataclasses nor dicts.
+        given: What the module was given, as this function returns it: objects among its leaves stay closed; ``None`` for all that are
+            neither dataclasses nor dicts.
     """
     if _is_simple(value):
         return [value], None, "None,"
@@ -394,7 +395,7 @@ def _is_record(value: Any, given: list[Any] | None) -> bool:
         return all([isinstance(key, (str, int)) for key in dict.keys(value)])  # noqa: C419
     if found != "object":
         return found == "dataclass"
-    if given is None or any([value is other for other in given]):  # noqa: C419
+    if given is None or any([value is leaf for part in given for leaf in part[0]]):  # noqa: C419
         return False
     held = [getattr(value, name, None) for name in _entries(value)[1]]
     held += [item for items in held if type(items) is dict for item in items.values()]

@@ -1,148 +1,348 @@
-"""What blocks cost in a vLLM engine, as ratios of decoding time to engines without them.
+"""What this package costs in a vLLM engine: throughput over that of vLLM's own compiled engine, each row with its bar.
 
-The model of this package (GPT-2, 6 layers, width 128, fp32: so small that nearly all time is the engine's own) on a CPU. Eight
-requests at once, all of the same length; in turn, in every round and in random order, each contender generates the same tokens:
+A model with random weights, fp32, on whatever device vLLM runs on (``--shape``): GPT-2's 12 layers of width 768, of which the model takes
+the time; a Llama of that size, whose layers return a pair; or a tiny one, of which nearly all time is the engine's own. Eight
+requests at once, all of the same length, greedily. Engines:
 
-* ``plain``: vLLM compiled, without this package;
-* ``plain, eager``: vLLM that compiles nothing, likewise;
-* ``tables, idle``: compiled with tables for edits at all layers, no request steered;
-* ``tables``: the same, half of the requests steered at one layer, with two vectors;
-* ``taps, idle``: compiled with a tap at every layer, no request with a block;
-* ``taps``: the same, half of the requests with a block that adds a vector at one layer;
-* ``captures, idle``: compiled with captures of every layer, no request with a block;
-* ``captures of one layer``, ``of all``: the same, half of the requests with a block that saves one hidden state, or all, at each token;
-* ``blocks, eager``: the same blocks as ``taps`` in an engine that compiles nothing.
+* vLLM's own, compiled, and another of the same kind, whose ratio to the first says how far to trust the others; and vLLM's own, eager;
+* with tables for edits, taps, or captures at all layers in the compiled graph; with one tap, and one captured layer.
 
-``python benchmarks/vllm_engine.py [--rounds N] [--tokens N]`` prints a table and writes ``benchmarks/results/vllm_engine.json``.
+Rows are one of these:
+
+* *idle*: nobody is steered or read, so this is what being able to costs. Tokens and logprobs have to be those of the plain engine, bit
+  by bit, which the table says, too;
+* *vector*: every request steered, by a table, with one vector at one layer, or at all layers; and sixteen requests, each with another one;
+* *captured*: every request with a block that saves what was captured, at one layer or at all, at every token;
+* *handoff*: every request with a block that adds a vector at the tap, at every token. It has to be faster than vLLM's eager engine, which
+  does nothing;
+* *Python in a step*: microseconds that this package takes to say which rows of a step are whose, with eight requests.
+
+In every round each contender generates the same tokens once, in an order shuffled anew. A ratio is the median over the rounds of the ratio
+in one round: of seconds, and of the processor's seconds of this thread, which others on the machine disturb less (on a GPU only the
+first says something). ``python benchmarks/vllm_engine.py [--shape NAME] [--rounds N] [--tokens N] [--only WORD] [--quick]`` prints a
+table and, with neither ``--only`` nor ``--quick``, writes ``benchmarks/results/vllm.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import json
 import os
 import platform
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
+import transformers
 from machine import machine_check
+from tqdm.auto import tqdm
 
 from nnsight import demo
-from nnsight.modeling.vllm import VLLM
+from nnsight.modeling.vllm import VLLM, hooks
 
-RESULTS = Path(__file__).parent / "results" / "vllm_engine.json"
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
-PROMPTS = [f"{place} is in the city of" for place in list(demo.FACTS)[:8]]
+RESULTS = Path(__file__).parent / "results" / "vllm.json"
+PROMPTS = [f"{place} is in the city of" for place in list(demo.FACTS)[:16]]
+REQUESTS = 8
 
+#: Layers, width and feed-forward width of each shape, and what its layers are called.
+SHAPES = {
+    "gpt2": (12, 768, 3072, "transformer.h"),
+    "llama": (12, 768, 2048, "model.layers"),
+    "tiny": (6, 128, 512, "transformer.h"),
+}
+VOCABULARY = 1024  # of the tokenizer of the demo model
 
-def without_blocks(model: VLLM, sampling: dict[str, Any]) -> None:
-    """Run the requests as plain ones, past this package's traces."""
-    from vllm import SamplingParams
-
-    model.engine.generate(PROMPTS, SamplingParams(**sampling), use_tqdm=False)
-
-
-def with_edits(model: VLLM, sampling: dict[str, Any], vectors: list[torch.Tensor], steer: bool) -> None:
-    """Run the requests, every other one with a vector added at layer 3: by parameters, or by a block."""
-    with model.trace(**sampling) as tracer:
-        for number, prompt in enumerate(PROMPTS):
-            with tracer.invoke(prompt):
-                if number % 2 == 0 and steer:
-                    model.transformer.h[3].steer(add=vectors[number % 4 // 2])
-                elif number % 2 == 0:
-                    for _ in tracer.iter[: sampling["max_tokens"]]:
-                        model.transformer.h[3].residual += vectors[number % 4 // 2]
+PLAIN, AGAIN, EAGER, SIXTEEN = "plain", "plain, another engine", "plain, eager", "plain, 16 requests"
 
 
-def with_reads(model: VLLM, sampling: dict[str, Any], layers: list[int]) -> None:
-    """Run the requests, every other one with a block that saves the hidden states after some layers."""
-    with model.trace(**sampling) as tracer:
-        for number, prompt in enumerate(PROMPTS):
-            with tracer.invoke(prompt):
-                if number % 2 == 0:
-                    kept = [].save()
-                    for _ in tracer.iter[: sampling["max_tokens"]]:
-                        for layer in layers:
-                            kept.append(model.transformer.h[layer].residual)
+@dataclass(frozen=True)
+class Row:
+    """What is measured.
+
+    Attributes:
+        name: What it is called.
+        engine: Which engine runs it.
+        run: What the contender does in a round.
+        bar: The least throughput, as a ratio to that of ``against``; ``None`` for what others are compared with.
+        against: The name of another row.
+    """
+
+    name: str
+    engine: str
+    run: Callable[[Any], object]
+    bar: float | None = None
+    against: str = PLAIN
 
 
-def contenders(sampling: dict[str, Any]) -> dict[str, Callable[[], None]]:
-    """Start the engines; return what each contender does in a round."""
-    vectors = [torch.randn(128, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    # A tap that no request uses would still be in the graph: the plain engine is one of vLLM's own.
-    plain = _Plain(enforce_eager=False)
-    eager = VLLM("nnsight/demo", **OPTIONS)
-    tables = VLLM("nnsight/demo", **OPTIONS, edits=["transformer.h.*"])
-    taps = VLLM("nnsight/demo", **OPTIONS, taps=["transformer.h.*"])
-    captures = VLLM("nnsight/demo", **OPTIONS, captures=["transformer.h.*"])
-    return {
-        "plain": lambda: without_blocks(plain, sampling),  # type: ignore[arg-type]
-        "plain, eager": lambda: without_blocks(eager, sampling),
-        "tables, idle": lambda: without_blocks(tables, sampling),
-        "tables": lambda: with_edits(tables, sampling, vectors, steer=True),
-        "taps, idle": lambda: without_blocks(taps, sampling),
-        "taps": lambda: with_edits(taps, sampling, vectors, steer=False),
-        "captures, idle": lambda: without_blocks(captures, sampling),
-        "captures of one layer": lambda: with_reads(captures, sampling, [3]),
-        "captures of all": lambda: with_reads(captures, sampling, list(range(6))),
-        "blocks, eager": lambda: with_edits(eager, sampling, vectors, steer=False),
-    }
+# -- the model --------------------------------------------------------------------------------------------------------
 
 
-class _Plain:
+def save_model(shape: str, folder: str) -> str:
+    """Write a model of a shape with random weights to ``folder``, with the tokenizer of the demo model; return the folder."""
+    layers, width, inner, _ = SHAPES[shape]
+    torch.manual_seed(0)
+    config: Any
+    if shape == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=width // 64
+        )  # fmt: skip
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=width, n_inner=inner, n_layer=layers, n_head=max(width // 64, 4), bos_token_id=0, eos_token_id=0
+        )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(demo.path()).save_pretrained(folder)
+    return folder
+
+
+class Plain:
     """An engine of vLLM's own."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, folder: str, **options: Any) -> None:
         from vllm import LLM
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        self.engine = LLM(demo.path(), **OPTIONS, **options)
+        self.engine = LLM(folder, **options)
+
+
+def engine_makers(folder: str, shape: str) -> dict[str, Callable[[], Any]]:
+    """Return what makes each engine, by name."""
+    layers, _, _, path = SHAPES[shape]
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20}
+    options |= {"max_num_seqs": 16, "max_num_batched_tokens": 512}
+    if torch.cuda.is_available():
+        options["gpu_memory_utilization"] = 0.1  # of each; they are there at the same time
+    everywhere, one = [f"{path}.*"], [f"{path}.{layers // 2}"]
+    return {
+        PLAIN: lambda: Plain(folder, **options),
+        AGAIN: lambda: Plain(folder, **options),
+        EAGER: lambda: Plain(folder, **options, enforce_eager=True),
+        "tables": lambda: VLLM(folder, **options, edits=everywhere, dispatch=True),
+        "taps": lambda: VLLM(folder, **options, taps=everywhere, dispatch=True),
+        "captures": lambda: VLLM(folder, **options, captures=everywhere, dispatch=True),
+        "one tap": lambda: VLLM(folder, **options, taps=one, dispatch=True),
+        "one capture": lambda: VLLM(folder, **options, captures=one, dispatch=True),
+    }
+
+
+def layers_of(model: Any) -> Any:
+    """Return the layers of a model of any shape."""
+    return model.transformer.h if "transformer" in model._children else model.model.layers
+
+
+# -- what the contenders do -------------------------------------------------------------------------------------------
+
+
+def without_blocks(model: Any, sampling: dict[str, Any], count: int = REQUESTS) -> list[Any]:
+    """Run plain requests, past this package's traces; return their outputs."""
+    from vllm import SamplingParams
+
+    outputs: list[Any] = model.engine.generate(PROMPTS[:count], SamplingParams(**sampling), use_tqdm=False)
+    return outputs
+
+
+def steered(model: VLLM, sampling: dict[str, Any], vectors: list[torch.Tensor], numbers: list[int], count: int = REQUESTS) -> None:
+    """Run requests with a vector, one of ``vectors`` in turn, added at the layers with these ``numbers``, by tables."""
+    layers = [layers_of(model)[number] for number in numbers]
+    with model.trace(**sampling) as tracer:
+        for number in range(count):
+            with tracer.invoke(PROMPTS[number]):
+                for layer in layers:
+                    layer.steer(add=vectors[number % len(vectors)])
+
+
+def reading(model: VLLM, sampling: dict[str, Any], numbers: list[int]) -> None:
+    """Run requests with a block that saves the hidden states after some layers, at each token."""
+    layers = [layers_of(model)[number] for number in numbers]
+    with model.trace(**sampling) as tracer:
+        for number in range(REQUESTS):
+            with tracer.invoke(PROMPTS[number]):
+                kept = [].save()
+                for _ in tracer.iter[: sampling["max_tokens"]]:
+                    for layer in layers:
+                        kept.append(layer.output)
+
+
+def editing(model: VLLM, sampling: dict[str, Any], vector: torch.Tensor, number: int) -> None:
+    """Run requests with a block that adds a vector after a layer, at each token."""
+    layer = layers_of(model)[number]
+    with model.trace(**sampling) as tracer:
+        for each in range(REQUESTS):
+            with tracer.invoke(PROMPTS[each]):
+                for _ in tracer.iter[: sampling["max_tokens"]]:
+                    layer.residual += vector
+
+
+def rows_of(shape: str, sampling: dict[str, Any]) -> list[Row]:
+    """Return what is measured on a shape."""
+    count, width, _, _ = SHAPES[shape]
+    middle, everywhere = count // 2, list(range(count))
+    vectors = [torch.randn(width, generator=torch.Generator().manual_seed(seed)) / 10 for seed in range(16)]
+    idle = functools.partial(without_blocks, sampling=sampling)
+    sixteen = functools.partial(without_blocks, sampling=sampling, count=16)
+    first = vectors[:1]
+    return [
+        Row(PLAIN, PLAIN, idle),
+        Row(AGAIN, AGAIN, idle),
+        Row(SIXTEEN, PLAIN, sixteen),
+        Row(EAGER, EAGER, idle),
+        Row("idle: tables at all layers", "tables", idle, 0.99),
+        Row("idle: taps at all layers", "taps", idle, 0.99),
+        Row("idle: captures at all layers", "captures", idle, 0.99),
+        Row("vector at one layer", "tables", lambda model: steered(model, sampling, first, [middle]), 0.98),
+        Row("vector at all layers", "tables", lambda model: steered(model, sampling, first, everywhere), 0.94),
+        Row("16 vectors in one batch", "tables", lambda model: steered(model, sampling, vectors, [middle], 16), 0.97, SIXTEEN),
+        Row("captured: one layer", "one capture", lambda model: reading(model, sampling, [middle]), 0.97),
+        Row("captured: one layer of all", "captures", lambda model: reading(model, sampling, [middle]), 0.97),
+        Row("captured: all layers", "captures", lambda model: reading(model, sampling, everywhere), 0.80),
+        Row("handoff at one layer", "one tap", lambda model: editing(model, sampling, first[0], middle), 1.0, EAGER),
+    ]
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def as_plain(model: Any, plain: Any, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Return whether plain requests have the tokens and logprobs of the plain engine, and how far the logprobs are from them."""
+    asked = {**sampling, "logprobs": 5}
+    pairs = zip(without_blocks(model, asked), without_blocks(plain, asked), strict=True)
+    tokens, furthest = True, 0.0
+    for mine, expected in ((one.outputs[0], other.outputs[0]) for one, other in pairs):
+        tokens &= list(mine.token_ids) == list(expected.token_ids)
+        for step, known in zip(mine.logprobs, expected.logprobs, strict=True):
+            both = [(step[token].logprob, known[token].logprob) for token in step.keys() & known.keys()]
+            furthest = max([furthest, *(abs(found - wanted) for found, wanted in both)])
+            tokens &= step.keys() == known.keys()
+    return {"tokens": tokens, "logprobs": tokens and furthest == 0.0, "furthest_logprob": furthest}
+
+
+def bookkeeping(row: Row, model: Any) -> float:
+    """Return the microseconds of Python in each step of a row's requests that say which rows of the batch are whose."""
+    spent: list[float] = []
+    begin, wanted = hooks._begin, hooks._wanted
+
+    def timed(function: Any, first: bool) -> Any:
+        def run(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments)
+            seconds = time.perf_counter() - start
+            if first:
+                spent.append(seconds)
+            else:
+                spent[-1] += seconds
+            return result
+
+        return run
+
+    hooks._begin, hooks._wanted = timed(begin, False), timed(wanted, True)
+    try:
+        row.run(model)
+    finally:
+        hooks._begin, hooks._wanted = begin, wanted
+    return 1e6 * statistics.median(spent)
+
+
+def measured(rows: list[Row], engines: dict[str, Any], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds that each row took in each round, and those of the processor for this thread."""
+    times: dict[str, list[tuple[float, float]]] = {row.name: [] for row in rows}
+    for number in tqdm(range(rounds + 1), desc="rounds"):
+        for row in random.sample(rows, len(rows)):
+            gc.collect()
+            start, busy = time.perf_counter(), time.thread_time()
+            row.run(engines[row.engine])
+            found = time.perf_counter() - start, time.thread_time() - busy
+            if number:  # what is made once is made in the first
+                times[row.name].append(found)
+    return times
+
+
+def ratios(row: Row, times: dict[str, list[tuple[float, float]]], clock: int) -> tuple[float, float, float]:
+    """Return a row's throughput over that of what it is compared with: the median over the rounds, and the quartiles."""
+    found = [theirs[clock] / mine[clock] for mine, theirs in zip(times[row.name], times[row.against], strict=True)]
+    if len(found) < 2:
+        return found[0], found[0], found[0]
+    low, middle, high = statistics.quantiles(found, n=4)
+    return middle, low, high
+
+
+def table_of(rows: list[Row], times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, Any]]:
+    """Print the rows, and return what they say."""
+    print(f"{'':30} {'seconds':>8} {'throughput':>11} {'quartiles':>16} {'of processor time':>18} {'bar':>7}")
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        ratio, low, high = ratios(row, times, 0)
+        busy, *quartiles = ratios(row, times, 1)
+        seconds = statistics.median(found for found, _ in times[row.name])
+        bar = "" if row.bar is None else f"{row.bar:.2f}"
+        print(f"{row.name:30} {seconds:8.3f} {ratio:11.3f} {f'{low:.3f} .. {high:.3f}':>16} {busy:18.3f} {bar:>7}")
+        table[row.name] = {
+            "against": row.against,
+            "ratio": round(ratio, 4),
+            "quartiles": [round(low, 4), round(high, 4)],
+            "ratio_of_processor_time": round(busy, 4),
+            "quartiles_of_processor_time": [round(found, 4) for found in quartiles],
+            "median_s": round(seconds, 4),
+            "bar": row.bar,
+        }
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--shape", choices=SHAPES, default="gpt2")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--only", default="", help="rows with this word, and what they are compared with")
+    parser.add_argument("--quick", action="store_true", help="one round of few tokens, which says that it runs")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.tokens = 1, 4
     sampling = {"temperature": 0.0, "max_tokens": arguments.tokens, "ignore_eos": True}
-    runs = contenders(sampling)
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.rounds):
-        for name in random.sample(list(runs), len(runs)):
-            start = time.perf_counter()
-            runs[name]()
-            times[name].append(time.perf_counter() - start)
-    print(f"{'contender':22} {'ratio to plain':>15} {'quartiles':>16}   (paired, {arguments.rounds} rounds)")
-    table = {}
-    for name, found in times.items():
-        ratios = [mine / plain for mine, plain in zip(found, times["plain"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        table[name] = {"ratio": middle, "quartiles": [low, high], "median_s": statistics.median(found)}
-        print(f"{name:22} {middle:15.2f} {f'{low:.2f} .. {high:.2f}':>16}")
+    rows = rows_of(arguments.shape, sampling)
+    chosen = [row for row in rows if arguments.only in row.name and row.bar is not None]
+    rows = [row for row in rows if row in chosen or row.name in {PLAIN, AGAIN} or row.name in {other.against for other in chosen}]
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(arguments.shape, folder)
+        makers = engine_makers(folder, arguments.shape)
+        engines = {name: makers[name]() for name in tqdm(list(dict.fromkeys(row.engine for row in rows)), desc="engines")}
+    same = {row.name: as_plain(engines[row.engine], engines[PLAIN], sampling) for row in rows if row.name.startswith("idle")}
+    table = table_of(rows, measured(rows, engines, arguments.rounds))
+    steps = {row.name: round(bookkeeping(row, engines[row.engine]), 1) for row in rows if row.bar and not row.name.startswith("idle")}
+    for name, found in same.items():
+        print(f"{name}: tokens {found['tokens']}, logprobs {found['logprobs']} (furthest {found['furthest_logprob']:.1e})")
+    for name, microseconds in steps.items():
+        print(f"{name}: {microseconds} us of Python in a step say whose rows are whose (bar 20)")
+    if not arguments.only and not arguments.quick:
+        write({**vars(arguments), "rows": table, "as_plain": same, "bookkeeping_us": steps})
+
+
+def write(found: dict[str, Any]) -> None:
+    """Write what was found, and on what."""
     import vllm
 
-    RESULTS.parent.mkdir(exist_ok=True)
     machine = {
         "machine": platform.platform(),
         "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "machine_check": machine_check(),
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "vllm": vllm.__version__,
     }
-    RESULTS.write_text(
-        json.dumps({**machine, **vars(arguments), "contenders": table}, indent=2) + "\n", encoding="utf-8"
-    )
+    RESULTS.write_text(json.dumps({**machine, **found}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
 from nnsight.modeling.vllm.runner import choose_runner
 
-from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, ROOT, save_tiny_llama, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
@@ -195,6 +195,19 @@ def test_models_that_bring_drafts_of_their_own_are_refused(
     monkeypatch.setattr(EngineArgs, "create_speculative_config", unasked)
     with pytest.raises(NotImplementedError, match=r"Speculative decoding \(method 'ngram'\) is not implemented: .*Leave out"):
         VLLM(folder, **OPTIONS, dispatch=dispatch)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_quick_run_of_the_benchmark_prints_figures_and_writes_none() -> None:
+    benchmarks = ROOT / "benchmarks"
+    results = {file: file.stat().st_mtime_ns for file in (benchmarks / "results").iterdir()}
+    command = [sys.executable, str(benchmarks / "vllm_engine.py"), "--quick", "--shape", "tiny", "--only", "idle: captures"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "idle: captures at all layers: tokens True, logprobs True" in run.stdout
+    assert {file: file.stat().st_mtime_ns for file in (benchmarks / "results").iterdir()} == results
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from nnsight.modeling.vllm.captures import Captures
 from nnsight.modeling.vllm.prompts import prompt_of
 from nnsight.modeling.vllm.ranks import ABANDON, WORK, Leader
 from nnsight.modeling.vllm.requests import Limits, RequestRun
-from nnsight.modeling.vllm.rows import Rows, RowView
+from nnsight.modeling.vllm.rows import Rows, RowView, ordinary
 from nnsight.modeling.vllm.runner import check
 from nnsight.modeling.vllm.spread import Spread, Spreads
 from nnsight.modeling.vllm.steering import RowSlots, Slots, Steering, add_tables, steered
@@ -69,7 +69,8 @@ def test_rows_are_copies_and_go_back() -> None:
     with torch.inference_mode():
         whole = (torch.arange(24.0).reshape(6, 4), torch.zeros(6, 4), "text")
         before = whole[0].clone()
-        view = RowView(Rows(1, 2, 6), "x", whole)
+        with ordinary():
+            view = RowView(Rows(1, 2, 6), "x", whole)
         hidden, zeros, text = view.value
         assert torch.equal(hidden, before[1:3]) and text == "text" and not hidden.is_inference()
         with torch.inference_mode(False):
@@ -350,7 +351,7 @@ def test_entries_of_rows_are_forgotten_with_their_step() -> None:
     rows = RowSlots(looked_at)
     rows.fill([(1, 3, 2), (5, 6, 1)])
     assert looked_at.tolist() == [0, 2, 2, 0, 0, 1, 0, 0] and rows.filled == 6
-    rows.fill(iter([(0, 2, 3)]))
+    rows.fill([(0, 2, 3)])
     assert looked_at.tolist() == [3, 3, 0, 0, 0, 0, 0, 0] and rows.filled == 2
     rows.fill([])
     assert not looked_at.any() and rows.filled == 0

@@ -10,7 +10,7 @@ takes it in again as if it were new. So that rows come again is told by their po
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 
@@ -34,33 +34,39 @@ class Span(NamedTuple):
     ends: bool
 
 
-def spans_of_v1(runner: Any, scheduler_output: Any, wanted: Collection[str]) -> Iterator[Span]:
-    """Yield the rows of the requests ``wanted`` in the step that a model runner V1 is about to make.
+def spans_of_v1(runner: Any, scheduler_output: Any, wanted: Collection[str]) -> list[Span]:
+    """Return the rows of the requests ``wanted`` in the step that a model runner V1 is about to make.
 
     Args:
         runner: The runner, its batch being prepared.
         scheduler_output: What the scheduler asks of the step.
         wanted: Names of requests.
     """
-    sizes, batch, start = scheduler_output.num_scheduled_tokens, runner.input_batch, 0
-    for index, request in enumerate(batch.req_ids):
+    sizes, batch, known = scheduler_output.num_scheduled_tokens, runner.input_batch, runner.requests
+    names = batch.req_ids
+    positions = batch.num_computed_tokens_cpu[: len(names)].tolist()
+    spans, start = [], 0
+    for row, (request, position) in enumerate(zip(names, positions, strict=True)):
         size = sizes[request]
         if request in wanted:
-            position = int(batch.num_computed_tokens_cpu[index])
-            yield Span(request, index, start, size, position, position + size >= runner.requests[request].num_tokens)
+            spans.append(Span(request, row, start, size, position, position + size >= known[request].num_tokens))
         start += size
+    return spans
 
 
-def spans_of_v2(batch: Any, wanted: Collection[str]) -> Iterator[Span]:
-    """Yield the rows of the requests ``wanted`` in a batch of a model runner V2.
+def spans_of_v2(batch: Any, wanted: Collection[str]) -> list[Span]:
+    """Return the rows of the requests ``wanted`` in a batch of a model runner V2.
 
     Args:
         batch: The batch, as ``prepare_inputs`` of the runner returns it.
         wanted: Names of requests.
     """
-    for index, request in enumerate(batch.req_ids):
-        if request in wanted:
-            start, size = int(batch.query_start_loc_np[index]), int(batch.num_scheduled_tokens[index])
-            position = int(batch.num_computed_tokens_np[index])
-            # Tokens that were there when the request was taken in; those that were sampled since have a step each.
-            yield Span(request, index, start, size, position, position + size >= int(batch.prefill_len_np[index]))
+    names = batch.req_ids
+    # The last are the tokens that were there when the request was taken in; those that were sampled since have a step each.
+    arrays = (batch.query_start_loc_np, batch.num_scheduled_tokens, batch.num_computed_tokens_np, batch.prefill_len_np)
+    columns = [array[: len(names)].tolist() for array in arrays]
+    return [
+        Span(request, row, start, size, position, position + size >= first)
+        for row, (request, start, size, position, first) in enumerate(zip(names, *columns, strict=True))
+        if request in wanted
+    ]

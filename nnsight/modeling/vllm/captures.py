@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from .operations import define
+from .rows import ordinary
 from .steps import Step
 
 #: Name of the operation.
@@ -29,7 +31,6 @@ CAPTURE = "nnsight::capture"
 _filled: ContextVar[Captures | None] = ContextVar("nnsight_captures", default=None)
 
 
-@torch.library.custom_op(CAPTURE, mutates_args=("mark",))
 def _capture(leaves: list[torch.Tensor], mark: torch.Tensor, form: str, location: str) -> None:
     """Copy the tensors of the value at ``location``, which has the structure ``form``.
 
@@ -40,9 +41,7 @@ def _capture(leaves: list[torch.Tensor], mark: torch.Tensor, form: str, location
         captures.fill(location, form, leaves)
 
 
-@_capture.register_fake
-def _(leaves: list[torch.Tensor], mark: torch.Tensor, form: str, location: str) -> None:
-    return None
+define(CAPTURE, "(Tensor[] leaves, Tensor(a!) mark, str form, str location) -> ()", _capture)
 
 
 class Captures:
@@ -63,22 +62,24 @@ class Captures:
     def fill(self, location: str, form: str, leaves: list[torch.Tensor]) -> None:
         """Copy ``leaves`` into the buffers of ``location``. The first step of an engine is its longest, so they need not grow."""
         buffers = self._buffers.get(location, ("", []))[1]
-        if not buffers or any(len(leaf) > len(buffer) for leaf, buffer in zip(leaves, buffers, strict=True)):
+        if not buffers or any(leaf.shape[0] > buffer.shape[0] for leaf, buffer in zip(leaves, buffers, strict=True)):
             buffers = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
             self._buffers[location] = form, buffers
         for leaf, buffer in zip(leaves, buffers, strict=True):
-            buffer[: len(leaf)].copy_(leaf)
+            buffer[: leaf.shape[0]].copy_(leaf)
 
     def hand_out(self, step: Step, rows: int) -> None:
         """Offer what the model has computed in a step of ``rows`` rows to the blocks that wait for it."""
-        for location, (form, buffers) in self._buffers.items():
-            value = value_of(parsed(form), [buffer[:rows] for buffer in buffers])
-            for part in step.kept:
-                part.run.keep(location, value, part.tokens)
-            if location in step.waited:
-                step.meet(location, value)
-            else:
-                step.counts[location] = 1
+        with ordinary():
+            for location, (form, buffers) in self._buffers.items():
+                waited = location in step.waited
+                value = value_of(parsed(form), [buffer[:rows] for buffer in buffers]) if waited or step.kept else None
+                for part in step.kept:
+                    part.run.keep(location, value, part.tokens)
+                if waited:
+                    step.meet(location, value)
+                else:
+                    step.counts[location] = 1
         for part in step.parts:
             part.run.kept.clear()
 

@@ -20,7 +20,7 @@ device's, in the order of its stream, or belongs to one step alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -150,12 +150,12 @@ def _has_steered(runner: Any) -> bool:
     return runner.tapped is not None and bool(runner.tapped.rows.filled)
 
 
-def _wanted(runner: Any) -> set[str]:
+def _wanted(runner: Any) -> Collection[str]:
     """Return the requests whose rows matter."""
-    return {*runner.runs, *runner.slots}
+    return {*runner.runs, *runner.slots} if runner.slots else runner.runs
 
 
-def _begin(runner: Any, spans: Iterable[Span], total: int, requests: int) -> None:
+def _begin(runner: Any, spans: list[Span], total: int, requests: int) -> None:
     """Say what a step is about to be made of.
 
     Args:
@@ -164,7 +164,6 @@ def _begin(runner: Any, spans: Iterable[Span], total: int, requests: int) -> Non
         total: Rows of the flat batch, those that only pad it included.
         requests: How many requests have rows in it.
     """
-    spans = list(spans)
     if runner.slots or _has_steered(runner):
         runner.tapped.rows.fill(_entries(runner, spans))
     runner.step = runner.link.step(runner, _parts(runner, spans, total, requests))
@@ -220,33 +219,41 @@ def _stopping_sampler(runner: Any) -> Iterator[None]:
             runner.sampler = sampler
 
 
-def _parts(runner: Any, spans: Iterable[Span], total: int, requests: int) -> list[Part]:
+def _parts(runner: Any, spans: list[Span], total: int, requests: int) -> list[Part]:
     """Return what requests with blocks have in a step."""
     parts: list[Part] = []
+    if not runner.runs:
+        return parts
+    one_each = total == requests
     # What is only read can be put together from several steps, and what was read before is left out where it comes again.
     patient = runner.tapped is not None and not runner.tapped.locations and runner.link.alone
-    for span in spans:
-        run: RequestRun | None = runner.runs.get(span.request)
+    for request, row, start, size, done, ends in spans:
+        run: RequestRun | None = runner.runs.get(request)
         if run is None or run.error is not None:
             continue
-        done, behind = span.position, span.position + span.size
-        first = max(done, run.seen) if patient else done
-        if run.touches_model and not patient and done < run.seen:
+        seen, behind = run.seen, done + size
+        if done < seen and not patient and run.touches_model:
             run.fail(RuntimeError(_PREEMPTED))
-        elif run.touches_model and (done > run.seen or not (span.ends or patient)):
+        elif (done > seen or not (ends or patient)) and run.touches_model:
             run.fail(ValueError(_CHUNKED))
         else:
-            run.steps += span.ends
-            run.seen = max(behind, run.seen)
-            rows = Rows(span.start + first - done, max(behind - first, 0), total, first)
-            parts.append(Part(run, rows, Rows(span.row, 1, requests), span.ends))
+            run.steps += ends
+            rows = Rows(start, size, total, done)
+            if patient and seen > done:
+                rows = Rows(start + seen - done, max(behind - seen, 0), total, seen)
+            if behind > seen:
+                run.seen = behind
+            parts.append(Part(run, rows, rows if one_each else Rows(row, 1, requests), ends))
     return parts
 
 
-def _entries(runner: Any, spans: Iterable[Span]) -> Iterator[tuple[int, int, int]]:
-    """Yield the rows of steered requests in a step, and their entries of the tables."""
-    for span in spans:
-        slot, first = runner.slots.get(span.request, (0, 0))
-        skipped = max(first - span.position, 0)
-        if slot and skipped < span.size:
-            yield span.start + skipped, span.start + span.size, slot
+def _entries(runner: Any, spans: list[Span]) -> list[tuple[int, int, int]]:
+    """Return the rows of steered requests in a step, and their entries of the tables."""
+    entries, slots = [], runner.slots
+    for request, _, start, size, position, _ in spans:
+        if request in slots:
+            slot, first = slots[request]
+            skipped = max(first - position, 0)
+            if skipped < size:
+                entries.append((start + skipped, start + size, slot))
+    return entries

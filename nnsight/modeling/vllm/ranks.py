@@ -24,6 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .requests import LOGITS, SAMPLES
+from .rows import ordinary
 from .spread import Spread, Spreads
 from .steps import Part, Step
 
@@ -190,7 +191,7 @@ class _LeaderStep(Step):
     def _meet_whole(self, location: str, value: Any, wanting: list[Any]) -> Any:
         leader, group = self._leader, self._leader.group
         leaves, structure = pytree.tree_flatten(value)
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             spreads, alike = _compared(leader, location, leaves)
             whole = [_whole(group, leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
             made = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in whole]
@@ -273,7 +274,7 @@ class _FollowerStep(Step):
         if location in _OWN or follower.hear() == PASS:
             return value
         leaves, structure = pytree.tree_flatten(value)
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             spreads, _ = _compared(follower, location, leaves)
             for leaf, spread in zip(leaves, spreads, strict=True):
                 if spread is not None:

@@ -208,7 +208,10 @@ class RequestRun(Interleaver):
         return self.error is None and (location in self.steered_here or self.is_waited(location))
 
     def meet(self, location: str, value: Any, rows: Rows) -> Any:
-        """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it."""
+        """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it.
+
+        A step calls this in :func:`~.rows.ordinary`.
+        """
         if location in self.steered_here:
             value = self._steered(location, value, rows)
         if not self.is_waited(location):
@@ -216,8 +219,7 @@ class RequestRun(Interleaver):
             return value
         self.visited[location] = None
         view = RowView(rows, location, value, self.kept.get(location, ()))
-        with torch.inference_mode(False), torch.no_grad():
-            left = self._guarded(self.handle, location, view.value, otherwise=view)
+        left = self._guarded(self.handle, location, view.value, otherwise=view)
         if left is view:
             return value
         if location not in self.limits.captured:

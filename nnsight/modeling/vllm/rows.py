@@ -3,15 +3,16 @@
 A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``; what comes after the last
 layer has one row for each request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine
 writes to its activations in place (fused norms do), so a view that was saved would change later. And it runs in inference
-mode, whose tensors cannot be used in autograd afterwards. When the block moves on, what it edited in place is written to the
+mode, whose tensors cannot be used in autograd afterwards; a step leaves that mode for what blocks do (:func:`ordinary`), and enters it
+again to write. When the block moves on, what it edited in place is written to the
 rows; what it replaced becomes a new tensor, so that other names of the model for the old one keep it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,8 +21,7 @@ from ...runtime.errors import ReplacementShapeError
 from ...runtime.replacing import Replacements
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Which rows of a flat batch belong to one request.
 
     Attributes:
@@ -45,8 +45,15 @@ class Rows:
         return tensor[self.start : self.start + self.size]
 
 
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Let blocks have tensors that can be used in autograd later, while nothing here is."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class RowView:
-    """What one request is given of the value at a location.
+    """What one request is given of the value at a location; to be made in :func:`ordinary`.
 
     Args:
         rows: Its rows.
@@ -61,13 +68,12 @@ class RowView:
     def __init__(self, rows: Rows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
         self._rows, self._location, self._whole = rows, location, whole
         self._leaves, self._structure = pytree.tree_flatten(whole)
-        with torch.inference_mode(False), torch.no_grad():
-            self._given = [self._copy(leaf) for leaf in self._leaves]
-            if earlier:
-                parts = zip(*map(pytree.tree_leaves, earlier), self._given, strict=True)
-                self._given = [
-                    torch.cat(pieces) if rows.has(leaf) else pieces[-1] for leaf, pieces in zip(self._leaves, parts, strict=True)
-                ]
+        self._given = [self._copy(leaf) for leaf in self._leaves]
+        if earlier:
+            parts = zip(*map(pytree.tree_leaves, earlier), self._given, strict=True)
+            self._given = [
+                torch.cat(pieces) if rows.has(leaf) else pieces[-1] for leaf, pieces in zip(self._leaves, parts, strict=True)
+            ]
         # Copies of the engine's tensors may begin at another version than 0.
         self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._given]
         self.value = pytree.tree_unflatten(self._given, self._structure)
@@ -79,6 +85,8 @@ class RowView:
 
     def is_changed(self, left: Any) -> bool:
         """Whether the block edited or replaced something; ``left`` is what it left."""
+        if left is self.value and isinstance(left, torch.Tensor):
+            return left._version > self._versions[0]
         given = zip(self._given, self._versions, strict=True)
         edited = any(isinstance(leaf, torch.Tensor) and leaf._version > version for leaf, version in given)
         return edited or any(new is not old for new, old in zip(pytree.tree_leaves(left), self._given, strict=True))
@@ -93,6 +101,8 @@ class RowView:
             ReplacementShapeError: If a replacement does not fit in place of the rows, or the block changed what it shares with
                 other requests.
         """
+        if left is self.value and not self.is_changed(left):
+            return self._whole
         check_replacement(self._location, self.value, left)
         changed = list(self._leaves)
         for index, (leaf, given, new) in enumerate(
@@ -106,11 +116,12 @@ class RowView:
                     f"The value at `{self._location}` that the block changed has no rows of its own: other requests of the "
                     "same step use it, too."
                 )
-            if edited:
-                self._rows.of(leaf).copy_(given)
-            if new is not given:
-                changed[index] = leaf.clone()
-                self._rows.of(changed[index]).copy_(new)
+            with torch.inference_mode(leaf.is_inference()):
+                if edited:
+                    self._rows.of(leaf).copy_(given)
+                if new is not given:
+                    changed[index] = leaf.clone()
+                    self._rows.of(changed[index]).copy_(new)
         if all(new is old for new, old in zip(changed, self._leaves, strict=True)):
             return self._whole
         return pytree.tree_unflatten(changed, self._structure)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...runtime.interleaver import active_run
 from .requests import RequestRun
-from .rows import Rows
+from .rows import Rows, ordinary
 
 
 class Part(NamedTuple):
@@ -69,9 +69,10 @@ class Step:
 
     def meet(self, location: str, value: Any) -> Any:
         """Offer ``value`` to every request; return what they made of it."""
-        for part in self.parts:
-            if part.run.error is None:
-                value = part.run.meet(location, value, part.request if self._sampling else part.tokens)
+        with ordinary():
+            for run, tokens, request, _ in self.parts:
+                if run.error is None:
+                    value = run.meet(location, value, request if self._sampling else tokens)
         return value
 
     @contextmanager
@@ -102,7 +103,11 @@ class _Waited:
     """The locations for which one of the requests waits, or where it is steered."""
 
     def __init__(self, parts: list[Part]) -> None:
-        self._waited: list[Any] = [found for part in parts for found in (part.run.waited, part.run.steered_here)]
+        self._waited: list[Any] = [part.run.waited for part in parts]
+        self._waited += [part.run.steered_here for part in parts if part.run.steered_here]
 
     def __contains__(self, location: object) -> bool:
-        return any(location in waited for waited in self._waited)
+        for waited in self._waited:  # noqa: SIM110 - asked at every module, and a generator would take as long again
+            if location in waited:
+                return True
+        return False

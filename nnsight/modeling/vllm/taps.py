@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from .captures import Captures, parsed, value_of
+from .operations import define
 from .steering import RowSlots, Slots, add_tables, steered
 from .steps import Step
 
@@ -36,7 +37,6 @@ HANDOFF = "nnsight::handoff"
 _FORMAT = 4
 
 
-@torch.library.custom_op(HANDOFF, mutates_args=("leaves",))
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
     """Offer the value with these tensors at ``location``, and write what came of it into them."""
     step: Any = active_interleaver()
@@ -51,9 +51,7 @@ def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
             kept.copy_(new)
 
 
-@_handoff.register_fake
-def _(leaves: list[torch.Tensor], form: str, location: str) -> None:
-    return None
+define(HANDOFF, "(Tensor(a!)[] leaves, str form, str location) -> ()", _handoff)
 
 
 @dataclass(frozen=True)

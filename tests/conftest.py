@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,28 @@ def vllm_environment() -> Iterator[None]:
     yield
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
+    """The small Llama of the tests on vLLM."""
+    from .vllm_llama import save_tiny_llama
+
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Path) -> LanguageModel:
+    """The same in transformers."""
+    return LanguageModel(folder, dtype="float32", dispatch=True)
+
+
+@pytest.fixture(scope="session")
+def vector() -> torch.Tensor:
+    """A direction of its hidden state."""
+    from .vllm_llama import HIDDEN
+
+    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
 
 both = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])

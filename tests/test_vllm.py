@@ -21,15 +21,10 @@ from nnsight.modeling.vllm import VLLM
 from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
 from nnsight.tracing import ExecutionBackend
 
-from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 TAPS = [
@@ -46,16 +41,6 @@ def model(folder: Path, request: pytest.FixtureRequest) -> VLLM:
 
 everywhere = pytest.mark.parametrize("model", [None], ids=["everywhere"], indirect=True)
 tapped = pytest.mark.parametrize("model", [TAPS], ids=["tapped"], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> LanguageModel:
-    return LanguageModel(folder, dtype="float32", dispatch=True)
-
-
-@pytest.fixture(scope="module")
-def vector() -> torch.Tensor:
-    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
 
 def plain(model: VLLM, prompts: list[Any], **sampling: Any) -> list[list[int]]:

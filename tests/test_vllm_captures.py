@@ -16,7 +16,7 @@ from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
 from nnsight.runtime.errors import OutOfOrderError
 
-from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
@@ -24,11 +24,6 @@ CAPTURES = [
     *("model.layers.*", "model.layers.*.mlp", "model.layers.1.self_attn.qkv_proj"),
     *("model.layers.*.self_attn.o_proj.input", "model.layers.2.input_layernorm.inputs"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +36,6 @@ def model(folder: Path) -> VLLM:
 def mixed(folder: Path) -> VLLM:
     """An engine with everything in its graph: an edit after layer 0, a tap after layer 1, captures of all layers."""
     return VLLM(folder, **OPTIONS, captures=["model.layers.*"], taps=["model.layers.1"], edits=["model.layers.0"])
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> LanguageModel:
-    return LanguageModel(folder, dtype="float32", dispatch=True)
-
-
-@pytest.fixture(scope="module")
-def vector() -> torch.Tensor:
-    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
 
 def states(reference: LanguageModel, ids: list[int], edits: dict[int, torch.Tensor] | None = None) -> list[torch.Tensor]:

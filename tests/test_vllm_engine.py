@@ -16,14 +16,9 @@ from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
 from nnsight.modeling.vllm.runner import choose_runner
 
-from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, ROOT, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, OPTIONS, PROMPTS, ROOT, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 def told(script: str, *given: Any, **environment: str) -> Any:
@@ -225,11 +220,6 @@ def drafting(folder: Path) -> VLLM:
     return VLLM(folder, **OPTIONS, edits=["model.layers.*"], speculative_config=DRAFTS)
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> LanguageModel:
-    return LanguageModel(folder, dtype="float32", dispatch=True)
-
-
 def by_hand(reference: LanguageModel, ids: list[int], vector: torch.Tensor, start: int, count: int) -> list[int]:
     """Return the tokens that follow ``ids`` with ``vector`` added after layer 2, from a position on; by a plain hook."""
 
@@ -249,10 +239,9 @@ def by_hand(reference: LanguageModel, ids: list[int], vector: torch.Tensor, star
 
 @with_numba
 def test_drafts_of_steered_requests_are_steered(
-    drafting: VLLM, reference: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    drafting: VLLM, reference: LanguageModel, vector: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the start, and from a position on that lies among the generated tokens, where a step may have rows on both sides of it."""
-    vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
     count, prompts = 48, [[40, 41, 42, 40, 41, 42, 40, 41], [300, 301], [7, 8, 7, 8, 7, 8, 7]]
     asked = [(0.0, 0), (1.0, 0), *[(1.0, len(prompts[0]) + late) for late in range(3, 11)], (-2.0, 4)]
     scheduler = drafting.engine.llm_engine.engine_core.engine_core.scheduler

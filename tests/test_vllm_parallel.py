@@ -16,7 +16,7 @@ import torch
 from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
 
-from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
@@ -28,21 +28,6 @@ COMPILED = {
     "captures": ["model.layers.1.self_attn.o_proj.input", "model.layers.1.self_attn.o_proj", "model.layers.3.self_attn.qkv_proj"],
     "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> LanguageModel:
-    return LanguageModel(folder, dtype="float32", dispatch=True)
-
-
-@pytest.fixture(scope="module")
-def vector() -> torch.Tensor:
-    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
 
 @pytest.fixture(scope="module")

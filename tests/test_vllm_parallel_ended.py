@@ -12,13 +12,12 @@ import pytest
 
 from nnsight.modeling.vllm import VLLM
 
-from .vllm_llama import GREEDY, OPTIONS, PROMPTS, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, OPTIONS, PROMPTS, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
 
-def test_an_engine_whose_process_was_ended_says_so(tmp_path: Path) -> None:
-    folder = save_tiny_llama(tmp_path)
+def test_an_engine_whose_process_was_ended_says_so(folder: Path) -> None:
     gc.collect()
     model = VLLM(folder, **OPTIONS, tensor_parallel_size=2)
     before = tokens(model(PROMPTS[0], **GREEDY))

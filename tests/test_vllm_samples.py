@@ -12,18 +12,13 @@ import torch
 from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
 
-from .vllm_llama import HIDDEN, OPTIONS, PROMPTS, save_tiny_llama, tokens
+from .vllm_llama import OPTIONS, PROMPTS, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
 #: Of which each sample is another one; and of which all are the most probable.
 DRAWN: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "seed": 11}
 LIKELIEST: dict[str, Any] = {**DRAWN, "top_k": 1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 LAYOUTS = {
@@ -37,16 +32,6 @@ LAYOUTS = {
 def model(folder: Path, request: pytest.FixtureRequest) -> VLLM:
     """An engine that stops between all modules; and compiled ones, with a tap or a capture behind the layer with tables."""
     return VLLM(folder, **OPTIONS, **LAYOUTS[request.param])
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> LanguageModel:
-    return LanguageModel(folder, dtype="float32", dispatch=True)
-
-
-@pytest.fixture(scope="module")
-def vector() -> torch.Tensor:
-    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
 
 def by_hand(reference: LanguageModel, ids: list[int], edits: dict[int, torch.Tensor]) -> list[int]:

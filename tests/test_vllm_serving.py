@@ -26,22 +26,12 @@ from nnsight.modeling.vllm import VLLM
 
 from .test_vllm import GREEDY, OPTIONS, PROMPTS, generated_by_hand, tokens, without
 from .test_vllm_vectors import gguf
-from .vllm_llama import HIDDEN, ROOT, save_tiny_llama
+from .vllm_llama import HIDDEN, ROOT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
 KEY = "a-key"
 START_SECONDS = 400
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> LanguageModel:
-    return LanguageModel(folder, dtype="float32", dispatch=True)
 
 
 def direction(seed: int) -> torch.Tensor:

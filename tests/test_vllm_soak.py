@@ -25,7 +25,7 @@ from nnsight.modeling.vllm.requests import RequestRun
 from nnsight.modeling.vllm.samples import Request
 from nnsight.runtime.mediator import Mediator
 
-from .vllm_llama import GREEDY, HIDDEN, OPTIONS, close, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, OPTIONS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment"), pytest.mark.filterwarnings("ignore:The loop ended")]
 
@@ -49,13 +49,14 @@ class Soak:
     Args:
         model: The model, whose traces are awaited.
         reference: The same model of transformers.
+        vector: What requests are steered with.
         seed: Of the kinds and their order.
     """
 
-    def __init__(self, model: VLLM, reference: LanguageModel, seed: int = 0) -> None:
+    def __init__(self, model: VLLM, reference: LanguageModel, vector: torch.Tensor, seed: int = 0) -> None:
         self.model, self.reference = model, reference
         self.random = random.Random(seed)
-        self.vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
+        self.vector = vector
         self.done: collections.Counter[str] = collections.Counter()
         self.expected = {
             (layer, coefficient, number): self.by_hand(layer, coefficient, prompt)
@@ -202,13 +203,14 @@ def resident() -> float:
 
 
 @pytest.mark.parametrize(("layout", "rounds"), [("graph", 8), ("modules", 2)])
-def test_two_thousand_requests_leave_nothing(tmp_path: Path, layout: str, rounds: int) -> None:
-    folder = save_tiny_llama(tmp_path)
+def test_two_thousand_requests_leave_nothing(
+    folder: Path, reference: LanguageModel, vector: torch.Tensor, layout: str, rounds: int
+) -> None:
     options = {**OPTIONS, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": ROWS, "max_num_seqs": 16}
     model = VLLM(folder, **options, **LAYOUTS[layout], mode="async", dispatch=True)
     for rows in range(1, ROWS + 1):  # kernels on CPUs are made and kept for each number of rows
         model._engine._runner._dummy_run(rows)
-    soak = Soak(model, LanguageModel(folder, dtype="float32", dispatch=True))
+    soak = Soak(model, reference, vector)
     sizes, tensors = [], []
     for _ in range(rounds):
         with warnings.catch_warnings():

@@ -19,12 +19,11 @@ import torch
 
 from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
-from nnsight.runtime.errors import ReplacementShapeError
 
-from .test_vllm import generated_by_hand, hidden_states, plain, steered_by_hand
+from .test_vllm import generated_by_hand, hidden_states, plain
 from .test_vllm_captures import PLAIN_ENGINE, states
 from .test_vllm_engine import DRAFTS
-from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, save_tiny_llama, tokens
+from .vllm_llama import GREEDY, OPTIONS, PROMPTS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("second_runner")]
 
@@ -37,16 +36,6 @@ def second_runner(vllm_environment: None) -> None:
     from vllm.triton_utils import HAS_TRITON
 
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and HAS_TRITON, "run `make test-vllm-v2`"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> LanguageModel:
-    return LanguageModel(folder, dtype="float32", dispatch=True)
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +52,6 @@ def compiled(folder: Path, second_runner: None) -> VLLM:
 @pytest.fixture(scope="module")
 def tapped(folder: Path, second_runner: None) -> VLLM:
     return VLLM(folder, **OPTIONS, taps=["model.layers.*"])
-
-
-@pytest.fixture(scope="module")
-def vector() -> torch.Tensor:
-    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
 
 def added_from(start: int, vector: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -231,26 +215,6 @@ def test_requests_that_are_computed_anew(folder: Path, reference: LanguageModel,
 # -- traces -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["everywhere", "tapped"])
-def test_reads_and_edits_of_several_requests(
-    request: pytest.FixtureRequest, kind: str, reference: LanguageModel, vector: torch.Tensor
-) -> None:
-    model: VLLM = request.getfixturevalue(kind)
-    with model.trace(**GREEDY) as tracer:
-        with tracer.invoke(PROMPTS[0]):
-            for _ in tracer.iter[:6]:
-                model.model.layers[2].residual += vector
-            steered = tracer.result.save()
-        with tracer.invoke(PROMPTS[1]):
-            kept = [model.model.layers[2].residual for _ in tracer.iter[:6]].save()
-            read = tracer.result.save()
-        with tracer.invoke(PROMPTS[2]):
-            other = tracer.result.save()
-    assert tokens(steered) == steered_by_hand(reference, steered.prompt_token_ids, vector, 6)
-    close(torch.cat(kept), hidden_states(reference, [*read.prompt_token_ids, *tokens(read)[:-1]])[1])
-    assert [tokens(read), tokens(other)] == plain(model, PROMPTS[1:])
-
-
 @pytest.mark.parametrize("kind", ["everywhere", "tapped", "compiled"])
 def test_samples_and_logits_are_read_and_written(request: pytest.FixtureRequest, kind: str, reference: LanguageModel) -> None:
     """What a block makes of them is what the request goes on with."""
@@ -275,27 +239,6 @@ def test_samples_and_logits_are_read_and_written(request: pytest.FixtureRequest,
     close(torch.cat(logits), hidden_states(reference, [*written.prompt_token_ids, 77, 78])[2][-3:])
     assert [int(sample) for sample in drawn] == tokens(read) == plain(model, [PROMPTS[1]], max_tokens=3)[0]
     assert {(sample.dtype, tuple(sample.shape)) for sample in drawn} == {(torch.int64, (1, 1))}
-
-
-@pytest.mark.parametrize("kind", ["everywhere", "tapped"])
-def test_errors_are_raised_at_their_line_and_others_go_on(request: pytest.FixtureRequest, kind: str) -> None:
-    model: VLLM = request.getfixturevalue(kind)
-    results = []
-    with pytest.raises(ZeroDivisionError) as caught:
-        with model.trace(**GREEDY) as tracer:
-            with tracer.invoke(PROMPTS[0]):
-                model.model.layers[1].output  # noqa: B018
-                1 / 0  # noqa: B018
-            with tracer.invoke(PROMPTS[1]):
-                kept = [model.model.layers[2].residual for _ in tracer.iter[:6]].save()
-                results.append(tracer.result)
-    assert "1 / 0" in str(caught.traceback[-1].statement) and str(caught.traceback[-1].path) == __file__
-    assert len(kept) == 6 and tokens(results[0]) == plain(model, [PROMPTS[1]])[0]
-    with pytest.raises(ReplacementShapeError, match=r"\(1, 3, 128\)") as refused:
-        with model.trace(PROMPTS[0], **GREEDY):
-            model.model.layers[1].output = (torch.zeros(1, 3, HIDDEN), model.model.layers[1].output[1])
-    assert "torch.zeros(1, 3, HIDDEN)" in str(refused.traceback[-1].statement)
-    assert not model.engine.llm_engine.has_unfinished_requests() and not model._engine._runner.runs
 
 
 # -- what V2 has, or vLLM has on it, and blocks cannot run with --------------------------------------------------------

@@ -30,6 +30,15 @@ COMPILED = {
 }
 
 
+#: Steps have room for a part of a long prompt only.
+CHUNKED = {
+    "captures": ["model.layers.*", "model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn.o_proj.input"],
+    "edits": ["model.layers.0"],
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 4,
+}
+
+
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, torch.Tensor]:
     """What an engine with one device has at many places."""
@@ -38,7 +47,7 @@ def alone(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=[{}, COMPILED], ids=["everywhere", "compiled"])
 def model(folder: Path, alone: dict[str, torch.Tensor], request: pytest.FixtureRequest) -> Iterator[VLLM]:
-    """An engine with two devices, which stops everywhere; and a compiled one, with taps and tables."""
+    """An engine with two devices, which stops everywhere; and compiled ones, with taps and tables, and with captures of split prompts."""
     gc.collect()
     yield VLLM(folder, **OPTIONS, **request.param, tensor_parallel_size=2)
     gc.collect()
@@ -46,6 +55,9 @@ def model(folder: Path, alone: dict[str, torch.Tensor], request: pytest.FixtureR
 
 everywhere = pytest.mark.parametrize("model", [{}], ids=["everywhere"], indirect=True)
 compiled = pytest.mark.parametrize("model", [COMPILED], ids=["compiled"], indirect=True)
+
+
+chunked = pytest.mark.parametrize("model", [CHUNKED], ids=["chunked"], indirect=True)
 
 
 def everything(model: VLLM) -> dict[str, torch.Tensor]:
@@ -391,3 +403,49 @@ def test_captures_show_whole_values(
         expected = [getattr(reference.model.layers[3].self_attn, name).output[0] for name in ("q_proj", "k_proj", "v_proj")].save()
     close(qkv, torch.cat(expected, dim=-1))
     assert "captured" in str(tracer.report)
+
+
+@chunked
+def test_captures_of_split_prompts_equal_transformers(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """Whole values of whole prompts, beside a steered request and one that ends its steps as others begin."""
+    prompts = [list(range(10, 88)), [7, 8, 9], list(range(20, 90)), list(range(10, 88))]
+    sizes = _sizes_of_steps(model)
+    attention = model.model.layers[1].self_attn
+    with model.trace(**GREEDY) as tracer:
+        found, results = {}.save(), {}.save()
+        for number, prompt in enumerate(prompts):
+            with tracer.invoke(prompt, max_tokens=3 + number):
+                if number == 2:
+                    model.model.layers[0].steer(add=vector)
+                found[number] = [
+                    (attention.qkv_proj.output[0], attention.o_proj.input, model.model.layers[3].residual)
+                    for _ in tracer.iter[: 3 + number]
+                ]
+                results[number] = tracer.result
+    assert max(sizes) == 32 < len(prompts[0])  # it was split
+    for number, result in results.items():
+        assert [len(rows) for rows, *_ in found[number]] == [len(prompts[number]), *[1] * (2 + number)]
+        with torch.no_grad(), reference.trace([[*prompts[number], *tokens(result)[:-1]]]):
+            if number == 2:
+                reference.model.layers[0].output[:] += vector
+            layer = reference.model.layers[1].self_attn
+            parts = [getattr(layer, name).output[0] for name in ("q_proj", "k_proj", "v_proj")].save()
+            attended = layer.o_proj.input[0].save()
+            hidden = reference.model.layers[3].output[0].save()
+        for mine, expected in zip(zip(*found[number], strict=True), (torch.cat(parts, dim=-1), attended, hidden), strict=True):
+            close(torch.cat(mine), expected)
+    assert not model._engine._runner.runs
+
+
+def _sizes_of_steps(model: VLLM) -> list[int]:
+    """Return a list of how many tokens each step of the engine has from here on."""
+    scheduler = model.engine.llm_engine.engine_core.engine_core.scheduler
+    schedule, sizes = scheduler.schedule, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        scheduled = schedule(*args, **kwargs)
+        sizes.append(scheduled.total_num_scheduled_tokens)
+        return scheduled
+
+    scheduler.schedule = noted
+    return sizes

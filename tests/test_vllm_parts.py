@@ -276,7 +276,7 @@ def test_the_leader_tells_what_comes_next() -> None:
     leader.attended = True
     runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset({"model.a"})))
     step = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1))])
-    assert step is not None and follower.said == [({"model.a.output"}, frozenset({"model.a"}))]
+    assert step is not None and follower.said == [(False, {"model.a.output"}, frozenset({"model.a"}))]
     step.meet("model.a.output", torch.ones(1, 2))
     assert follower.said[1:] == [WORK, ([], {"model.b.output"}, frozenset({"model.a"}))]
     with pytest.raises(KeyboardInterrupt):
@@ -286,13 +286,31 @@ def test_the_leader_tells_what_comes_next() -> None:
     run.cancel()
 
 
+def test_a_part_of_a_prompt_that_is_no_whole_value_is_not_taken_for_one() -> None:
+    """The devices differ in the first tokens of a prompt, and are alike in the last ones."""
+    run = run_of(lambda: requested("model.a.output"))
+    leader = Leader([Connected()], SimulatedGroup(False, True), Spreads(torch.nn.Identity()))  # type: ignore[arg-type]
+    leader.attended = True
+    runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset()))
+    first = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1), ends=False)])
+    assert first is not None and first.keeps
+    first.keep("model.a.output", torch.ones(1, 2))
+    last = leader.step(runner, [Part(run, Rows(0, 1, 1, 1), Rows(0, 1, 1))])
+    assert last is not None and not last.keeps
+    last.meet("model.a.output", torch.ones(1, 2))
+    assert "is not the same on all 2 devices" in str(run.failed)
+
+
 class SimulatedGroup:
-    """Two devices that have the same."""
+    """Two devices that have the same; or what they are asked about in turn, as given."""
 
     devices, rank = 2, 0
 
+    def __init__(self, *alike: bool) -> None:
+        self._alike = list(alike)
+
     def alike(self, tensors: Any) -> bool:
-        return True
+        return self._alike.pop(0) if self._alike else True
 
     def closed(self) -> Any:
         return contextlib.nullcontext()

@@ -73,9 +73,9 @@ class Captures:
         with ordinary():
             for location, (form, buffers) in self._buffers.items():
                 waited = location in step.waited
-                value = value_of(parsed(form), [buffer[:rows] for buffer in buffers]) if waited or step.kept else None
-                for part in step.kept:
-                    part.run.keep(location, value, part.tokens)
+                value = value_of(parsed(form), [buffer[:rows] for buffer in buffers]) if waited or step.keeps else None
+                if step.keeps:
+                    step.keep(location, value)
                 if waited:
                     step.meet(location, value)
                 else:

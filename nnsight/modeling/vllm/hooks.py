@@ -226,7 +226,7 @@ def _parts(runner: Any, spans: list[Span], total: int, requests: int) -> list[Pa
         return parts
     one_each = total == requests
     # What is only read can be put together from several steps, and what was read before is left out where it comes again.
-    patient = runner.tapped is not None and not runner.tapped.locations and runner.link.alone
+    patient = runner.tapped is not None and not runner.tapped.locations
     for request, row, start, size, done, ends in spans:
         run: RequestRun | None = runner.runs.get(request)
         if run is None or run.error is not None:

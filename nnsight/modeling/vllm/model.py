@@ -112,9 +112,8 @@ class VLLM(MetaMixin):
         _check_options(mode, tensor_parallel_size, options)
         layout = _layout_of(taps, captures, edits)
         check_drafts(options, layout is not None and layout.only_tables and tensor_parallel_size == 1)
-        # A block sees a prompt whole; tables apply to any part of one, and what one device captures is put together.
-        alone = tensor_parallel_size == 1 or layout is None or not layout.captures
-        chunked = {} if layout is not None and not layout.taps and alone else {"enable_chunked_prefill": False}
+        # A block sees a prompt whole; tables apply to any part of one, and what is captured is put together.
+        chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
         # A step may begin when the one before has ended: a block can write the tokens that it begins with.
         engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
         if tensor_parallel_size != 1:

@@ -6,6 +6,8 @@ them only, the *leader*, which is the user's process; so user code runs once, wh
 * Before the model runs, the leader tells the locations at which blocks wait. All processes stop there, and nowhere else.
 * At such a location the leader says whether somebody wants this passage. If so, it gets the parts of what is spread (:mod:`.spread`),
   the blocks work on the whole, and each device is given its part of what they changed, with the locations that come next.
+* What is captured of a prompt whose other tokens come in later steps is put together at every location: which of them its block will ask
+  for is not known yet.
 * Sampled tokens are those of the leader, always: user code may draw random numbers that followers know nothing of.
 
 Followers decide nothing, so no rank can come to another decision. Words go through a connection, tensors through the devices' own group.
@@ -60,7 +62,6 @@ class Alone:
     """The only rank of an engine."""
 
     attended = False
-    alone = True
 
     def step(self, runner: Any, parts: list[Part]) -> Step | None:
         """Return the step that the model is about to make, or ``None`` if nobody has to stop in it."""
@@ -137,8 +138,6 @@ class Leader(Alone):
         attended: Whether a request with blocks is in the engine, as the followers were told.
     """
 
-    alone = False
-
     def __init__(self, connections: Sequence[Any], group: Group, spreads: Spreads) -> None:
         self._connections = connections
         self.group, self.spreads = group, spreads
@@ -150,7 +149,7 @@ class Leader(Alone):
     def step(self, runner: Any, parts: list[Part]) -> Step | None:
         step = _LeaderStep(parts, self, runner.tree) if parts else None
         if self.attended:
-            self.tell(None if step is None else step.announcement())
+            self.tell(None if step is None else (step.keeps, *step.announcement()))
         return step
 
     def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
@@ -188,16 +187,26 @@ class _LeaderStep(Step):
             leader.tell(ABANDON)
             raise
 
+    def keep(self, location: str, value: Any) -> None:
+        leaves, structure = pytree.tree_flatten(value)
+        _, alike, whole = self._gathered(location, leaves)
+        super().keep(location, pytree.tree_unflatten(whole, structure) if alike else None)
+
+    def _gathered(self, location: str, leaves: Sequence[Any]) -> tuple[list[Spread | None], bool, list[Any]]:
+        """Return how ``leaves`` are spread, whether what is not is the same on all devices, and new tensors with all of each."""
+        spreads, alike = _compared(self._leader, location, leaves)
+        whole = [_whole(self._leader.group, leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+        return spreads, alike, whole
+
     def _meet_whole(self, location: str, value: Any, wanting: list[Any]) -> Any:
         leader, group = self._leader, self._leader.group
         leaves, structure = pytree.tree_flatten(value)
         with ordinary():
-            spreads, alike = _compared(leader, location, leaves)
-            whole = [_whole(group, leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+            spreads, alike, whole = self._gathered(location, leaves)
             made = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in whole]
             with group.closed():
-                if not alike:
-                    for run in wanting:
+                for run in wanting:
+                    if not alike or any(earlier is None for earlier in run.kept.get(location, ())):
                         run.fail(ValueError(_PARTS.format(location=location, devices=group.devices)))
                 left = pytree.tree_leaves(super().meet(location, pytree.tree_unflatten(whole, structure)))
             changes = [
@@ -229,8 +238,6 @@ class Follower(Alone):
         tree: The modules, as the leader has them.
     """
 
-    alone = False
-
     def __init__(self, connection: Any, group: Group, spreads: Spreads, tree: Any) -> None:
         self._connection = connection
         self.group, self.spreads, self.tree = group, spreads, tree
@@ -261,7 +268,18 @@ class _FollowerStep(Step):
         super().__init__([])
         self._follower = follower
         self.waited: set[str] = set()
-        self._take(*announcement)
+        self.keeps, *rest = announcement
+        self._take(*rest)
+
+    def keep(self, location: str, value: Any) -> None:
+        self._give(location, pytree.tree_leaves(value))
+
+    def _give(self, location: str, leaves: Sequence[Any]) -> None:
+        """Give the leader this rank's parts of what is spread."""
+        spreads, _ = _compared(self._follower, location, leaves)
+        for leaf, spread in zip(leaves, spreads, strict=True):
+            if spread is not None:
+                self._follower.group.gather(leaf)
 
     def _take(self, waited: set[str], sources: frozenset[str]) -> None:
         self.waited.clear()
@@ -275,10 +293,7 @@ class _FollowerStep(Step):
             return value
         leaves, structure = pytree.tree_flatten(value)
         with ordinary():
-            spreads, _ = _compared(follower, location, leaves)
-            for leaf, spread in zip(leaves, spreads, strict=True):
-                if spread is not None:
-                    follower.group.gather(leaf)
+            self._give(location, leaves)
             changes, *announcement = follower.hear()
             self._take(*announcement)
             new = {change: follower.group.scatter(None, leaves[change[0]]) for change in changes}

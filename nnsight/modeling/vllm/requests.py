@@ -229,8 +229,8 @@ class RequestRun(Interleaver):
         return value
 
     def keep(self, location: str, value: Any, rows: Rows) -> None:
-        """Keep the request's rows of a captured value until the rest of its prompt has run."""
-        self.kept.setdefault(location, []).append(RowView(rows, location, value).value)
+        """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` where it could not be had."""
+        self.kept.setdefault(location, []).append(None if value is None else RowView(rows, location, value).value)
 
     def _steered(self, location: str, value: Any, rows: Rows) -> Any:
         """Return what a layer returned, with the request's rows steered."""

@@ -40,6 +40,7 @@ class Step:
     Attributes:
         parts: Those whose blocks take part.
         kept: Those of requests whose other tokens come in later steps.
+        keeps: Whether there are such requests.
         current: No block: the model runs.
         skips: Nothing can be skipped.
         counts: Counts a passage for all requests of the step.
@@ -53,6 +54,7 @@ class Step:
         given = list(parts)
         self.parts = [part for part in given if part.ends]
         self.kept = [part for part in given if not part.ends]
+        self.keeps = bool(self.kept)
         self.counts = _Counts(self.parts)
         self.waited: Any = _Waited(self.parts)
         self.offer = type(self).meet
@@ -74,6 +76,11 @@ class Step:
                 if run.error is None:
                     value = run.meet(location, value, request if self._sampling else tokens)
         return value
+
+    def keep(self, location: str, value: Any) -> None:
+        """Keep the rows of a captured ``value`` for requests whose other tokens come in later steps; ``None`` if they cannot be had."""
+        for part in self.kept:
+            part.run.keep(location, value, part.tokens)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -18,7 +18,14 @@ RAY_INSTALLED := $(RAY_VENV)/.installed
 # What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
 V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _captures.py _samples.py _serving.py _parallel.py)
 
-.PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-ray bench clean
+# An interpreter for them: Triton's kernels are interpreted, too.
+ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
+  PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python
+
+# What of V1 is run with every change.
+CI_TESTS := $(addprefix tests/test_vllm,.py _captures.py _parallel.py)
+
+.PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +34,7 @@ help:
 	@echo "make test-slow  the tests that compile code, and those of models with many parts"
 	@echo "make test-vllm  the tests that run on vLLM, with an environment of their own (python 3.11)"
 	@echo "make test-vllm-v2  those of them that run on vLLM's model runner V2"
+	@echo "make test-vllm-ci  the most telling of both, in about ten minutes on two cores"
 	@echo "make test-ray   the tests that run on a Ray cluster of this machine, with an environment of their own"
 	@echo "make lint       ruff"
 	@echo "make types      mypy"
@@ -95,8 +103,13 @@ test-vllm: $(VLLM_INSTALLED)
 # it runs those that both runners have to pass.
 test-vllm-v2: $(VLLM_INSTALLED)
 	@echo "pytest, tests on vLLM's model runner V2 ..."
-	@VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
-	  PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python -m pytest -m vllm $(V2_TESTS)
+	@$(ON_V2) -m pytest -m vllm $(V2_TESTS)
+
+# Blocks and tables in engines of all kinds, captures, two devices with a compiled model; and on V2 what is about it alone.
+test-vllm-ci: $(VLLM_INSTALLED)
+	@echo "pytest, some of the tests on vLLM ..."
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not test_vllm_parallel or compiled or chunked"
+	@$(ON_V2) -m pytest -m vllm tests/test_vllm_v2.py
 
 $(RAY_INSTALLED): pyproject.toml
 	@echo "creating $(RAY_VENV) ..."

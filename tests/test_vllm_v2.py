@@ -22,7 +22,7 @@ from nnsight.modeling.vllm import VLLM
 
 from .test_vllm import generated_by_hand, hidden_states, plain
 from .test_vllm_captures import PLAIN_ENGINE, states
-from .test_vllm_engine import DRAFTS
+from .test_vllm_drafts import DRAFTS
 from .vllm_llama import GREEDY, OPTIONS, PROMPTS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("second_runner")]

@@ -111,7 +111,7 @@ class VLLM(MetaMixin):
             )
         _check_options(mode, tensor_parallel_size, options)
         layout = _layout_of(taps, captures, edits)
-        check_drafts(options, layout is not None and layout.only_tables and tensor_parallel_size == 1)
+        check_drafts(options, layout is not None and layout.only_tables)
         # A block sees a prompt whole; tables apply to any part of one, and what is captured is put together.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
         # A step may begin when the one before has ended: a block can write the tokens that it begins with.

@@ -21,7 +21,7 @@ SPECULATIVE = (
 )
 #: Where drafts are looked up in the tokens of a request.
 _METHOD = "ngram"
-_WITH_TABLES = "With `edits=` alone, on one device, `speculative_config={'method': 'ngram', ...}` can be had"
+_WITH_TABLES = "With `edits=` alone, `speculative_config={'method': 'ngram', ...}` can be had"
 _ON_THE_DEVICE = (
     "Speculative decoding with the method {method!r} is not implemented: the draft model would not be steered, or which positions the "
     "rows of a step have would be known on the device only. With `edits=` alone, the method 'ngram' can be had, with "
@@ -40,7 +40,8 @@ def check(config: Any, tables: bool) -> None:
 
     With tables of edits alone, drafts that are looked up in the tokens of the request (``ngram``) do no harm: an edit belongs to positions
     of a request, and what a rejected token has left in the cache is written over. Drafts of a model would be those of one
-    that is not steered, and with them, or with asynchronous scheduling, positions are known on the device only.
+    that is not steered, and with them, or with asynchronous scheduling, positions are known on the device only. Several devices look
+    up the same drafts: all have the tokens of the first.
 
     Args:
         config: vLLM's whole configuration.
@@ -54,7 +55,7 @@ def check(config: Any, tables: bool) -> None:
     drafts = config.speculative_config
     if drafts is None:
         return
-    if not tables or config.parallel_config.world_size > 1:
+    if not tables:
         raise NotImplementedError(
             f"Speculative decoding (method {drafts.method!r}) is not implemented: {SPECULATIVE}. Leave out `speculative_config`, or "
             f"load the model that the drafts are made for. {_WITH_TABLES}."

@@ -119,7 +119,6 @@ def _refuse(config: Any) -> None:
         "context parallelism": (parallel.prefill_context_parallel_size > 1, "rows of a step are in another order."),
         "cutting steps into micro-batches": (parallel.use_ubatching, "rows are counted for a whole step."),
         "LoRA": (config.lora_config is not None, "adapters replace the layers that have tables."),
-        "speculative decoding": (config.speculative_config is not None, "the draft model would not be steered."),
     }
     for what, (found, why) in reasons.items():
         if found:

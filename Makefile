@@ -16,7 +16,7 @@ RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
 
 # What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
-V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _captures.py _samples.py _serving.py _parallel.py)
+V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _overlapping.py _captures.py _samples.py _serving.py _parallel.py)
 
 # An interpreter for them: Triton's kernels are interpreted, too.
 ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \

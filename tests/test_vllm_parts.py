@@ -461,7 +461,6 @@ def second_runner() -> Any:
         ("model_config.is_diffusion", True, "a diffusion model .*written over in later steps"),
         ("parallel_config.enable_batch_sharded_sampling", True, "batch-sharded sampling .*logits of other requests"),
         ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding .*looked up on the device"),
-        ("scheduler_config.async_scheduling", True, "asynchronous scheduling .*tokens that the request does not have"),
         ("parallel_config.use_ubatching", True, "dual batch overlap .*in two halves"),
         ("parallel_config.prefill_context_parallel_size", 2, "context parallelism .*another order"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism .*another order"),
@@ -485,7 +484,10 @@ def test_what_the_second_runner_has_and_blocks_cannot_run_with(path: str, value:
         check(config, tables=False)
 
 
-def test_steps_of_tables_may_overlap_on_the_second_runner() -> None:
+@pytest.mark.parametrize("v2", [False, True])
+def test_steps_of_tables_may_overlap_and_those_of_blocks_may_not(v2: bool) -> None:
     config = second_runner()
-    config.scheduler_config.async_scheduling = True
+    config.use_v2_model_runner, config.scheduler_config.async_scheduling = v2, True
     check(config, tables=True)
+    with pytest.raises(NotImplementedError, match="Asynchronous scheduling .*tokens that the request does not have"):
+        check(config, tables=False)

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from nnsight.modeling.vllm import VLLM
 from .test_vllm import generated_by_hand, hidden_states, plain
 from .test_vllm_captures import PLAIN_ENGINE, states
 from .test_vllm_drafts import DRAFTS
+from .test_vllm_overlapping import added_from
 from .vllm_llama import GREEDY, OPTIONS, PROMPTS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("second_runner")]
@@ -52,17 +52,6 @@ def compiled(folder: Path, second_runner: None) -> VLLM:
 @pytest.fixture(scope="module")
 def tapped(folder: Path, second_runner: None) -> VLLM:
     return VLLM(folder, **OPTIONS, taps=["model.layers.*"])
-
-
-def added_from(start: int, vector: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what adds ``vector`` to hidden states from a position on."""
-
-    def added(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden.clone()
-        hidden[:, start:] += vector
-        return hidden
-
-    return added
 
 
 def test_it_is_the_second_runner(compiled: VLLM, everywhere: VLLM) -> None:
@@ -124,48 +113,6 @@ def test_different_edits_in_one_batch_of_split_prompts(compiled: VLLM, reference
         edit = added_from(start, coefficient * vector)
         assert tokens(results[number]) == generated_by_hand(reference, prompt, edit, 6), asked[number]
     assert not compiled._engine._slots._users
-
-
-@pytest.fixture
-def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a step begin before the one before has ended, as on GPUs. vLLM does not do so on CPUs, though it can."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    known = CpuPlatform.check_and_update_config.__func__
-
-    def kept(cls: Any, config: Any) -> None:
-        asked = config.scheduler_config.async_scheduling
-        known(cls, config)
-        config.scheduler_config.async_scheduling = asked
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(kept))
-
-
-@pytest.mark.usefixtures("overlapping")
-def test_steps_of_steered_requests_that_overlap(folder: Path, reference: LanguageModel, vector: torch.Tensor) -> None:
-    """Edits from a position on, in requests of different lengths that come and go."""
-    model = VLLM(folder, **OPTIONS, edits=["model.layers.*"], async_scheduling=True, max_num_batched_tokens=48, max_num_seqs=4)
-    assert model.engine.llm_engine.engine_core.engine_core.batch_queue_size == 2
-    long = [7 + number % 400 for number in range(100)]
-    asked = [(long, 1.0, 0), ([5, 6, 7], 0.0, 0), ([8, 9], 2.0, 0), (long, 0.0, 0), ([8, 9], 2.0, 5), (long, 1.0, 60), ([8, 9], -2.0, 0)]
-    results: dict[int, Any] = {}
-    with model.trace(**GREEDY) as tracer:
-        for number, (prompt, coefficient, start) in enumerate(asked):
-            with tracer.invoke(prompt, max_tokens=4 + number):
-                if coefficient:
-                    model.model.layers[2].steer(add=coefficient * vector, start=start)
-                results[number] = tracer.result
-    for number, (prompt, coefficient, start) in enumerate(asked):
-        edit = added_from(start, coefficient * vector)
-        assert tokens(results[number]) == generated_by_hand(reference, prompt, edit, 4 + number), asked[number]
-    assert not model._engine._slots._users and not model._engine._runner.slots
-
-
-@pytest.mark.usefixtures("overlapping")
-@pytest.mark.parametrize("options", [{"taps": ["model.layers.1"]}, {"captures": ["model.layers.1"]}, {}])
-def test_steps_of_blocks_do_not_overlap(folder: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match="asynchronous scheduling .*tokens that the request does not have.*`edits=` alone"):
-        print(VLLM(folder, **OPTIONS, **options, async_scheduling=True))
 
 
 # -- captures ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,11 @@ _ON_THE_DEVICE = (
     "rows of a step have would be known on the device only. With `edits=` alone, the method 'ngram' can be had, with "
     "`async_scheduling=False`."
 )
+_OVERLAPPING = (
+    "Asynchronous scheduling is not implemented for blocks that meet the model: a step begins before it is known which requests ended "
+    "with the last one, so a block would meet tokens that the request does not have. Leave out `async_scheduling`; with `edits=` alone, it "
+    "can be had."
+)
 
 
 def choose_runner() -> None:
@@ -51,7 +56,9 @@ def check(config: Any, tables: bool) -> None:
         NotImplementedError: With the reason, and what to leave out.
     """
     if config.use_v2_model_runner:
-        _check_v2(config, tables)
+        _check_v2(config)
+    if config.scheduler_config.async_scheduling and not tables:
+        raise NotImplementedError(_OVERLAPPING)
     drafts = config.speculative_config
     if drafts is None:
         return
@@ -64,7 +71,7 @@ def check(config: Any, tables: bool) -> None:
         raise NotImplementedError(_ON_THE_DEVICE.format(method=drafts.method))
 
 
-def _check_v2(config: Any, tables: bool) -> None:
+def _check_v2(config: Any) -> None:
     """Raise for what vLLM's model runner V2 has, or has in another way than V1, and blocks and tables cannot run with there.
 
     Raises:
@@ -78,11 +85,6 @@ def _check_v2(config: Any, tables: bool) -> None:
         "batch-sharded sampling": (
             parallel.enable_batch_sharded_sampling,
             "each device has the logits of other requests, and blocks run where the first device is",
-        ),
-        "asynchronous scheduling": (
-            config.scheduler_config.async_scheduling and not tables,
-            "a step begins before it is known which requests ended with the last one, so a block would meet tokens that the request does "
-            "not have; with `edits=` alone, it can be had",
         ),
         "speculative decoding": (config.speculative_config is not None, "drafts are looked up on the device there; " + _NOT_SEEN),
         "dual batch overlap": (parallel.use_ubatching, "a step is run in two halves"),

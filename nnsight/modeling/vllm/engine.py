@@ -6,6 +6,7 @@ be sent anywhere. One thread uses the engine at a time; :mod:`.asynchronous` has
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -77,7 +78,7 @@ class Engine:
         """The model, with its weights."""
         return self._runner.get_model()
 
-    @property
+    @functools.cached_property
     def limits(self) -> Limits:
         """What the engine can do."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped

@@ -14,6 +14,7 @@ engine that stops between its modules the same sum is added there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Steering:
         """How many directions it reads."""
         return self.down.shape[0]
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Equal for equal parameters."""
         return hashlib.sha256(b"".join([self._bytes(), str(self.start).encode()])).hexdigest()

@@ -102,12 +102,13 @@ def differences(found: Outcome, expected: Outcome, exact: bool, sharing: bool, p
     """
     if _is_forbidden(expected.error) and "does not flow" in str(found.error):
         return []  # a block asks for gradients one by one, so it may find another mistake first
-    if partial and "cannot be told" in str(found.error) and (expected.error is None or _is_forbidden(expected.error)):
+    flows_not = str(expected.error) == "no gradient"
+    if partial and "cannot be told" in str(found.error) and (expected.error is None or flows_not or _is_forbidden(expected.error)):
         return []  # no border is possible where an edit shares memory with something else
     late = ("the backward pass had passed this tensor", "Value was missed for <tensor")
     asked_late = any(words in str(found.error) for words in late)
     forbidden = _is_forbidden(expected.error) or (partial and _is_forbidden_edit(expected.error))  # which may be found out later
-    if asked_late and (expected.error is None or forbidden or str(expected.error) == "no gradient"):
+    if asked_late and (expected.error is None or flows_not or forbidden):
         return []  # blocks ask in reverse order of their statements; what is read at an input may be older than that
     if type(found.error) is not type(expected.error):
         return [f"raised {found.error!r} instead of {expected.error!r}"]

@@ -29,14 +29,11 @@ MODEL = ModelKey("test/model")
 FINISHED = ("COMPLETED", "ERROR")
 
 
-class Accounts:
+class Accounts(dict[str, Account]):
     """A door with accounts by key."""
 
-    def __init__(self, **accounts: Account) -> None:
-        self._accounts = accounts
-
     def admit(self, key: str | None) -> Account | None:
-        return self._accounts.get(key or "")
+        return self.get(key or "")
 
 
 def account(name: str, **limits: Any) -> Account:
@@ -107,6 +104,7 @@ class Running:
     Attributes:
         url: Where it listens.
         gateway: Its gateway.
+        door: Who may use it.
     """
 
     def __init__(
@@ -120,7 +118,8 @@ class Running:
     ) -> None:
         spool = spool if isinstance(spool, Spool) else Spool(spool)
         self.gateway = Gateway({key: engine}, spool, settings)
-        self.server = GatewayServer(self.gateway, door or OpenDoor(), port=port)
+        self.door: Any = door or OpenDoor()
+        self.server = GatewayServer(self.gateway, self.door, port=port)
         self._thread = threading.Thread(target=self._run, name="test-server")
         self._thread.start()
         until(lambda: self.server.started or not self._thread.is_alive())

@@ -22,7 +22,7 @@ from nnsight.remote import remote_backend as client_module
 from nnsight.remote.client import Client, RemoteConnectionError, RemoteError, address, error_of
 from nnsight.remote.display import Progress
 from nnsight.remote.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
-from nnsight.remote.protocol import JobStatus, Message, ModelKey
+from nnsight.remote.protocol import JobStatus, Message, ModelKey, join_packet
 from nnsight.remote.server.gateway import Settings
 from nnsight.remote.server.models import engine_of
 
@@ -135,17 +135,59 @@ def test_a_socket_that_breaks_is_taken_up_again(server: Running, orders: Orders,
                 threading.Timer(0.2, orders.gate.set).start()
         assert seen == STORY and client.result(message["id"]) == b"kept"
     assert orders.seen == ["kept"]
-    assert any(request.startswith(b"GET /subscribe?job=") for request in wire.requests)
+    assert any(request.startswith(b"GET /subscribe?framing=2&job=") for request in wire.requests)
 
 
 @pytest.mark.parametrize("bytes_of_answer", [0, 1, 40, 150, 250])
 def test_a_submission_whose_answer_is_lost_makes_one_job(server: Running, orders: Orders, wire: Wire, bytes_of_answer: int) -> None:
     wire.rules = [(b"POST /request", bytes_of_answer)] * 2
     with client_of(wire.url) as client:
-        found, result = story(client, order(say="once"))
+        found, result = story(client, order(say="once", more="x" * 2**16))
     assert result == b"once" and found[-1] == "COMPLETED" and len(server.gateway.jobs) == 1
     assert orders.seen == ["once"]
     assert sum(request.startswith(b"POST") for request in wire.requests) == 3
+
+
+@pytest.mark.parametrize("bytes_of_answer", [0, 1, 40, 250])
+def test_a_submission_through_a_socket_whose_answer_is_lost_makes_one_job(
+    server: Running, orders: Orders, wire: Wire, bytes_of_answer: int
+) -> None:
+    wire.rules = [(b"\x82", bytes_of_answer)]  # the first byte of a binary frame
+    with client_of(wire.url) as client:
+        found, result = story(client, order(say="once"))
+        assert result == b"once" and found[-1] == "COMPLETED" and len(server.gateway.jobs) == 1
+        assert orders.seen == ["once"]
+        assert sum(request.startswith(b"POST") for request in wire.requests) == 1
+        assert story(client, order(say="twice")) == (STORY, b"twice")
+    assert sum(request.startswith(b"POST") for request in wire.requests) == 1
+
+
+def test_short_jobs_go_through_the_socket_and_long_ones_do_not(server: Running, wire: Wire) -> None:
+    with client_of(wire.url) as client:
+        assert story(client, order(say="short")) == (STORY, b"short")
+        assert not any(request.startswith(b"POST") for request in wire.requests)
+        assert story(client, order(say="long", more="x" * 2**16)) == (STORY, b"long")
+        assert sum(request.startswith(b"POST") for request in wire.requests) == 1
+        assert sum(request.startswith(b"GET") for request in wire.requests) == 1
+
+
+def test_a_client_and_a_server_that_know_no_packets_understand_each_other(
+    server: Running, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nnsight.remote.client.FRAMING", "1")
+    with client_of(wire.url) as client:
+        for text in ("one", "two"):
+            assert story(client, order(say=text, print=["a", "b"])) == ([*STORY[:4], "LOG", "LOG", "COMPLETED"], text.encode())
+    assert sum(request.startswith(b"POST") for request in wire.requests) == 2
+    assert sum(request.startswith(b"GET") for request in wire.requests) == 1
+
+
+@pytest.mark.parametrize("packet", [b"", b"x", bytes(8), b"\x09" + bytes(7) + b"[]", *map(join_packet, ([], {}, 3, [{}], {"code": "x"}))])
+def test_frames_that_cannot_be_read_end_the_socket_and_not_the_job(server: Running, monkeypatch: pytest.MonkeyPatch, packet: bytes) -> None:
+    monkeypatch.setattr("nnsight.remote.server.sessions.join_packet", lambda content, binary=b"": packet)
+    with client_of(server.url, patience=30.0) as client:
+        found, result = story(client, order(say="polled"))
+    assert (found[-1], result) == ("COMPLETED", b"polled") and len(server.gateway.jobs) == 1
 
 
 def test_a_download_goes_on_where_it_stopped(orders: Orders, tmp_path: Path) -> None:
@@ -237,13 +279,15 @@ def test_refusals_are_raised_with_what_the_server_says(orders: Orders, tmp_path:
                 (b"\x80\x04", MODEL, 415, "a pickle"),
                 (order(say="x"), ModelKey("other"), 404, "test/model"),
             ]:
-                with pytest.raises(RemoteError, match=word) as refused:
-                    client.submit(payload, str(model))
-                assert refused.value.code == code
+                for submit in (client.submit, lambda *job: list(client.run(*job))):
+                    with pytest.raises(RemoteError, match=word) as refused:
+                        submit(payload, str(model))
+                    assert refused.value.code == code
             client.submit(order(say="x", wait=True), str(MODEL))
-            with pytest.raises(RemoteError, match="1 jobs of this key") as refused:
-                client.submit(order(say="x"), str(MODEL))
-            assert refused.value.code == 429
+            for submit in (client.submit, lambda *job: list(client.run(*job))):
+                with pytest.raises(RemoteError, match="1 jobs of this key") as refused:
+                    submit(order(say="x"), str(MODEL))
+                assert refused.value.code == 429
         orders.gate.set()
 
 

@@ -25,7 +25,7 @@ import requests
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from nnsight import cli
-from nnsight.remote.protocol import JobStatus, ModelKey
+from nnsight.remote.protocol import JobStatus, ModelKey, join_packet, split_packet
 from nnsight.remote.server.gateway import Gateway, Settings
 from nnsight.remote.server.jobs import Job
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
@@ -33,7 +33,21 @@ from nnsight.remote.server.queues import FairQueue
 from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
 
-from .remoting import MODEL, Accounts, Orders, Running, account, messages, nonce, order, orders, running, server, until
+from .remoting import (
+    FINISHED,
+    MODEL,
+    Accounts,
+    Orders,
+    Running,
+    account,
+    messages,
+    nonce,
+    order,
+    orders,
+    running,
+    server,
+    until,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,6 +89,66 @@ def test_messages_come_through_the_socket_in_order_with_a_short_result(server: R
         second = server.submit(order(say="again"), session_id=session)  # one socket, any number of jobs
         assert messages(socket)[-1]["id"] == second
         assert socket.recv(5) == b"again"
+
+
+def test_a_socket_of_packets_takes_jobs_and_tells_what_is_ready_at_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = threading.Event()
+    monkeypatch.setattr(server.gateway.spool, "settle", lambda jobs: disk.wait(10))  # so a job ends before it is safe
+    with server.subscribe(query="?framing=2") as socket:
+        hello = json.loads(socket.recv(5))
+        assert hello["takes"] == 2**16
+        for text in ("hello", "again"):
+            socket.send(join_packet({"model_key": str(MODEL), "nonce": nonce()}, order(say=text)))
+            found, result = split_packet(socket.recv(5))
+            assert [message["status"] for message in found] == ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
+            assert found[-1]["data"]["inline"] is True and result == text.encode()
+        posted = server.submit(order(say="posted"), session_id=hello["session_id"])
+        found, result = split_packet(socket.recv(5))
+        while found[-1]["status"] not in FINISHED:
+            more, result = split_packet(socket.recv(5))
+            found += more
+        assert {message["id"] for message in found} == {posted} and result == b"posted"
+        disk.set()
+
+
+def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Running) -> None:
+    alice, good = {"model_key": str(MODEL)}, order(say="x")
+    with guarded.subscribe(key="a", query="?framing=2") as socket:
+        assert "takes" in json.loads(socket.recv(5))
+        for frame, code, word in [
+            (b"", 400, "packet"),
+            (b"\xff" * 20, 400, "packet"),
+            (join_packet([]), 400, "JSON object"),
+            (join_packet("{}"), 400, "JSON object"),
+            ((5000).to_bytes(8, "little") + b"[" * 5000, 400, "packet"),
+            (join_packet({**alice, "nonce": "mine"}, good), 400, "UUID"),
+            (join_packet({"model_key": "other"}, good), 404, "not served here"),
+            (join_packet(alice), 415, "something else"),
+            (join_packet(alice, b"\x80\x04" + bytes(20)), 415, "a pickle"),
+            (join_packet({**alice, "compress": True}, good), 415, "compressed"),
+            (join_packet(alice, order(say="x" * 5000)), 413, "4,096 bytes"),
+        ]:
+            socket.send(frame)
+            answer, rest = split_packet(socket.recv(5))
+            assert (answer["code"], rest) == (code, b"") and word in answer["detail"], answer
+        assert not guarded.gateway.jobs
+        assert guarded.figure("nnsight_refused_total") == 11
+        del guarded.door["a"]
+        socket.send(join_packet(alice, good))  # a key that is withdrawn is so at once
+        assert split_packet(socket.recv(5))[0]["code"] == 401
+    job = guarded.submit(order(say="x", wait=True), key="b")
+    for key, query, frame in [
+        ("b", "?framing=2", "text"),
+        ("b", "?framing=2", bytes(2**17)),
+        ("b", "", join_packet(alice, good)),
+        ("b", f"?framing=2&job={job}", join_packet(alice, good)),
+        ("", "?framing=2", join_packet(alice, good)),
+    ]:
+        with guarded.subscribe(key=key, query=query) as socket, pytest.raises(ConnectionClosed):
+            socket.send(frame)
+            while True:
+                socket.recv(5)
+    assert list(guarded.gateway.jobs) == [job]
 
 
 def test_a_long_result_does_not_come_through_the_socket(orders: Orders, tmp_path: Path) -> None:
@@ -887,7 +961,7 @@ def test_a_job_tells_nothing_after_its_end_and_keeps_so_many_remarks() -> None:
         assert len(job.messages[5]["description"]) < 20_000
         job.tell(JobStatus.COMPLETED)
         job.tell(JobStatus.ERROR, "late")
-        return [message["status"] async for message in job.follow(job.messages[-2]["number"])]
+        return [message["status"] async for told in job.follow(job.messages[-2]["number"]) for message in told]
 
     assert asyncio.run(story()) == ["COMPLETED"]
 
@@ -898,9 +972,9 @@ def test_a_reader_gets_every_message_once_however_they_come() -> None:
         job.tell(JobStatus.QUEUED)
 
         async def read() -> list[int]:
-            found = []
-            async for message in job.follow():
-                found.append(message["number"])
+            found: list[int] = []
+            async for told in job.follow():
+                found += [message["number"] for message in told]
                 await asyncio.sleep(0)
             return found
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import platform
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 try:
@@ -27,8 +28,7 @@ try:
     from tqdm.auto import tqdm
     from urllib3.filepost import encode_multipart_formdata
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
-    from websockets.protocol import State
-    from websockets.sync.client import ClientConnection, connect
+    from websockets.sync.client import connect
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'."
@@ -38,6 +38,7 @@ from ..config import CONFIG
 from .errors import ExecutionFailedError, InvalidProgramError
 from .protocol import (
     CONTENT_TYPE,
+    FRAMING,
     KEY_HEADER,
     PYTHON_HEADER,
     TIME_HEADER,
@@ -46,6 +47,9 @@ from .protocol import (
     Message,
     is_id,
 )
+from .sockets import LostError, RemoteConnectionError, RemoteError, Socket, is_message, refusal
+
+__all__ = ["Client", "RemoteConnectionError", "RemoteError", "address", "checked_id", "error_of"]
 
 #: From this length on there is a progress bar.
 _LONG = 4 * 2**20
@@ -54,23 +58,6 @@ _CHUNK = 256 * 1024
 _IDLE = 60.0
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-class RemoteError(RuntimeError):
-    """A server refused a request, failed at a job, or cannot be reached.
-
-    Args:
-        message: What happened.
-        code: Status code of HTTP, if the server gave one.
-    """
-
-    def __init__(self, message: str, code: int | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class RemoteConnectionError(RemoteError, ConnectionError):
-    """A server cannot be reached. A job that it has goes on."""
 
 
 class Client:
@@ -94,30 +81,25 @@ class Client:
         self._timeout = timeout
         self._patience = patience
         self._local = threading.local()
-        self._idle: list[tuple[float, str, ClientConnection]] = []
+        self._idle: list[tuple[float, Socket]] = []
         self._lock = threading.Lock()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def submit(self, payload: bytes, model_key: str, session_id: str = "") -> Message:
-        """Submit a job and return the first message about it.
+    def submit(self, payload: bytes, model_key: str) -> Message:
+        """Submit a job that is not waited for, and return the first message about it.
 
         Args:
             payload: The program.
             model_key: The model, see :class:`~.protocol.ModelKey`.
-            session_id: Of the WebSocket that is to tell about it; none by default.
 
         Raises:
             RemoteError: If the server refuses it.
             RemoteConnectionError: If the server cannot be reached.
         """
-        envelope = {
-            "model_key": model_key,
-            "session_id": session_id,
-            "compress": False,
-            "env": {},
-            "nonce": str(uuid.uuid4()),
-        }
+        return self._post(_envelope(model_key), payload)
+
+    def _post(self, envelope: dict[str, Any], payload: bytes) -> Message:
         fields: dict[str, Any] = {"data": json.dumps(envelope), "blob": ("payload", payload, CONTENT_TYPE)}
         body, content_type = encode_multipart_formdata(fields)
         return self._message("POST", "/request", body, content_type)
@@ -168,23 +150,36 @@ class Client:
                             patience.renew()
                 if len(got) >= length:
                     return bytes(got)
-                raise _LostError("the connection ended before the result did")
-            except (requests.RequestException, _LostError) as error:
+                raise LostError("the connection ended before the result did")
+            except (requests.RequestException, LostError) as error:
                 patience.wait(error)
 
     def run(self, payload: bytes, model_key: str) -> Iterator[tuple[Message, bytes | None]]:
         """Submit a job and yield the messages about it, with the result where one comes along; see :meth:`follow`."""
-        session_id, socket = "", None
-        with contextlib.suppress(_LostError):  # without a socket, the job is asked about
-            session_id, socket = self._session()
+        envelope = _envelope(model_key)
+        socket: Socket | None = None
+        with contextlib.suppress(LostError):  # without a socket, the job is asked about
+            socket = self._kept() or self._open()
+        told: list[tuple[Message, bytes | None]] = []
         try:
-            message = self.submit(payload, model_key, session_id)
+            if socket is not None and len(payload) <= socket.takes:
+                try:
+                    told = socket.submit(envelope, payload)
+                except LostError:  # if it has arrived all the same, it is the same job
+                    socket.close()
+                    socket = None
+            if not told:
+                session_id = "" if socket is None else socket.session_id
+                message = self._post({**envelope, "session_id": session_id}, payload)
         except BaseException:
             if socket is not None:
                 socket.close()
             raise
-        yield message, None
-        yield from self._follow(message["id"], message["number"], session_id, socket)
+        if told:
+            yield from self._follow(told[0][0]["id"], 0, socket, told)
+        else:
+            yield message, None
+            yield from self._follow(message["id"], message["number"], socket)
 
     def follow(self, job_id: str, after: int = 0) -> Iterator[tuple[Message, bytes | None]]:
         """Yield the messages about a job with numbers above ``after``, up to the one that finishes it.
@@ -195,28 +190,29 @@ class Client:
             RemoteError: If there is no such job for this key.
             RemoteConnectionError: If the server cannot be reached. The job goes on.
         """
-        yield from self._follow(checked_id(job_id), after, "", None)
+        yield from self._follow(checked_id(job_id), after, None)
 
     def _follow(
-        self, job_id: str, after: int, session_id: str, socket: ClientConnection | None
+        self, job_id: str, after: int, socket: Socket | None, told: Iterable[tuple[Message, bytes | None]] = ()
     ) -> Iterator[tuple[Message, bytes | None]]:
+        """Yield what has been ``told`` about a job, and what will be, on a socket of which this is the only job."""
         patience = _Patience(self._patience, f"hear of job {job_id} from {self.host}")
         while True:
             try:
                 if socket is None:
-                    socket = self._open(f"?job={job_id}&after={after}")[1]
+                    socket = self._open(f"&job={job_id}&after={after}")
                     patience.renew()
-                for message, result in _frames(socket, job_id):
+                for message, result in itertools.chain(told, socket.messages(job_id)):
                     after = message["number"]
                     finished = JobStatus(message["status"]).finished
-                    if finished and session_id and socket is not None:
+                    if finished and socket is not None and socket.serves_many:
                         # Now, for who has seen the last message asks for no more.
-                        self._keep(session_id, socket)
+                        self._keep(socket)
                         socket = None
                     yield message, result
                     if finished:
                         return
-            except (ConnectionClosed, _LostError) as error:
+            except (ConnectionClosed, LostError) as error:
                 try:  # something on the way may let HTTP through and no WebSocket
                     latest = self._message("GET", f"/response/{job_id}", once=True)
                 except RemoteConnectionError:
@@ -232,7 +228,7 @@ class Client:
             finally:
                 if socket is not None:
                     socket.close()
-                socket, session_id = None, ""
+                socket, told = None, ()
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +248,7 @@ class Client:
         """Close connections that are kept for later."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for _, _, socket in idle:
+        for _, socket in idle:
             socket.close()
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
@@ -260,7 +256,7 @@ class Client:
     def _message(self, *args: Any, **options: Any) -> Message:
         """Return the message that the server answers; as :meth:`_json`."""
         message = self._json(*args, **options)
-        if not _is_message(message):
+        if not is_message(message):
             raise RemoteError(
                 f"{self.host} answered with something else than a message about a job: is it a server of nnsight?"
             )
@@ -283,7 +279,7 @@ class Client:
                     data = None if body is None else _Upload(body, bar)
                     answer = self._http(method, path, data=data, headers=headers)
                 return answer.json()
-            except _LostError as error:
+            except LostError as error:
                 patience.wait(error)
             except ValueError:
                 message = f"{self.host}{path} answered with something else than JSON: is it a server of nnsight?"
@@ -294,7 +290,7 @@ class Client:
 
         Raises:
             RemoteError: If the server refuses it.
-            _LostError: If another attempt may do better.
+            LostError: If another attempt may do better.
         """
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
@@ -303,15 +299,12 @@ class Client:
         try:
             answer: requests.Response = self._local.session.request(method, self.host + path, **options)
         except requests.RequestException as error:
-            raise _LostError(str(error)) from error
+            raise LostError(str(error)) from error
         if not {"content-length", "transfer-encoding"} & {name.lower() for name in answer.headers}:
-            raise _LostError("the connection ended within the headers of the answer")
+            raise LostError("the connection ended within the headers of the answer")
         if answer.ok and not answer.is_redirect:
             return answer
-        detail = _detail(answer)
-        if answer.status_code in (502, 503, 504):
-            raise _LostError(detail)
-        raise RemoteError(f"{self.host} refused the request: {detail}", answer.status_code)
+        raise refusal(self.host, answer.status_code, _detail(answer))
 
     def _headers(self) -> dict[str, str]:
         from .. import __version__
@@ -322,16 +315,16 @@ class Client:
 
     # -- WebSockets --------------------------------------------------------------------------------------------------
 
-    def _open(self, query: str = "") -> tuple[str, ClientConnection]:
-        """Return the session of a new socket, and the socket, after the frame with which it begins.
+    def _open(self, query: str = "") -> Socket:
+        """Return a new socket; ``query`` names the one job that it is for.
 
         Raises:
             RemoteError: If the server refuses it.
-            _LostError: If another attempt may do better.
+            LostError: If another attempt may do better.
         """
         try:
             manager = connect(
-                "ws" + self.host.removeprefix("http") + "/subscribe" + query,
+                f"ws{self.host.removeprefix('http')}/subscribe?framing={FRAMING}{query}",
                 additional_headers=self._headers(),
                 open_timeout=min(10.0, self._timeout),
                 close_timeout=1.0,
@@ -339,39 +332,30 @@ class Client:
                 compression=None,
                 user_agent_header=None,
             )
-            socket = manager.__enter__()  # and closed by hand: some are kept for the next job
+            connection = manager.__enter__()  # and closed by hand: some are kept for the next job
         except InvalidStatus as error:
             if error.response.status_code in (401, 403, 404):
                 detail = _text(bytes(error.response.body or b""))
-                raise RemoteError(f"{self.host} refused the request: {detail}", error.response.status_code) from None
-            raise _LostError(str(error)) from error
+                raise refusal(self.host, error.response.status_code, detail) from None
+            raise LostError(str(error)) from error
         except (OSError, InvalidHandshake, EOFError) as error:  # a timeout is an OSError
-            raise _LostError(str(error)) from error
-        try:
-            return str(json.loads(socket.recv(self._timeout))["session_id"]), socket
-        except (ConnectionClosed, TimeoutError, ValueError, LookupError, TypeError) as error:
-            socket.close()
-            raise _LostError(f"the WebSocket did not begin as it should: {error}") from error
+            raise LostError(str(error)) from error
+        return Socket(self.host, connection, self._timeout, serves_many=not query)
 
-    def _session(self) -> tuple[str, ClientConnection]:
-        """Return a socket on which nothing is being told, with its session; a new one or one that was kept."""
+    def _kept(self) -> Socket | None:
+        """Return a socket that was kept, on which nothing is being told."""
         while True:
             with self._lock:
                 if not self._idle:
-                    break
-                since, session_id, socket = self._idle.pop()
-            if time.monotonic() - since < _IDLE and socket.state is State.OPEN:
-                return session_id, socket
+                    return None
+                since, socket = self._idle.pop()
+            if time.monotonic() - since < _IDLE and socket.usable:
+                return socket
             socket.close()
-        return self._open()
 
-    def _keep(self, session_id: str, socket: ClientConnection) -> None:
+    def _keep(self, socket: Socket) -> None:
         with self._lock:
-            self._idle.append((time.monotonic(), session_id, socket))
-
-
-class _LostError(Exception):
-    """An attempt failed in a way that another may not."""
+            self._idle.append((time.monotonic(), socket))
 
 
 class _Patience:
@@ -426,36 +410,9 @@ def _bar(title: str, total: int, done: int = 0) -> Any:
     return tqdm(desc=title, total=total, initial=done, unit="B", unit_scale=True, leave=False, disable=hidden)
 
 
-def _frames(socket: ClientConnection, job_id: str) -> Iterator[tuple[Message, bytes | None]]:
-    """Yield the messages about a job from a socket, each with the binary frame that belongs to it.
-
-    Raises:
-        ConnectionClosed: If the socket ends.
-        _LostError: If something else comes than should.
-    """
-    while True:
-        try:
-            message = json.loads(socket.recv())
-        except ValueError:
-            message = None
-        if not _is_message(message):
-            raise _LostError("the server sent a frame that is no message")
-        inline = isinstance(message["data"], dict) and message["data"].get("inline")
-        result = socket.recv() if inline else None
-        if message["id"] == job_id:
-            yield message, result if isinstance(result, bytes) else None
-
-
-def _is_message(message: Any) -> TypeGuard[Message]:
-    """Whether ``message`` is one, as far as a client relies on it."""
-    return (
-        isinstance(message, dict)
-        and is_id(message.get("id"))
-        and message.get("status") in list(JobStatus)
-        and isinstance(message.get("description"), str)
-        and isinstance(message.get("number"), int)
-        and "data" in message
-    )
+def _envelope(model_key: str) -> dict[str, Any]:
+    """Return the envelope of a new job, which nobody is told about."""
+    return {"model_key": model_key, "session_id": "", "compress": False, "env": {}, "nonce": str(uuid.uuid4())}
 
 
 def _detail(answer: requests.Response) -> str:

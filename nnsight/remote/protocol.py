@@ -2,14 +2,20 @@
 
 A job is submitted with ``POST /request``: a multipart body whose field ``data`` is a JSON envelope and whose file ``blob`` is the
 payload. What becomes of it is told in *messages*, JSON objects with ``id``, ``status``, ``description``, ``data``, ``meta`` and
-``number``. They come as text frames of the WebSocket ``/subscribe``; ``GET /response/{id}`` has the latest. The numbers of the
+``number``. They come through the WebSocket ``/subscribe``; ``GET /response/{id}`` has the latest. The numbers of the
 messages of a job grow, so that a client that lost its connection asks for those above what it has seen and misses none.
 
-A job is finished by one of two messages. ``COMPLETED`` says in ``data`` how long the result is; a short result follows in a binary
-frame of its own, and every result can be fetched from ``GET /result/{id}``. ``ERROR`` says in ``description`` what went wrong.
+A job is finished by one of two messages. ``COMPLETED`` says in ``data`` how long the result is; a short result comes along with
+it, and every result can be fetched from ``GET /result/{id}``. ``ERROR`` says in ``description`` what went wrong.
 
 The ``nonce`` of an envelope is the client's own name for the job, and submitting the same nonce again
 returns the same job. So an answer that was lost on the way is asked for again without running anything twice.
+
+A request of HTTP, and a frame, cost more than what a short job has to say. So a client that asks for ``/subscribe?framing=2`` gets
+*packets*, binary frames with JSON and bytes (:func:`join_packet`): a list of all messages that are ready, with the result of the
+last. It may submit a job likewise, an envelope with its payload, if that is no longer than the server said at the beginning that it
+takes. The answer is the first messages, or a refusal: an object with the ``code`` of HTTP and the ``detail``. Other clients get a text
+frame for each message, and a short result in a frame of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +33,9 @@ KEY_HEADER = "ndif-api-key"
 VERSION_HEADER = "nnsight-version"
 PYTHON_HEADER = "python-version"
 TIME_HEADER = "ndif-timestamp"
+
+#: What makes the frames of a socket packets.
+FRAMING = "2"
 
 #: The shape of the ids of jobs and of nonces; anything else is refused unseen.
 ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -126,6 +135,27 @@ def model_key_of(model: Any) -> str:
         )
     kind = type(model)
     return str(ModelKey(name[0], name[1], f"{kind.__module__}.{kind.__qualname__}"))
+
+
+def join_packet(content: Any, binary: bytes = b"") -> bytes:
+    """Return ``content`` as JSON, and bytes behind it: the length of the JSON in eight bytes, the lowest first, the JSON, the bytes."""
+    text = json.dumps(content).encode()
+    return b"".join((len(text).to_bytes(8, "little"), text, binary))
+
+
+def split_packet(packet: bytes) -> tuple[Any, bytes]:
+    """Return what :func:`join_packet` was given.
+
+    Raises:
+        ValueError: If ``packet`` is none.
+    """
+    end = 8 + int.from_bytes(packet[:8], "little")
+    if len(packet) < max(end, 9):
+        raise ValueError("This is no packet: it is shorter than it says.")
+    try:
+        return json.loads(packet[8:end]), packet[end:]
+    except RecursionError:
+        raise ValueError("This is no packet: its JSON nests too deep.") from None
 
 
 def is_id(text: Any) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import platform
 import re
 import time
 from collections.abc import AsyncIterator
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import UploadFile
@@ -31,8 +30,9 @@ from starlette.websockets import WebSocket
 from ... import __version__
 from ..operators import OPERATORS_HASH
 from ..payload import VERSION
-from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER, is_id
-from .gateway import Gateway, RefusedError
+from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER
+from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
+from .gateway import Gateway
 from .jobs import Job
 from .keys import Account, Door, OpenDoor
 from .sessions import Sessions
@@ -41,15 +41,6 @@ _log = logging.getLogger("nnsight.remote.server")
 
 #: What a multipart body has besides the payload.
 _FRAME = 128 * 1024
-
-#: What payloads of other clients begin with.
-_OTHER_FORMATS = {
-    b"\x80": "a pickle",
-    b"PK\x03\x04": "a zip archive, as torch.save writes",
-    b"\x28\xb5\x2f\xfd": "compressed",
-    b"\x1f\x8b": "compressed",
-    b"\x78": "compressed",
-}
 
 
 def create_app(gateway: Gateway, door: Door) -> FastAPI:
@@ -61,14 +52,14 @@ def create_app(gateway: Gateway, door: Door) -> FastAPI:
         yield
         await gateway.stop()
 
-    sessions = Sessions(gateway)
+    sessions = Sessions(gateway, door)
 
     async def subscribe(websocket: WebSocket) -> None:
         key = websocket.headers.get(KEY_HEADER)
         account = door.admit(key)
         job_id, after = websocket.query_params.get("job"), websocket.query_params.get("after", "0")
         if account is None and (key or job_id):
-            await websocket.send_denial_response(JSONResponse({"detail": _BAD_KEY}, 401))
+            await websocket.send_denial_response(JSONResponse({"detail": BAD_KEY}, 401))
             return
         job = gateway.find(job_id, account) if job_id and account is not None else None
         if (job_id and job is None) or not (after.isdecimal() and len(after) < 20):
@@ -100,14 +91,13 @@ def create_app(gateway: Gateway, door: Door) -> FastAPI:
     )
 
 
-_BAD_KEY = "This API key is missing or unknown. Set it with `CONFIG.set_default_api_key(key)`, or in the variable NDIF_API_KEY."
 _NO_JOB = "There is no such job: the id is wrong, the job belongs to another key, or its result was kept as long as it is kept."
 
 
 def _account(request: Request, door: Door) -> Account:
     account = door.admit(request.headers.get(KEY_HEADER))
     if account is None:
-        raise RefusedError(401, "key", _BAD_KEY)
+        raise RefusedError(401, "key", BAD_KEY)
     return account
 
 
@@ -128,12 +118,14 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
         body = _Body(request, account.bytes)
         try:
             async with gateway.uploading(account), asyncio.timeout(gateway.settings.upload), body.form() as form:
-                envelope, blob = _envelope(form.get("data"), version), form.get("blob")
+                envelope, blob = checked_envelope(form.get("data"), version), form.get("blob")
                 if not isinstance(blob, UploadFile):
                     raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
                 if (blob.size or 0) > account.bytes:
-                    body.too_large()
-                await _check_payload(blob, version)
+                    raise too_long(account.bytes)
+                start = await blob.read(9)
+                await blob.seek(0)
+                check_start(start, blob.size or 0, version)
                 nonce = envelope.get("nonce", "")
                 job = await gateway.submit(account, envelope["model_key"], nonce, blob.file, blob.size or 0)
                 await gateway.secure(job, listened=sessions.attach(envelope["session_id"], job, account))
@@ -263,7 +255,7 @@ class _Body:
             with contextlib.suppress(RefusedError):  # some of it, so that a client comes to read the answer
                 async for _ in self._request.stream():
                     pass
-            self.too_large()
+            raise too_long(self._most)
         try:
             form = await self._request.form(max_files=1, max_fields=4, max_part_size=_FRAME // 2)
         except HTTPException as error:
@@ -277,61 +269,12 @@ class _Body:
         finally:
             await form.close()
 
-    def too_large(self) -> NoReturn:
-        """Refuse the request for its length."""
-        message = f"The payload is longer than the {self._most:,} bytes that this key may send. Send less data along with the block."
-        raise RefusedError(413, "length", message)
-
     def _limited(self, receive: Receive) -> Receive:
         async def limited() -> AsgiMessage:
             message = await receive()
             self._left -= len(message.get("body", b""))
             if self._left < 0:
-                self.too_large()
+                raise too_long(self._most)
             return message
 
         return limited
-
-
-def _envelope(data: Any, version: str) -> dict[str, Any]:
-    """Return the envelope of a request.
-
-    Raises:
-        RefusedError: If it is not what it should be.
-    """
-    try:
-        envelope = json.loads(data)
-    except (ValueError, TypeError, RecursionError):
-        raise RefusedError(400, "envelope", "The field `data` has to be a JSON object.") from None
-    if not isinstance(envelope, dict) or not isinstance(envelope.get("model_key"), str):
-        raise RefusedError(400, "envelope", "The field `data` has to be a JSON object with a string `model_key`.")
-    envelope["session_id"] = envelope.get("session_id") or ""
-    if envelope["session_id"] and not is_id(envelope["session_id"]):
-        raise RefusedError(400, "envelope", "`session_id` has to be what /subscribe said, or empty.")
-    if envelope.get("nonce", "") and not is_id(envelope["nonce"]):
-        raise RefusedError(400, "envelope", "`nonce` has to be a UUID in lower case, or be left out.")
-    if envelope.get("compress"):
-        raise RefusedError(415, "format", _format_message("compressed", version))
-    return envelope
-
-
-async def _check_payload(blob: UploadFile, version: str) -> None:
-    """Refuse payloads of clients that send Python, by their first bytes.
-
-    Raises:
-        RefusedError: If ``blob`` cannot be a safetensors file.
-    """
-    start = await blob.read(9)
-    await blob.seek(0)
-    header = int.from_bytes(start[:8], "little")
-    if len(start) == 9 and start[8:] == b"{" and header <= (blob.size or 0) - 8:
-        return
-    found = next((kind for magic, kind in _OTHER_FORMATS.items() if start.startswith(magic)), "something else")
-    raise RefusedError(415, "format", _format_message(found, version))
-
-
-def _format_message(found: str, version: str) -> str:
-    return (
-        f"The payload is {found}, and this server takes programs as data only: one uncompressed safetensors file, {CONTENT_TYPE}. "
-        f"It never unpickles what a client sends. The client says it is nnsight {version[:40]!r}; install {__version__} or later."
-    )

@@ -26,6 +26,7 @@ from ..errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import JobStatus, ModelKey
 from .batches import Batches
 from .engine import Engine, EngineLostError, Outcome, TimeLimitError
+from .envelopes import RefusedError
 from .jobs import Job
 from .keys import Account
 from .queues import FairQueue
@@ -64,21 +65,6 @@ class Settings:
     drain: float = 60.0
 
 
-class RefusedError(Exception):
-    """A request that does not become a job.
-
-    Args:
-        code: Status code of HTTP.
-        reason: In a word, for figures.
-        message: For the client.
-    """
-
-    def __init__(self, code: int, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.reason = reason
-
-
 class JobCancelledError(Exception):
     """Whoever submitted a job does not want it any more."""
 
@@ -102,6 +88,7 @@ class Served:
 
     Attributes:
         key: Its name.
+        text: That as text.
         engine: What runs it.
         queue: The jobs that wait for it.
         groups: Those that run, with the task in which they do.
@@ -111,7 +98,11 @@ class Served:
     engine: Engine
     queue: FairQueue = field(default_factory=FairQueue)
     groups: dict[Group, asyncio.Task[None]] = field(default_factory=dict)
+    text: str = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.text = str(self.key)
 
     @property
     def running(self) -> list[Job]:
@@ -263,7 +254,7 @@ class Gateway:
         known = self._by_nonce.get((account.name, nonce)) if nonce else None
         if known is not None:
             job = await asyncio.shield(known)
-            if (job.digest, job.model) != (digest, str(served.key)):
+            if (job.digest, job.model) != (digest, served.text):
                 raise RefusedError(
                     409, "nonce", "This nonce was used for another job. A nonce names one job; make a new one for each."
                 )
@@ -276,7 +267,7 @@ class Gateway:
             raise RefusedError(429, "queue", message)
         if len(self._active) >= self.settings.jobs:
             raise RefusedError(503, "busy", "The server has more jobs than it can take. Try again later.")
-        job = Job(account.name, str(served.key), nonce, digest, size, account.seconds)
+        job = Job(account.name, served.text, nonce, digest, size, account.seconds)
         job.tell(JobStatus.RECEIVED, "The job has been received.")
         self.jobs[job.id] = job
         self._active.add(job)
@@ -424,7 +415,7 @@ class Gateway:
             job.tell(JobStatus.DISPATCHED, "The job has gone to the engine.")
             self.metrics.waited.labels(job.model).observe(started - job.created)
             job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs))
-        self.metrics.together.labels(str(served.key)).observe(len(jobs))
+        self.metrics.together.labels(served.text).observe(len(jobs))
         group.payloads = await asyncio.to_thread(self.spool.begin, jobs)
         try:
             logs = [functools.partial(job.tell, JobStatus.LOG) for job in jobs]
@@ -441,7 +432,7 @@ class Gateway:
                 return
             outcomes = [error]
         runtime = time.time() - started
-        self.metrics.runtime.labels(str(served.key)).observe(runtime)
+        self.metrics.runtime.labels(served.text).observe(runtime)
         results: list[tuple[Job, bytes]] = []
         figures = {job: {"runtime": runtime, "waited": started - job.created, "together": len(jobs)} for job in jobs}
         for job, outcome in zip(jobs, outcomes, strict=True):
@@ -457,10 +448,11 @@ class Gateway:
             else:
                 results.append((job, outcome))
         lengths = await asyncio.to_thread(self.spool.keep_results, results) if results else []
-        for (job, _), kept in zip(results, lengths, strict=True):
+        for (job, result), kept in zip(results, lengths, strict=True):
             if isinstance(kept, OSError):
                 self._fail(job, kept, **figures[job])
             elif not job.status.finished:
+                job.result = result if kept < SHORT else None
                 job.complete(kept, **figures[job])
                 self.metrics.results.inc(kept)
                 self._end(job, "completed", **figures[job])
@@ -493,6 +485,8 @@ class Gateway:
     def _note(self, jobs: Sequence[Job]) -> Sequence[None]:
         """Write down where jobs that have ended stand."""
         self.spool.note(jobs)
+        for job in jobs:
+            job.result = None
         return [None] * len(jobs)
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
@@ -519,8 +513,8 @@ class Gateway:
         self.spool.remove([job])
 
     def _count(self, served: Served) -> None:
-        self.metrics.queued.labels(str(served.key)).set(len(served.queue))
-        self.metrics.running.labels(str(served.key)).set(len(served.running))
+        self.metrics.queued.labels(served.text).set(len(served.queue))
+        self.metrics.running.labels(served.text).set(len(served.running))
 
     def figures(self) -> bytes:
         """Return the figures for Prometheus."""

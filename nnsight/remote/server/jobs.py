@@ -37,6 +37,7 @@ class Job:
         ended: When it was finished, likewise.
         attempts: How often it has been started.
         result_size: How long the result is.
+        result: The result itself, as long as it is new and if it is short: most clients hear of it at once.
         kind: What it can be run together with; ``None`` if it runs alone.
         messages: What has been said about it.
         status: Where it stands.
@@ -53,6 +54,7 @@ class Job:
     ended: float | None = None
     attempts: int = 0
     result_size: int | None = None
+    result: bytes | None = None
     kind: Any = None
     messages: list[Message] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,16 +99,17 @@ class Job:
             JobStatus.COMPLETED, "The result is ready.", {"size": size, "result": f"/result/{self.id}"}, **figures
         )
 
-    async def follow(self, after: int = 0) -> AsyncIterator[Message]:
-        """Yield the messages with a number above ``after``, as they come, up to the one that finishes the job."""
+    async def follow(self, after: int = 0) -> AsyncIterator[list[Message]]:
+        """Yield the messages with a number above ``after``, up to the one that finishes the job: all that are ready, each time."""
         position = 0
         while True:
             changed = self._changed
-            while position < len(self.messages):
-                message = self.messages[position]
-                position += 1
-                if message["number"] > after:
-                    yield message
+            new = [message for message in self.messages[position:] if message["number"] > after]
+            position = len(self.messages)
+            if new:
+                yield new
+            if changed is not self._changed:  # there is more by now
+                continue
             if self.status.finished:
                 return
             await changed.wait()

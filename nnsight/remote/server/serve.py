@@ -25,6 +25,7 @@ from .app import create_app
 from .engine import Engine
 from .gateway import Gateway, Settings
 from .keys import Door, KeyFile, OpenDoor
+from .sessions import LONGEST_FRAME
 from .spool import Spool
 from .telemetry import JsonLines
 
@@ -49,7 +50,7 @@ class GatewayServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            ws_max_size=4096,  # clients have nothing to say there
+            ws_max_size=LONGEST_FRAME,
             ws_per_message_deflate=False,  # tensors hardly get smaller
             timeout_graceful_shutdown=5,
         )

@@ -1,83 +1,138 @@
-"""WebSockets: each tells one client about its jobs.
+"""WebSockets: each tells one client about its jobs, and takes short ones in.
 
-A socket says its ``session_id`` first; jobs submitted with that id are told about on it. A client that lost its socket opens another
-with ``?job=...&after=...`` and goes on after the message it saw last. Each job of a socket has its own reader (:meth:`Job.follow`), so a
-client that reads slowly holds up itself only. One that does not read at all is cut off after a while.
+A socket says its ``session_id`` first; jobs submitted with that id are told about on it, and so are those that come through it. A client
+that lost its socket opens another with ``?job=...&after=...`` and goes on after the message it saw last. Each job of a socket has its own
+reader (:meth:`Job.follow`), so a client that reads slowly holds up itself only. One that does not read at all is cut off after a while.
+
+What is ready at a time is sent at a time (:mod:`~nnsight.remote.protocol`): among many short jobs, frames cost more than runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import io
 import logging
 import uuid
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from ..protocol import JobStatus, Message
+from ..protocol import FRAMING, KEY_HEADER, VERSION_HEADER, JobStatus, Message, join_packet, split_packet
+from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
 from .gateway import Gateway
 from .jobs import Job
-from .keys import Account
+from .keys import Account, Door
 from .spool import SHORT
 
 _log = logging.getLogger("nnsight.remote.server")
 
+#: How long a frame of a client may be: one with a short payload, and an envelope.
+LONGEST_FRAME = SHORT + 2**13
+
 
 class _Session:
-    """One socket."""
+    """One socket.
 
-    def __init__(self, websocket: WebSocket, account: Account | None, gateway: Gateway) -> None:
+    Args:
+        websocket: The socket, which is accepted.
+        account: Whose it is; ``None`` if it came without a key.
+        gateway: Has the jobs.
+        door: Is asked again at each job.
+    """
+
+    def __init__(self, websocket: WebSocket, account: Account | None, gateway: Gateway, door: Door) -> None:
         self.id = str(uuid.uuid4())
         self.account = account
-        self._websocket = websocket
-        self._gateway = gateway
-        self._jobs: asyncio.Queue[tuple[Job, int]] = asyncio.Queue()
+        self._websocket, self._gateway, self._door = websocket, gateway, door
+        self._packs = websocket.query_params.get("framing") == FRAMING
+        self._readers = asyncio.TaskGroup()
+        self._used = asyncio.Event()
+        self._takes = 0
         self._sending = asyncio.Lock()
 
     def add(self, job: Job, after: int) -> None:
-        self._jobs.put_nowait((job, after))
+        """Tell about a job."""
+        self._used.set()
+        self._readers.create_task(self._tell(job, after))
 
-    async def feed(self, only: bool) -> None:
-        """Tell about the jobs of the session, or ``only`` about its first."""
-        settings = self._gateway.settings
-        await self._send({"session_id": self.id})
-        first = await asyncio.wait_for(self._jobs.get(), settings.idle if self.account is None else None)
-        if only:
-            await self._tell(*first)
-            return
-        async with asyncio.TaskGroup() as readers:
-            readers.create_task(self._tell(*first))
-            while True:
-                readers.create_task(self._tell(*await self._jobs.get()))
+    async def feed(self, only: tuple[Job, int] | None) -> None:
+        """Tell about the jobs of the session until it is cut off; or about ``only`` one, after a message."""
+        hello: dict[str, Any] = {"session_id": self.id}
+        if only is None and self._packs and self.account is not None:
+            self._takes = hello["takes"] = SHORT
+        async with self._readers:
+            await self._websocket.send_json(hello)
+            if only is not None:
+                await self._tell(*only)
+                return
+            await asyncio.wait_for(self._used.wait(), self._gateway.settings.idle if self.account is None else None)
+            await asyncio.Event().wait()
 
     async def listen(self) -> None:
-        """Return when the client goes away. It has nothing to say."""
+        """Take jobs in, one after the other; return when the client goes away, or says what it should not."""
+        while True:
+            frame = (await self._websocket.receive()).get("bytes")
+            if frame is None or not self._takes:
+                return
+            try:
+                job = await self._submit(frame)
+            except RefusedError as error:
+                self._gateway.metrics.refused.labels(error.reason).inc()
+                await self._send({"code": error.code, "detail": str(error)})
+            else:
+                self.add(job, 0)
+
+    async def _submit(self, frame: bytes) -> Job:
+        """Return the job in a frame, when it is safe or has ended.
+
+        Raises:
+            RefusedError: If it is not taken.
+        """
+        headers = self._websocket.headers
+        account = self._door.admit(headers.get(KEY_HEADER))  # it may have been withdrawn
+        if account is None:
+            raise RefusedError(401, "key", BAD_KEY)
         try:
-            while True:
-                await self._websocket.receive_bytes()
-        except (WebSocketDisconnect, KeyError):
-            return
+            content, payload = split_packet(frame)
+        except ValueError as error:
+            raise RefusedError(400, "envelope", str(error)) from None
+        version = headers.get(VERSION_HEADER, "unknown")
+        envelope = checked_envelope(content, version)
+        if len(payload) > account.bytes:
+            raise too_long(account.bytes)
+        check_start(payload[:9], len(payload), version)
+        nonce = envelope.get("nonce", "")
+        job = await self._gateway.submit(account, envelope["model_key"], nonce, io.BytesIO(payload), len(payload))
+        await self._gateway.secure(job, listened=True)
+        return job
 
     async def _tell(self, job: Job, after: int) -> None:
-        async for message in job.follow(after):
-            size = job.result_size
-            if (
-                message["status"] == JobStatus.COMPLETED.value
-                and size is not None
-                and size <= self._gateway.settings.inline
-            ):
-                read = functools.partial(self._gateway.spool.result, job)
-                result = read() if size < SHORT else await asyncio.to_thread(read)
-                await self._send(Message(**{**message, "data": {**message["data"], "inline": True}}), result)
-            else:
-                await self._send(message)
+        async for messages in job.follow(after):
+            for told in [messages] if self._packs else [[message] for message in messages]:
+                result = await self._result(job, told[-1])
+                if result is not None:
+                    told[-1] = Message(**{**told[-1], "data": {**told[-1]["data"], "inline": True}})
+                await self._send(told, result)
 
-    async def _send(self, message: object, binary: bytes | None = None) -> None:
-        """Send a message, and what belongs to it right behind."""
+    async def _result(self, job: Job, message: Message) -> bytes | None:
+        """Return the result that goes along with a message."""
+        size = job.result_size
+        if message["status"] != JobStatus.COMPLETED.value or size is None or size > self._gateway.settings.inline:
+            return None
+        known = job.result  # which another thread takes away
+        if known is not None:
+            return known
+        return self._gateway.spool.result(job) if size < SHORT else await asyncio.to_thread(self._gateway.spool.result, job)
+
+    async def _send(self, content: Any, binary: bytes | None = None) -> None:
+        """Send a packet; or else the one message that ``content`` has, and what belongs to it right behind."""
         async with self._sending, asyncio.timeout(self._gateway.settings.send):
-            await self._websocket.send_json(message)
+            if self._packs:
+                await self._websocket.send_bytes(join_packet(content, binary or b""))
+                return
+            await self._websocket.send_json(content[0])
             if binary is not None:
                 await self._websocket.send_bytes(binary)
 
@@ -87,10 +142,11 @@ class Sessions:
 
     Args:
         gateway: Has the jobs.
+        door: Decides who may use it.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: Gateway, door: Door) -> None:
+        self._gateway, self._door = gateway, door
         self._open: dict[str, _Session] = {}
 
     def attach(self, session_id: str, job: Job, account: Account) -> bool:
@@ -109,12 +165,10 @@ class Sessions:
             await websocket.send_denial_response(JSONResponse({"detail": detail}, 503))
             return
         await websocket.accept()
-        session = _Session(websocket, account, self._gateway)
+        session = _Session(websocket, account, self._gateway, self._door)
         self._open[session.id] = session
         self._gateway.metrics.sockets.set(len(self._open))
-        if job is not None:
-            session.add(job, after)
-        feeding = asyncio.create_task(session.feed(only=job is not None))
+        feeding = asyncio.create_task(session.feed(None if job is None else (job, after)))
         listening = asyncio.create_task(session.listen())
         try:
             await asyncio.wait([feeding, listening], return_when=asyncio.FIRST_COMPLETED)
@@ -123,9 +177,9 @@ class Sessions:
             self._gateway.metrics.sockets.set(len(self._open))
             for task in (feeding, listening):
                 task.cancel()
-            failure, _ = await asyncio.gather(feeding, listening, return_exceptions=True)
-            if isinstance(failure, Exception):
-                _log.info("a socket was cut off", extra={"error": repr(failure)})
+            for failure in await asyncio.gather(feeding, listening, return_exceptions=True):
+                if isinstance(failure, Exception):
+                    _log.info("a socket was cut off", extra={"error": repr(failure)})
             if websocket.client_state is websocket.application_state is WebSocketState.CONNECTED:
                 with contextlib.suppress(RuntimeError, TimeoutError, WebSocketDisconnect):
                     await asyncio.wait_for(websocket.close(), 1.0)

@@ -1,0 +1,88 @@
+"""What comes in with a payload, and how it begins: checked before anything else looks at it.
+
+However a job comes, in a request of HTTP or through a socket, it has an envelope, which says for which model it is, and a payload,
+which has to begin as a safetensors file does. Clients that send Python are told so.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ... import __version__
+from ..protocol import CONTENT_TYPE, is_id
+
+#: What payloads of other clients begin with.
+_OTHER_FORMATS = {
+    b"\x80": "a pickle",
+    b"PK\x03\x04": "a zip archive, as torch.save writes",
+    b"\x28\xb5\x2f\xfd": "compressed",
+    b"\x1f\x8b": "compressed",
+    b"\x78": "compressed",
+}
+
+BAD_KEY = "This API key is missing or unknown. Set it with `CONFIG.set_default_api_key(key)`, or in the variable NDIF_API_KEY."
+
+
+class RefusedError(Exception):
+    """A request that does not become a job.
+
+    Args:
+        code: Status code of HTTP.
+        reason: In a word, for figures.
+        message: For the client.
+    """
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+
+
+def too_long(most: int) -> RefusedError:
+    """Return the refusal of a payload that is longer than ``most`` bytes."""
+    message = f"The payload is longer than the {most:,} bytes that this key may send. Send less data along with the block."
+    return RefusedError(413, "length", message)
+
+
+def checked_envelope(envelope: Any, version: str) -> dict[str, Any]:
+    """Return an envelope, given as an object or as its JSON, of a client that has this version of the package.
+
+    Raises:
+        RefusedError: If it is not what it should be.
+    """
+    if not isinstance(envelope, dict):
+        try:
+            envelope = json.loads(envelope)
+        except (ValueError, TypeError, RecursionError):
+            raise RefusedError(400, "envelope", "The field `data` has to be a JSON object.") from None
+    if not isinstance(envelope, dict) or not isinstance(envelope.get("model_key"), str):
+        raise RefusedError(400, "envelope", "The field `data` has to be a JSON object with a string `model_key`.")
+    envelope["session_id"] = envelope.get("session_id") or ""
+    if envelope["session_id"] and not is_id(envelope["session_id"]):
+        raise RefusedError(400, "envelope", "`session_id` has to be what /subscribe said, or empty.")
+    if envelope.get("nonce", "") and not is_id(envelope["nonce"]):
+        raise RefusedError(400, "envelope", "`nonce` has to be a UUID in lower case, or be left out.")
+    if envelope.get("compress"):
+        raise RefusedError(415, "format", _format_message("compressed", version))
+    return envelope
+
+
+def check_start(start: bytes, size: int, version: str) -> None:
+    """Refuse payloads of clients that send Python, by their first nine bytes.
+
+    Raises:
+        RefusedError: If a payload of this size that begins so cannot be a safetensors file.
+    """
+    header = int.from_bytes(start[:8], "little")
+    if len(start) == 9 and start[8:] == b"{" and header <= size - 8:
+        return
+    found = next((kind for magic, kind in _OTHER_FORMATS.items() if start.startswith(magic)), "something else")
+    raise RefusedError(415, "format", _format_message(found, version))
+
+
+def _format_message(found: str, version: str) -> str:
+    return (
+        f"The payload is {found}, and this server takes programs as data only: one uncompressed safetensors file, {CONTENT_TYPE}. "
+        f"It never unpickles what a client sends. The client says it is nnsight {version[:40]!r}; install {__version__} or later."
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import nnsight
 from nnsight import LanguageModel, NNsight
+from nnsight.fx import counters
 from nnsight.remote import payload as payload_module
 from nnsight.remote import together
 from nnsight.remote.backend import ProgramBackend
@@ -160,7 +162,6 @@ def test_what_jobs_must_have_in_common(model: Any) -> None:
     assert kind(lambda tracer: model.transformer.h[0].skip(model.transformer.h[0].input)) is None
     padded = torch.tensor([[0, 1, 1, 1, 1]])
     assert kind(attention_mask=padded) not in (base, None)  # a model has no mask where nothing is padded
-    assert kind(of=LanguageModel(model._module, compile={"backend": "eager"})) is None
     net = NNsight(torch.nn.Linear(2, 2))
     catch = Catch()
     with net.trace(torch.ones(1, 2), backend=catch):
@@ -467,3 +468,159 @@ def test_a_group_is_given_up_quietly_only_to_run_alone(model: Any, monkeypatch: 
     monkeypatch.setattr(together, "find_batch_dims", broken)
     payloads = [steering(model, number) for number in range(2)]
     same([decode_results(result) for result in execute_payloads(model, payloads)], [alone(model, payload) for payload in payloads])  # type: ignore[arg-type]
+
+
+# -- compiled models -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled(model: Any) -> LanguageModel:
+    return LanguageModel(model._module, compile={"backend": "eager"})
+
+
+def patching(model: Any, seed: int, rows: int = 1, layer: int = 1, shape: int = 5, prints: bool = False) -> bytes:
+    """A program that reads, computes with values and tensors of its own, edits and saves: the same for all seeds."""
+    catch = Catch()
+    generator = torch.Generator().manual_seed(seed)
+    direction, mask = torch.randn(16, generator=generator), torch.rand(16, generator=generator) > 0.5
+    prompts = torch.randint(1, 64, (rows, shape), generator=generator)
+    with model.trace(prompts, backend=catch):
+        early = model.transformer.h[0].output
+        model.transformer.h[layer].output[:, -1] += torch.where(mask, direction, early[:, 0])
+        model.transformer.h[2].output = model.transformer.h[2].output * 0.5
+        logits = model.lm_head.output[:, -1].save()
+        if prints:
+            print("seen", logits.shape, logits.argmax())
+        mean = early.mean(-1).save()
+    del logits, mean
+    return catch.payload
+
+
+def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """Return what a function returns, and what the compiler did meanwhile."""
+    names = ("captures", "recordings", "splices", "compiles", "loads", "breaks")
+    before = {name: getattr(counters, name) for name in names}
+    result = function()
+    return result, {name: getattr(counters, name) - count for name, count in before.items()}
+
+
+def run_group(model: Any, payloads: list[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+    assert len({kind_of(model, payload) for payload in payloads}) == 1 and kind_of(model, payloads[0]) is not None
+    printed: list[str] = []
+    logs = [lambda line, number=number: printed.append(f"{number}: {line}") for number in range(len(payloads))]
+    outcomes = execute_payloads(model, payloads, logs=logs)
+    return [decode_results(outcome) for outcome in outcomes if isinstance(outcome, bytes)], printed
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_equal_programs_share_a_pass_of_a_compiled_model(model: Any, compiled: Any, rows: int) -> None:
+    seeds = itertools.count(100 * rows)
+
+    def group(size: int) -> dict[str, int]:
+        payloads = [patching(model, next(seeds), rows) for _ in range(size)]
+        expected = [alone(model, payload) for payload in payloads]
+        (found, _), done = counted(lambda: run_group(compiled, payloads))
+        close(found, expected)
+        return done
+
+    first = [group(size)["recordings"] for size in (2, 4, 8, 2)]
+    assert first in ([1, 1, 1, 0], [1, 1, 1, 1])  # the first graph may be for its number of rows only, the next is for any
+    for size in (2, 3, 4, 5, 6, 7, 8, 3, 2, 5):  # other data, and numbers that are filled up: nothing is recorded or compiled anew
+        assert not any(group(size).values())
+
+
+def test_what_jobs_of_a_compiled_model_print_is_their_own(model: Any, compiled: Any) -> None:
+    payloads = [patching(model, seed, prints=True) for seed in range(3)]
+    expected = [alone(model, payload) for payload in payloads]
+    found, printed = run_group(compiled, payloads)
+    close(found, expected)
+    assert printed == [f"{number}: seen torch.Size([1, 64]) {wanted['logits'].argmax()!s}" for number, wanted in enumerate(expected)]
+
+
+def test_which_jobs_of_a_compiled_model_share_a_pass(model: Any, compiled: Any) -> None:
+    base = kind_of(compiled, patching(model, 1))
+    assert base is not None and base == kind_of(compiled, patching(model, 2))
+    for other in ({"rows": 2}, {"layer": 0}, {"shape": 4}):
+        assert kind_of(compiled, patching(model, 3, **other)) not in (base, None)
+    assert kind_of(compiled, generating(model, 1)) is None  # some would end before others
+
+
+def test_jobs_of_a_compiled_model_are_run_alone_where_they_have_to(model: Any, compiled: Any) -> None:
+    def read(seed: int) -> bytes:
+        catch = Catch()
+        with model.trace(ids(model, seed), backend=catch):
+            positions = model.transformer.wpe.output.save()  # one for all rows, so it may be computed of all of them
+            logits = model.lm_head.output.save()
+        del positions, logits
+        return catch.payload
+
+    payloads = [read(seed) for seed in PROMPTS]
+    found, _ = run_group(compiled, payloads)
+    close(found, [alone(model, payload) for payload in payloads])
+
+
+def test_what_a_compiled_model_computes_of_all_rows_is_not_handed_out() -> None:
+    model = Rows(Shares(), compile={"backend": "eager"})
+
+    def read(x: torch.Tensor, mean: bool) -> bytes:
+        catch = Catch()
+        with model.trace(x, backend=catch):
+            if mean:
+                seen = model.mean.output.save()
+            model.scale.input[:, 0] += 1.0
+            out = model.scale.output.save()
+        if mean:
+            del seen
+        del out
+        return catch.payload
+
+    inputs = [torch.full((2, 4), 1000.0), torch.ones(2, 4), torch.zeros(2, 4)]
+    for _ in range(2):
+        for mean, size in itertools.product((True, False), (2, 3)):
+            found, _ = run_group(model, [read(x, mean) for x in inputs[:size]])
+            for x, values in zip(inputs, found, strict=False):
+                if mean:
+                    close(values["seen"], x.mean(0))
+                close(values["out"], model._module.scale(x + torch.tensor([1.0, 0, 0, 0])).detach())
+
+
+def test_a_job_of_a_compiled_model_that_fails_fails_alone(model: Any, compiled: Any) -> None:
+    def picking(row: int) -> bytes:
+        catch = Catch()
+        with model.trace(ids(model, 10), backend=catch):
+            picked = model.transformer.wte.weight.index_select(0, torch.tensor([row]) + 0).save()
+            logits = model.lm_head.output.save()
+        del picked, logits
+        return catch.payload
+
+    payloads = [picking(3), picking(1000), picking(5)]
+    assert len({kind_of(compiled, payload) for payload in payloads}) == 1
+    first, bad, second = execute_payloads(compiled, payloads)
+    assert isinstance(bad, Exception) and "outside" in str(bad), bad
+    for outcome, payload in ((first, payloads[0]), (second, payloads[2])):
+        assert isinstance(outcome, bytes)
+        close(decode_results(outcome), alone(model, payload))
+
+
+def test_a_server_of_a_compiled_model_runs_equal_programs_together(model: Any, compiled: Any, tmp_path: Path) -> None:
+    engine = engine_of(compiled)
+    gate, started = threading.Event(), threading.Event()
+    payloads = [patching(model, number, layer=number == 3) for number in range(5)]
+    expected = [alone(model, payload) for payload in payloads]
+    run = engine._run
+
+    def held(payload: bytes, log: Any) -> bytes:
+        started.set()
+        assert gate.wait(20)
+        return run(payload, log)
+
+    engine._run = held
+    with running(engine, tmp_path, key=ModelKey("test/model")) as server:
+        jobs = [server.submit(payloads[0])]
+        until(started.is_set)
+        jobs += [server.submit(payload) for payload in payloads[1:]]
+        gate.set()
+        ended = [server.finished(job) for job in jobs]
+        assert [message["meta"]["together"] for message in ended] == [1, 3, 3, 1, 3]
+        for job, wanted in zip(jobs, expected, strict=True):
+            close(decode_results(server.get(f"/result/{job}").content), wanted)

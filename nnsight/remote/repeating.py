@@ -121,8 +121,9 @@ class _Remembered:
         with torch.no_grad():
             for step in template.python.steps:
                 step.run(slots)
-        content = {name: slots[slot] for name, slot in template.constants.items()}
+        content: dict[str, torch.Tensor] = {}  # the input first, as in a recording: both have the same header
         args, kwargs = (input_tree(part, content) for part in self._prepared)
+        content |= {name: slots[slot] for name, slot in template.constants.items()}
         run = {**template.job.runs[0], "args": args, "kwargs": kwargs}
         fakes = [fake_like(fake) for fake in template.fakes]
         references = dict(zip(map(id, fakes), template.references, strict=True))

@@ -11,10 +11,16 @@ gradients, are run alone; so is every job of a group that fails, for one program
 
 What a model itself computes across rows (statistics of a batch, experts with a limited capacity) is not undone by this. A server of such a
 model runs each job alone.
+
+A compiled model is compiled for the blocks of a whole group. So its jobs go together only if they are the same program for inputs of the
+same sizes, with values of their own, and only in groups of 2, 4, 8, ... members: a smaller one is filled up with its last job again, whose
+results are dropped. A program comes to one variant for each of these numbers, and is not compiled for each company in which it may find
+itself. Of generations, some end before others, and each such combination would be another program at that step: they run alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -162,14 +168,16 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
 
     job = _waiting.read(payload, limits or Limits())
     batches = type(model)._batch is not NNsight._batch
-    if not batches or model._compile_by_default or len(job.runs) != 1:
-        return None  # a compiled model would be compiled anew for each company in which a program finds itself
+    if not batches or len(job.runs) != 1:
+        return None
+    run = job.runs[0]
+    if model._compile_by_default and (run["call"] == "generate" or not job.header):
+        return None
     described = fact(job, "described", lambda: _described_job(job))
     if not described:
         return None
     if drops(model._tree.paths):
         return None  # what is drawn for the batch would depend on who else is in it
-    run = job.runs[0]
     if run["call"] == "generate" and not _generates_together(model, job, limits or Limits()):
         return None
     masks = [
@@ -178,7 +186,8 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         if name == "attention_mask" and _is_tensor(tree)
     ]
     padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
-    return "\n".join([described, *padded])
+    program = [hashlib.sha256(job.header).hexdigest()] if model._compile_by_default else []
+    return "\n".join([described, *padded, *program])
 
 
 def _described_job(job: Job) -> str:
@@ -226,8 +235,12 @@ def execute_payloads(
             outcomes[index] = error
     if len(jobs) > 1:
         try:
-            outcomes_together, lines = _execute_together(model, list(jobs.values()), limits)
-            for index, outcome, printed in zip(list(jobs), outcomes_together, lines, strict=True):
+            company = list(jobs.values())
+            if model._compile_by_default:  # with tensors of their own, as the others have: equal ones would be another program
+                more = (1 << (len(company) - 1).bit_length()) - len(company)
+                company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
+            outcomes_together, lines = _execute_together(model, company, limits)
+            for index, outcome, printed in zip(list(jobs), outcomes_together, lines, strict=False):
                 for line in printed if logs is not None else ():
                     logs[index](line)  # type: ignore[index]
                 outcomes[index] = outcome
@@ -284,7 +297,7 @@ def _execute_together(
         interleaver = Interleaver(itertools.chain.from_iterable(mediators))
         interleaver.tree = model._tree
         with interleaver:
-            output = model._driver(False, generation)(interleaver, batched[0], batched[1], Report())
+            output = model._driver(None, generation)(interleaver, batched[0], batched[1], Report())
             if interleaver.failure is not None:
                 raise interleaver.failure
             interleaver.handle("result", output)

@@ -14,20 +14,19 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import io
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from ..errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import JobStatus, ModelKey
-from .batches import Batches
 from .engine import Engine, EngineLostError, Outcome, TimeLimitError
 from .envelopes import RefusedError
 from .jobs import Job
+from .keeping import Keeper
 from .keys import Account
 from .queues import FairQueue
 from .spool import SHORT, Spool, StorageFullError
@@ -135,10 +134,7 @@ class Gateway:
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
         self._loops: list[asyncio.Task[None]] = []
-        self._settling: dict[Job, asyncio.Future[None]] = {}  # those that are on their way to the disk
-        self._admits = Batches(self._admit)
-        self._settles = Batches(self._settle)
-        self._notes = Batches(self._note)
+        self._keeper = Keeper(spool, self._find_kind)
 
     # -- the life of the server ------------------------------------------------------------------------------------
 
@@ -168,7 +164,7 @@ class Gateway:
             )
         else:
             self._active.add(job)
-            self._find_kind(served, job)
+            self._find_kind(job)
             job.tell(JobStatus.QUEUED, "The server was restarted; the job waits again.")
             served.queue.put(job)
             served._wake.set()
@@ -188,8 +184,7 @@ class Gateway:
         for task in (*self._loops, *runs):
             task.cancel()
         await asyncio.gather(*self._loops, *runs, return_exceptions=True)
-        for batches in (self._admits, self._settles, self._notes):
-            await batches.idle()
+        await self._keeper.idle()
         for served in self.served.values():
             served.engine.close()
         self.spool.close()
@@ -275,14 +270,17 @@ class Gateway:
         if nonce:
             self._by_nonce[account.name, nonce] = coming
         try:
-            await self._keep(job, served, payload)
+            await self._keeper.admit(job, payload)
         except BaseException as error:
             self._forget(job)
+            if isinstance(error, StorageFullError):
+                _log.error("storage is full", extra={"job": job.id, "error": str(error)})
+                error = _no_room(error.strerror or str(error))
             coming.set_exception(
                 error if isinstance(error, Exception) else RefusedError(503, "cancelled", "Try again.")
             )
             coming.exception()  # seen, whether or not somebody waits
-            raise
+            raise error from None
         job.tell(JobStatus.QUEUED, f"Waits behind {len(served.queue) + bool(served.groups)} jobs or groups of jobs.")
         coming.set_result(job)
         served.queue.put(job)
@@ -290,39 +288,25 @@ class Gateway:
         self.metrics.received.inc(size)
         self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
-        settling = self._settling[job] = self._settles.add(job)
-        settling.add_done_callback(functools.partial(self._settled, served, job))
+        self._keeper.settle(job, functools.partial(self._drop, served, job))
         return job
 
-    def _settle(self, jobs: Sequence[Job]) -> Sequence[None]:
-        self.spool.settle(jobs)
-        return [None] * len(jobs)
-
-    def _settled(self, served: Served, job: Job, settling: asyncio.Future[None]) -> None:
-        """Forget a job that would not survive a power failure, unless it runs already: it is not taken."""
-        del self._settling[job]
-        error = settling.exception()
-        if error is not None:
-            _log.error("a job could not be secured", extra={"job": job.id, "error": str(error)})
-            if served.queue.remove(job):
-                self._forget(job)
+    def _drop(self, served: Served, job: Job) -> bool:
+        """Forget a job that waits; whether it did."""
+        waited = served.queue.remove(job)
+        if waited:
+            self._forget(job)
+        return waited
 
     async def secure(self, job: Job, listened: bool) -> None:
         """Return when the job survives a power failure; where somebody has ``listened`` to it, it may have ended instead.
 
-        The disk takes longer than a short job. What became of it is told through the WebSocket then, and there is nothing left to lose.
-
         Raises:
             RefusedError: If there turns out to be no room for it.
         """
-        settling = self._settling.get(job)
-        if settling is None:
-            return
-        awaited = [settling, job.ending()] if listened else [settling]
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        if settling.done() and job.id not in self.jobs:
-            reason = getattr(settling.exception(), "strerror", None) or "it could not be written"
-            raise RefusedError(507, "storage", f"The job was not taken: {reason}. Try again later.")
+        await self._keeper.secured(job, listened)
+        if job.dropped:
+            raise _no_room(job.dropped)
 
     def cancel(self, job: Job) -> None:
         """End a job that waits, or runs; what it has computed is lost. One that has ended stays as it is."""
@@ -335,37 +319,14 @@ class Gateway:
                     served.engine.interrupt(group.payloads)
         self._fail(job, JobCancelledError("The job was cancelled."))
 
-    async def _keep(self, job: Job, served: Served, payload: IO[bytes]) -> None:
-        """Write a job to disk, and find out what it can be run together with."""
-        if job.size < SHORT:
-            payload.seek(0)  # and read now: the upload is closed when its client goes away, which is no matter of the other jobs
-            admitting = self._admits.add((job, served, io.BytesIO(payload.read())))
-        else:  # it would hold up the others
-            admitting = Batches(self._admit).add((job, served, payload))
-        try:
-            await asyncio.shield(admitting)
-        except asyncio.CancelledError:
-            admitting.add_done_callback(lambda _: self.spool.remove([job]))
-            raise
-        except StorageFullError as error:
-            _log.error("storage is full", extra={"job": job.id, "error": str(error)})
-            raise RefusedError(507, "storage", f"The job was not taken: {error.strerror}. Try again later.") from None
-
-    def _admit(self, items: Sequence[tuple[Job, Served, IO[bytes]]]) -> Sequence[OSError | None]:
-        """Do what :meth:`_keep` says, for several jobs and in a thread."""
-        errors = self.spool.admit([(job, payload) for job, _, payload in items])
-        for (job, served, payload), error in zip(items, errors, strict=True):
-            if error is None:
-                self._find_kind(served, job, payload)
-        return errors
-
-    def _find_kind(self, served: Served, job: Job, payload: IO[bytes] | None = None) -> None:
+    def _find_kind(self, job: Job, payload: IO[bytes] | None = None) -> None:
         """Find out what a job can be run together with. A job about which that cannot be said is run alone."""
         if self.settings.together > 1:
             try:
                 if payload is not None:
                     payload.seek(0)
-                job.kind = served.engine.kind_of(self.spool.payload(job) if payload is None else payload.read())
+                engine = self.served[job.model].engine
+                job.kind = engine.kind_of(self.spool.payload(job) if payload is None else payload.read())
             except InvalidProgramError:  # it is refused when it runs
                 return
             except Exception as error:
@@ -476,18 +437,11 @@ class Gateway:
 
     def _end(self, job: Job, outcome: str, **figures: Any) -> None:
         self._active.discard(job)
-        self._notes.add(job)
+        self._keeper.note(job)
         self.metrics.jobs.labels(job.model, outcome).inc()
         _log.info(
             "finished", extra={"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
         )
-
-    def _note(self, jobs: Sequence[Job]) -> Sequence[None]:
-        """Write down where jobs that have ended stand."""
-        self.spool.note(jobs)
-        for job in jobs:
-            job.result = None
-        return [None] * len(jobs)
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
 
@@ -522,6 +476,10 @@ class Gateway:
             self.metrics.healthy.labels(key).set(served.engine.healthy)
         self.metrics.spooled.set(self.spool.used)
         return self.metrics.text()
+
+
+def _no_room(reason: str) -> RefusedError:
+    return RefusedError(507, "storage", f"The job was not taken: {reason}. Try again later.")
 
 
 def _digest(payload: IO[bytes]) -> str:

@@ -39,6 +39,7 @@ class Job:
         result_size: How long the result is.
         result: The result itself, as long as it is new and if it is short: most clients hear of it at once.
         kind: What it can be run together with; ``None`` if it runs alone.
+        dropped: Why it was not taken after all; empty otherwise.
         messages: What has been said about it.
         status: Where it stands.
     """
@@ -56,6 +57,7 @@ class Job:
     result_size: int | None = None
     result: bytes | None = None
     kind: Any = None
+    dropped: str = ""
     messages: list[Message] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _ending: asyncio.Future[None] | None = None

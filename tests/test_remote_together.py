@@ -512,8 +512,11 @@ def run_group(model: Any, payloads: list[bytes]) -> tuple[list[dict[str, Any]], 
     return [decode_results(outcome) for outcome in outcomes if isinstance(outcome, bytes)], printed
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_equal_programs_share_a_pass_of_a_compiled_model(model: Any, compiled: Any, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "backend"), [(1, "eager"), (2, "eager"), pytest.param(1, "inductor", marks=[pytest.mark.slow])]
+)
+def test_equal_programs_share_a_pass_of_a_compiled_model(model: Any, rows: int, backend: str) -> None:
+    compiled = LanguageModel(model._module, compile={"backend": backend})
     seeds = itertools.count(100 * rows)
 
     def group(size: int) -> dict[str, int]:

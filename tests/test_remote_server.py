@@ -26,6 +26,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from nnsight import cli
 from nnsight.remote.protocol import JobStatus, ModelKey, join_packet, split_packet
+from nnsight.remote.server import sessions
 from nnsight.remote.server.gateway import Gateway, Settings
 from nnsight.remote.server.jobs import Job
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
@@ -531,6 +532,29 @@ def test_a_slow_reader_blocks_nobody_and_is_cut_off(orders: Orders, tmp_path: Pa
             assert messages(quick)[-1]["status"] == "COMPLETED"
             assert quick.recv(5) == b"quick"
         until(lambda: server.figure("nnsight_sockets") == 0)
+
+
+def test_a_job_that_is_submitted_with_a_socket_that_ends_is_taken(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that is cut off is known for a moment longer."""
+
+    async def cut(session: Any, job: Job, after: int) -> None:
+        raise TimeoutError
+
+    async def late(tasks: Any, **options: Any) -> Any:
+        try:
+            return await wait(tasks, **options)
+        finally:
+            if isinstance(tasks[0], asyncio.Task):  # those of the socket
+                await asyncio.sleep(0.5)
+
+    wait = asyncio.wait
+    monkeypatch.setattr(sessions._Session, "_tell", cut)
+    monkeypatch.setattr(asyncio, "wait", late)
+    with server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        jobs = [server.submit(order(say=f"{number}"), session_id=session) for number in range(2)]
+        monkeypatch.undo()
+        assert [server.finished(job)["status"] for job in jobs] == ["COMPLETED"] * 2
 
 
 def test_accounts_take_turns() -> None:

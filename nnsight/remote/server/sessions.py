@@ -52,10 +52,16 @@ class _Session:
         self._takes = 0
         self._sending = asyncio.Lock()
 
-    def add(self, job: Job, after: int) -> None:
-        """Tell about a job."""
+    def add(self, job: Job, after: int) -> bool:
+        """Tell about a job; whether that can be, for the socket may just be ending."""
         self._used.set()
-        self._readers.create_task(self._tell(job, after))
+        reader = self._tell(job, after)
+        try:
+            self._readers.create_task(reader)
+        except RuntimeError:
+            reader.close()
+            return False
+        return True
 
     async def feed(self, only: tuple[Job, int] | None) -> None:
         """Tell about the jobs of the session until it is cut off; or about ``only`` one, after a message."""
@@ -155,8 +161,7 @@ class Sessions:
         if session is None or (session.account is not None and session.account.name != account.name):
             return False
         session.account = account
-        session.add(job, job.messages[0]["number"])
-        return True
+        return session.add(job, job.messages[0]["number"])
 
     async def serve(self, websocket: WebSocket, account: Account | None, job: Job | None, after: int) -> None:
         """Accept a socket and tell about jobs on it until it closes; for ``job``, until that is finished."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from nnsight import NNsight, demo_model
 
@@ -309,3 +311,32 @@ def test_generation_sees_what_its_model_returns() -> None:
             model.transformer.h[1].output[:] += 1.0
             tokens.append(tracer.result.save())
     same(tokens[0], tokens[1])
+
+
+def tensor_peak(function: Callable[[], Any]) -> int:
+    """Return how many bytes tensors take at most during a call, more than before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    handed_out = (event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(itertools.accumulate(handed_out), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_trace_that_saves_nothing_extra_takes_no_more_memory(regions: bool) -> None:
+    """Than the plain compiled model, which has one set of activations at a time, too."""
+    model = demo_model(compile={"regions": regions})
+    inputs = model.tokenizer("The Eiffel Tower is in the city of", return_tensors="pt")
+    plain = torch.compile(model._module)
+
+    def steer() -> None:
+        with model.trace(**inputs):
+            model.transformer.h[2].output[:, -1] += 1.0
+            model.lm_head.output.save()
+
+    def call() -> None:
+        plain(**inputs)
+
+    for function in (steer, steer, call, call):
+        function()
+    assert 0 < tensor_peak(steer) <= 1.02 * tensor_peak(call)

@@ -23,7 +23,7 @@ import dataclasses
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -101,7 +101,7 @@ def tapped_call(
     return tapped(output_location, call(*args, **kwargs), given)
 
 
-def tapped(location: str, value: Any, given: list[Any]) -> Any:
+def tapped(location: str, value: Any, given: Sequence[Any] = ()) -> Any:
     """Return ``value``, which a module returns, with its tensors passed through a tap; ``given`` as for :func:`_flattened`."""
     if isinstance(value, torch.Tensor):
         return tap(location, [value], "None")[0]
@@ -122,11 +122,11 @@ class _Kept:
         given: As for :func:`_flattened`.
     """
 
-    def __init__(self, value: Any, spec: pytree.TreeSpec, given: list[Any] | None) -> None:
+    def __init__(self, value: Any, spec: pytree.TreeSpec, given: Sequence[Any] | None) -> None:
         self.value, self.spec, self.given = value, spec, given
 
 
-def _flattened(value: Any, given: list[Any] | None = None) -> tuple[list[Any], Any, str]:
+def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any], Any, str]:
     """Return the leaves of ``value``, how they nest (``None`` for a leaf), and that as text with a comma.
 
     Args:
@@ -152,7 +152,7 @@ def _is_simple(value: Any) -> bool:
     return value is None or isinstance(value, (torch.Tensor, *_CONSTANTS))
 
 
-def _flattened_leaf(value: Any, given: list[Any] | None) -> tuple[list[Any], str]:
+def _flattened_leaf(value: Any, given: Sequence[Any] | None) -> tuple[list[Any], str]:
     """Return the leaves and the text of what ``pytree`` takes for a leaf; a record with tensors is none."""
     if not _is_simple(value) and _is_record(value, given):
         kind, (keys, names) = type(value), _entries(value)
@@ -187,7 +187,7 @@ def _through(location: str, parts: list[tuple[list[Any], Any, str]], structure: 
     return values
 
 
-def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: list[Any] | None) -> Any:
+def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Sequence[Any] | None) -> Any:
     """Return ``value`` with other leaves, of which the last is the first, and which are used up.
 
     Containers that can be changed stay the same objects, so that whoever else has them sees what becomes of them.
@@ -213,7 +213,7 @@ def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: list[
     return node.unflatten_fn(children, spec.context)
 
 
-def _put_back_entries(value: Any, leaves: list[Any], given: list[Any] | None) -> Any:
+def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None) -> Any:
     """The same for what ``pytree`` takes for a leaf."""
     kind = type(value)
     if not _holds_tensors(value, given):
@@ -238,11 +238,11 @@ def _set_item(record: Any, key: Any, value: Any) -> None:
     (OrderedDict if isinstance(record, OrderedDict) else dict).__setitem__(record, key, value)
 
 
-def _holds_tensors(value: Any, given: list[Any] | None) -> bool:
+def _holds_tensors(value: Any, given: Sequence[Any] | None) -> bool:
     return any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value, given)[0]])  # noqa: C419
 
 
-def _is_made_anew(value: Any, given: list[Any] | None) -> bool:
+def _is_made_anew(value: Any, given: Sequence[Any] | None) -> bool:
     """Whether :func:`_put_back` gives another object for ``value``, which holds tensors."""
     if isinstance(value, torch.Tensor):
         return True
@@ -388,7 +388,7 @@ for _told in (kind_of_record, names_of_fields, has_attributes, is_frozen):  # of
     torch._dynamo.assume_constant_result(_told)
 
 
-def _is_record(value: Any, given: list[Any] | None) -> bool:
+def _is_record(value: Any, given: Sequence[Any] | None) -> bool:
     """Whether a leaf of ``pytree`` is looked into; ``given`` as for :func:`_flattened`."""
     found = kind_of_record(type(value))
     if found == "dict":

@@ -114,6 +114,17 @@ def test_an_error_behind_a_look_comes_home(model: Any, compile: bool) -> None:
     close(logits, expected(model).logits)
 
 
+def test_what_a_failed_run_leaves_says_what_it_is(model: Any) -> None:
+    left: list[Any] = []
+    with pytest.raises(ZeroDivisionError), model.trace(TEXT, compile=True):
+        left.append(model.output)
+        1 / 0  # noqa: B018
+    cache = left[0].past_key_values
+    assert repr(cache) == "<transformers.cache_utils.DynamicCache at model.output, not in the captured graph>"
+    with pytest.raises(TypeError, match="cannot look inside"):
+        cache.get_seq_length()
+
+
 def test_a_look_is_no_cut_and_is_recorded_once(model: Any) -> None:
     def run() -> Any:
         with model.trace(TEXT, compile=True) as tracer:

@@ -82,7 +82,10 @@ class Promised(Opaque):
         return self._object()(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return repr(self._object())
+        try:
+            return repr(self._object())
+        except TypeError:  # a failed run has not got there
+            return super().__repr__()
 
 
 class Promise:

@@ -433,11 +433,9 @@ def test_limits_hold_for_the_group_and_for_each(model: Any, forwards: list[int])
     assert all(isinstance(outcome, (ExecutionFailedError, InvalidProgramError)) for outcome in outcomes)
 
 
-def test_a_server_runs_waiting_jobs_together(tmp_path: Path, forwards: list[int], model: Any) -> None:
-    engine = engine_of(model)
-    gate, started = threading.Event(), threading.Event()
-    payloads = [steering(model, number) for number in range(5)]
-    expected = [alone(model, payload) for payload in payloads]
+def held_back(engine: Any) -> tuple[threading.Event, threading.Event]:
+    """Let jobs that run alone wait; returns what is set when one has started, and what is to be set for it to go on."""
+    started, gate = threading.Event(), threading.Event()
     run = engine._run
 
     def held(payload: bytes, log: Any) -> bytes:
@@ -446,6 +444,14 @@ def test_a_server_runs_waiting_jobs_together(tmp_path: Path, forwards: list[int]
         return run(payload, log)
 
     engine._run = held
+    return started, gate
+
+
+def test_a_server_runs_waiting_jobs_together(tmp_path: Path, forwards: list[int], model: Any) -> None:
+    engine = engine_of(model)
+    payloads = [steering(model, number) for number in range(5)]
+    expected = [alone(model, payload) for payload in payloads]
+    started, gate = held_back(engine)
     with running(engine, tmp_path, key=ModelKey("nnsight/demo")) as server:
         jobs = [server.submit(payloads[0], model_key="nnsight/demo")]
         until(started.is_set)
@@ -607,17 +613,9 @@ def test_a_job_of_a_compiled_model_that_fails_fails_alone(model: Any, compiled: 
 
 def test_a_server_of_a_compiled_model_runs_equal_programs_together(model: Any, compiled: Any, tmp_path: Path) -> None:
     engine = engine_of(compiled)
-    gate, started = threading.Event(), threading.Event()
     payloads = [patching(model, number, layer=number == 3) for number in range(5)]
     expected = [alone(model, payload) for payload in payloads]
-    run = engine._run
-
-    def held(payload: bytes, log: Any) -> bytes:
-        started.set()
-        assert gate.wait(20)
-        return run(payload, log)
-
-    engine._run = held
+    started, gate = held_back(engine)
     with running(engine, tmp_path, key=ModelKey("test/model")) as server:
         jobs = [server.submit(payloads[0])]
         until(started.is_set)

@@ -253,7 +253,7 @@ def test_prompts_that_are_split_and_prefixes_that_are_cached(folder: Path, refer
         ]
     scheduler = chunked.engine.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.max_num_scheduled_tokens == 32 < len(prompts[0])  # else nothing was split
-    assert not chunked._engine._runner.runs
+    assert not chunked._engine._runner.bookkeeping.runs
 
 
 def test_a_request_that_is_computed_anew_is_read_once(

@@ -68,7 +68,7 @@ def test_drafts_of_steered_requests_are_steered(
     def noted(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
         sizes = scheduled.num_scheduled_tokens
-        drafted.extend(sizes[name] for name in runner.slots if name in sizes)
+        drafted.extend(sizes[name] for name in runner.bookkeeping.slots if name in sizes)
         return scheduled
 
     monkeypatch.setattr(scheduler, "schedule", noted)
@@ -85,7 +85,7 @@ def test_drafts_of_steered_requests_are_steered(
     assert len({tuple(found) for found in expected}) > len(asked)
     steered = len(prompts) * (len(asked) - 1)
     assert drafted.count(4) > steered and len(drafted) < steered * count  # drafts of three were made, and kept
-    assert not runner.slots and not drafting._engine._slots._users
+    assert not runner.bookkeeping.slots and not drafting._engine._slots._users
 
 
 @with_numba

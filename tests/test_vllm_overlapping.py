@@ -60,7 +60,7 @@ def test_steps_of_steered_requests_that_overlap(folder: Path, reference: Languag
     for number, (prompt, coefficient, start) in enumerate(asked):
         edit = added_from(start, coefficient * vector)
         assert tokens(results[number]) == generated_by_hand(reference, prompt, edit, 4 + number), asked[number]
-    assert not model._engine._slots._users and not model._engine._runner.slots
+    assert not model._engine._slots._users and not model._engine._runner.bookkeeping.slots
 
 
 @pytest.mark.parametrize("options", [{"taps": ["model.layers.1"]}, {"captures": ["model.layers.1"]}, {}])

@@ -434,7 +434,7 @@ def test_captures_of_split_prompts_equal_transformers(model: VLLM, reference: La
             hidden = reference.model.layers[3].output[0].save()
         for mine, expected in zip(zip(*found[number], strict=True), (torch.cat(parts, dim=-1), attended, hidden), strict=True):
             close(torch.cat(mine), expected)
-    assert not model._engine._runner.runs
+    assert not model._engine._runner.bookkeeping.runs
 
 
 def _sizes_of_steps(model: VLLM) -> list[int]:

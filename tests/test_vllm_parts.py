@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nnsight.modeling.vllm import VLLM
-from nnsight.modeling.vllm.batches import Span, spans_of_v1, spans_of_v2
+from nnsight.modeling.vllm.batches import Span, batch_of_v1, batch_of_v2
 from nnsight.modeling.vllm.captures import Captures
 from nnsight.modeling.vllm.prompts import prompt_of
 from nnsight.modeling.vllm.ranks import ABANDON, WORK, Leader
@@ -295,7 +295,7 @@ def test_a_part_of_a_prompt_that_is_no_whole_value_is_not_taken_for_one() -> Non
     first = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1), ends=False)])
     assert first is not None and first.keeps
     first.keep("model.a.output", torch.ones(1, 2))
-    last = leader.step(runner, [Part(run, Rows(0, 1, 1, 1), Rows(0, 1, 1))])
+    last = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1))])
     assert last is not None and not last.keeps
     last.meet("model.a.output", torch.ones(1, 2))
     assert "is not the same on all 2 devices" in str(run.failed)
@@ -409,18 +409,18 @@ def test_both_runners_say_the_same_of_a_step() -> None:
     first = SimpleNamespace(
         input_batch=batch, requests={name: SimpleNamespace(num_tokens=count) for name, count in known.items()}
     )
-    scheduled = SimpleNamespace(num_scheduled_tokens=sizes)
-    assert list(spans_of_v1(first, scheduled, {"a", "c"})) == expected
+    scheduled = SimpleNamespace(num_scheduled_tokens=sizes, total_num_scheduled_tokens=6)
     second = SimpleNamespace(
         req_ids=["a", "b", "c"],
         query_start_loc_np=torch.tensor([0, 1, 4, 6]).numpy(),
         num_scheduled_tokens=torch.tensor([1, 3, 2]).numpy(),
         num_computed_tokens_np=torch.tensor([7, 2, 3]).numpy(),
         prefill_len_np=torch.tensor([6, 9, 5]).numpy(),  # the first has sampled two since
+        num_tokens=6,
     )
-    assert list(spans_of_v2(second, {"a", "c"})) == expected
-    both = [next(iter(found)) for found in (spans_of_v1(first, scheduled, {"b"}), spans_of_v2(second, {"b"}))]
-    assert both == [Span("b", 1, 1, 3, 2, False)] * 2
+    for *batch, spans in (batch_of_v1(first, scheduled), batch_of_v2(second)):
+        assert batch == [["a", "b", "c"], [7, 2, 3], 6]
+        assert spans({"a", "c"}) == expected and spans({"b"}) == [Span("b", 1, 1, 3, 2, False)]
 
 
 def second_runner() -> Any:

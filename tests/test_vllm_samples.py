@@ -59,7 +59,7 @@ def nothing_is_left(model: VLLM) -> None:
     """Assert that the engine has forgotten all requests."""
     engine = model._engine
     assert engine is not None
-    assert not engine._runner.runs and not engine._runner.slots
+    assert not engine._runner.bookkeeping.runs and not engine._runner.bookkeeping.slots
     assert not engine.llm.llm_engine.has_unfinished_requests()
     if engine._runner.tapped is not None:
         assert len(engine._slots._free) == model._layout.slots and not engine._slots._users

@@ -184,7 +184,7 @@ def left_of(model: VLLM) -> dict[str, int]:
     slots = () if engine._runner.tapped is None else engine._slots._users
     pool = scheduler.kv_cache_manager.block_pool
     return {
-        "runs of the runner": len(engine._runner.runs) + len(engine._runner.slots),
+        "runs of the runner": len(engine._runner.bookkeeping.runs) + len(engine._runner.bookkeeping.slots),
         "slots": len(slots),
         "unfinished": len(scheduler.requests) + engine.llm.llm_engine.get_num_unfinished_requests(),
         "blocks of the cache": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is vLLM's own

@@ -10,7 +10,7 @@ takes it in again as if it were new. So that rows come again is told by their po
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 
@@ -34,39 +34,48 @@ class Span(NamedTuple):
     ends: bool
 
 
-def spans_of_v1(runner: Any, scheduler_output: Any, wanted: Collection[str]) -> list[Span]:
-    """Return the rows of the requests ``wanted`` in the step that a model runner V1 is about to make.
+#: Returns the rows of the requests with the names that it is given.
+Spans = Callable[[Collection[str]], list[Span]]
+
+
+def batch_of_v1(runner: Any, scheduler_output: Any) -> tuple[list[str], list[int], int, Spans]:
+    """Return the batch of the step that a model runner V1 is about to make: the names of the requests that have rows in it, in their
+    order, the positions of the first row of each, how many rows it has, and what returns who has which.
 
     Args:
         runner: The runner, its batch being prepared.
         scheduler_output: What the scheduler asks of the step.
-        wanted: Names of requests.
     """
-    sizes, batch, known = scheduler_output.num_scheduled_tokens, runner.input_batch, runner.requests
+    batch = runner.input_batch
     names = batch.req_ids
     positions = batch.num_computed_tokens_cpu[: len(names)].tolist()
-    spans, start = [], 0
-    for row, (request, position) in enumerate(zip(names, positions, strict=True)):
-        size = sizes[request]
-        if request in wanted:
-            spans.append(Span(request, row, start, size, position, position + size >= known[request].num_tokens))
-        start += size
-    return spans
+
+    def spans(wanted: Collection[str]) -> list[Span]:
+        sizes, known = scheduler_output.num_scheduled_tokens, runner.requests
+        found, start = [], 0
+        for row, (request, position) in enumerate(zip(names, positions, strict=True)):
+            size = sizes[request]
+            if request in wanted:
+                found.append(Span(request, row, start, size, position, position + size >= known[request].num_tokens))
+            start += size
+        return found
+
+    return names, positions, scheduler_output.total_num_scheduled_tokens, spans
 
 
-def spans_of_v2(batch: Any, wanted: Collection[str]) -> list[Span]:
-    """Return the rows of the requests ``wanted`` in a batch of a model runner V2.
-
-    Args:
-        batch: The batch, as ``prepare_inputs`` of the runner returns it.
-        wanted: Names of requests.
-    """
+def batch_of_v2(batch: Any) -> tuple[list[str], list[int], int, Spans]:
+    """Return the same of a batch of a model runner V2, as ``prepare_inputs`` of the runner returns it."""
     names = batch.req_ids
-    # The last are the tokens that were there when the request was taken in; those that were sampled since have a step each.
-    arrays = (batch.query_start_loc_np, batch.num_scheduled_tokens, batch.num_computed_tokens_np, batch.prefill_len_np)
-    columns = [array[: len(names)].tolist() for array in arrays]
-    return [
-        Span(request, row, start, size, position, position + size >= first)
-        for row, (request, start, size, position, first) in enumerate(zip(names, *columns, strict=True))
-        if request in wanted
-    ]
+    positions = batch.num_computed_tokens_np[: len(names)].tolist()
+
+    def spans(wanted: Collection[str]) -> list[Span]:
+        # The last are the tokens that were there when the request was taken in; those that were sampled since have a step each.
+        arrays = (batch.query_start_loc_np, batch.num_scheduled_tokens, batch.prefill_len_np)
+        columns = [array[: len(names)].tolist() for array in arrays]
+        return [
+            Span(request, row, start, size, position, position + size >= first)
+            for row, (request, position, start, size, first) in enumerate(zip(names, positions, *columns, strict=True))
+            if request in wanted
+        ]
+
+    return names, positions, batch.num_tokens, spans

@@ -21,6 +21,7 @@ import torch
 from .groups import groups
 from .prompts import refusals
 from .requests import Limits
+from .room import with_room
 from .runner import SPECULATIVE, choose_runner
 from .samples import Request
 from .steering import Slots, salt_of
@@ -105,7 +106,7 @@ class Engine:
                 )
             self._running = True
             try:
-                self._run_all(requests)
+                with_room(self._run_all, requests)
             finally:
                 self._running = False
 
@@ -126,6 +127,8 @@ class Engine:
         Raises:
             ValueError: If vLLM refuses it.
         """
+        from vllm.sampling_params import RequestOutputKind
+
         request.run.begun = True
         if request.ended:
             return
@@ -133,6 +136,8 @@ class Engine:
             for sample in request.samples:
                 self.admit(sample, pending)
             return
+        if (request.whole or request).on_output is None:  # nobody looks at what vLLM returns before the end
+            request.sampling.output_kind = RequestOutputKind.FINAL_ONLY
         name = f"nnsight-{next(self._numbers)}"
         slot = self._prepare(request, name)
         if request.ended:
@@ -144,10 +149,9 @@ class Engine:
             if slot and not request.internal:
                 self._slots.give_back(request.run.steering)
         pending[name] = request
-        if request.run.needs_stops:
-            self._runner.runs[request.internal] = request.run
-        if slot:
-            self._runner.slots[request.internal] = slot, next(iter(request.run.steering.values())).start
+        run = request.run if request.run.needs_stops else None
+        entry = (slot, next(iter(request.run.steering.values())).start) if slot else None
+        self._runner.bookkeeping.add(request.internal, run, entry)
 
     def advance(self, pending: dict[str, Request]) -> None:
         """Make one step of the engine; take what has finished or failed out of ``pending``."""
@@ -197,8 +201,7 @@ class Engine:
 
     def _detach(self, request: Request) -> None:
         """Let the runner forget the request."""
-        self._runner.runs.pop(request.internal, None)
-        if self._runner.slots.pop(request.internal, None) is not None:
+        if self._runner.bookkeeping.remove(request.internal):
             self._slots.give_back(request.run.steering)
 
     def take_out(self, request: Request) -> None:

@@ -33,7 +33,8 @@ def follow(connection: Any) -> None:
             runner = worker.worker.model_runner
             while (message := connection.recv()) is not None:
                 if isinstance(message, Call):  # not what a step has left unheard that was abandoned
-                    runner.slots, runner.link.attended = message.slots, message.attended
+                    runner.bookkeeping.use_slots(message.slots)
+                    runner.link.attended = message.attended
                     _answered(connection, _done, worker, message)
             worker.shutdown()
             cleanup_dist_env_and_memory()

@@ -20,26 +20,16 @@ device's, in the order of its stream, or belongs to one step alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from .batches import Span, spans_of_v1, spans_of_v2
+from .batches import batch_of_v1, batch_of_v2
+from .bookkeeping import Bookkeeping
 from .ranks import Alone
-from .requests import LOGITS, RequestRun
-from .rows import Rows
-from .steps import Part
-
-_CHUNKED = (
-    "This request's prompt was split over several steps of the engine (chunked prefill), so no location sees all of it. Make the "
-    "engine with `enable_chunked_prefill=False`, which is the default of `VLLM`, or raise `max_num_batched_tokens`."
-)
-_PREEMPTED = (
-    "The engine ran out of key-value cache and computes this request anew; a block cannot run twice. Give the engine more memory "
-    "(`kv_cache_memory_bytes=...`, `gpu_memory_utilization=...`), or trace fewer requests at once."
-)
+from .requests import LOGITS
 
 
 def stop(runner: Any, v2: bool) -> None:
@@ -51,11 +41,10 @@ def stop(runner: Any, v2: bool) -> None:
     """
     base = type(runner)
     runner.__class__ = type(base.__name__, (base,), (_hooks_of_v2 if v2 else _hooks_of_v1)(base))
-    runner.runs = {}
     runner.tree = None
     runner.link = Alone()
+    runner.bookkeeping = Bookkeeping(runner)
     runner.step = None
-    runner.slots = {}
     runner.tapped = None
 
 
@@ -75,7 +64,7 @@ def _hooks_of_v1(base: Any) -> dict[str, Any]:
             return base._model_forward(self, input_ids, positions, *args, **kwargs)
         first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         total: int = first.shape[0]
-        _begin(self, spans_of_v1(self, self.scheduled, _wanted(self)), total, len(self.input_batch.req_ids))
+        self.step = self.bookkeeping.step(total, *batch_of_v1(self, self.scheduled))
         self.stack.enter_context(_shown(self))
         output = base._model_forward(self, input_ids, positions, *args, **kwargs)
         _end(self, total)
@@ -111,7 +100,7 @@ def _hooks_of_v2(base: Any) -> dict[str, Any]:
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = base.prepare_inputs(self, *args, **kwargs)
         if _is_attended(self):
-            _begin(self, spans_of_v2(batch, _wanted(self)), batch.num_tokens_after_padding, batch.num_reqs)
+            self.step = self.bookkeeping.step(batch.num_tokens_after_padding, *batch_of_v2(batch))
             self.stack.enter_context(_shown(self))  # the next module that runs is the model: those with encoders are refused
         return batch
 
@@ -141,32 +130,8 @@ def _named(*hooks: Any) -> dict[str, Any]:
 
 
 def _is_attended(runner: Any) -> bool:
-    """Whether something is to be done in the next step: for a block, for a steered row, or for one of the last step to be forgotten."""
-    return bool(runner.runs or runner.slots or _has_steered(runner) or runner.link.attended)
-
-
-def _has_steered(runner: Any) -> bool:
-    """Whether rows of the last step were steered, of whom the tables are to forget."""
-    return runner.tapped is not None and bool(runner.tapped.rows.filled)
-
-
-def _wanted(runner: Any) -> Collection[str]:
-    """Return the requests whose rows matter."""
-    return {*runner.runs, *runner.slots} if runner.slots else runner.runs
-
-
-def _begin(runner: Any, spans: list[Span], total: int, requests: int) -> None:
-    """Say what a step is about to be made of.
-
-    Args:
-        runner: The model runner.
-        spans: The rows of the requests that matter.
-        total: Rows of the flat batch, those that only pad it included.
-        requests: How many requests have rows in it.
-    """
-    if runner.slots or _has_steered(runner):
-        runner.tapped.rows.fill(_entries(runner, spans))
-    runner.step = runner.link.step(runner, _parts(runner, spans, total, requests))
+    """Whether something is to be done in the next step, by this process or by one that it follows."""
+    return runner.bookkeeping.attends or runner.link.attended
 
 
 @contextmanager
@@ -217,43 +182,3 @@ def _stopping_sampler(runner: Any) -> Iterator[None]:
             yield
         finally:
             runner.sampler = sampler
-
-
-def _parts(runner: Any, spans: list[Span], total: int, requests: int) -> list[Part]:
-    """Return what requests with blocks have in a step."""
-    parts: list[Part] = []
-    if not runner.runs:
-        return parts
-    one_each = total == requests
-    # What is only read can be put together from several steps, and what was read before is left out where it comes again.
-    patient = runner.tapped is not None and not runner.tapped.locations
-    for request, row, start, size, done, ends in spans:
-        run: RequestRun | None = runner.runs.get(request)
-        if run is None or run.error is not None:
-            continue
-        seen, behind = run.seen, done + size
-        if done < seen and not patient and run.touches_model:
-            run.fail(RuntimeError(_PREEMPTED))
-        elif (done > seen or not (ends or patient)) and run.touches_model:
-            run.fail(ValueError(_CHUNKED))
-        else:
-            run.steps += ends
-            rows = Rows(start, size, total, done)
-            if patient and seen > done:
-                rows = Rows(start + seen - done, max(behind - seen, 0), total, seen)
-            if behind > seen:
-                run.seen = behind
-            parts.append(Part(run, rows, rows if one_each else Rows(row, 1, requests), ends))
-    return parts
-
-
-def _entries(runner: Any, spans: list[Span]) -> list[tuple[int, int, int]]:
-    """Return the rows of steered requests in a step, and their entries of the tables."""
-    entries, slots = [], runner.slots
-    for request, _, start, size, position, _ in spans:
-        if request in slots:
-            slot, first = slots[request]
-            skipped = max(first - position, 0)
-            if skipped < size:
-                entries.append((start + skipped, start + size, slot))
-    return entries

@@ -207,8 +207,8 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         runner, leader = self.driver_worker.worker.model_runner, self._leader
         call = Call(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs)
         if leader is not None:
-            call.attended = leader.attended = bool(runner.runs)
-            call.slots = dict(runner.slots)
+            call.attended = leader.attended = bool(runner.bookkeeping.runs)
+            call.slots = runner.bookkeeping.slots
         try:
             self._followers.tell(call)
         except OSError as error:

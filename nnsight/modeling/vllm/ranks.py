@@ -63,8 +63,16 @@ class Alone:
 
     attended = False
 
-    def step(self, runner: Any, parts: list[Part]) -> Step | None:
-        """Return the step that the model is about to make, or ``None`` if nobody has to stop in it."""
+    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+        """Return the step that the model is about to make, or ``None`` if nobody has to stop in it.
+
+        Args:
+            runner: The model runner.
+            parts: What requests with blocks have in it.
+            last: The step before, if it had the same parts.
+        """
+        if last is not None:
+            return last.again()
         return Step(parts) if parts else None
 
     def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
@@ -146,8 +154,11 @@ class Leader(Alone):
         """Send ``message`` to all followers."""
         send(message, self._connections)
 
-    def step(self, runner: Any, parts: list[Part]) -> Step | None:
-        step = _LeaderStep(parts, self, runner.tree) if parts else None
+    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+        if isinstance(last, _LeaderStep):
+            step: _LeaderStep | None = last.again()
+        else:
+            step = _LeaderStep(parts, self, runner.tree) if parts else None
         if self.attended:
             self.tell(None if step is None else (step.keeps, *step.announcement()))
         return step
@@ -161,7 +172,7 @@ class Leader(Alone):
 class _LeaderStep(Step):
     """A step in which each value is put together, and given out again."""
 
-    def __init__(self, parts: list[Part], leader: Leader, tree: Any) -> None:
+    def __init__(self, parts: Sequence[Part], leader: Leader, tree: Any) -> None:
         super().__init__(parts)
         self._leader, self._tree = leader, tree
         self.waited: set[str] = set()  # the same object for the whole step: calls that have begun look into it at their end
@@ -253,7 +264,7 @@ class Follower(Alone):
             raise Abandoned
         return message
 
-    def step(self, runner: Any, parts: list[Part]) -> Step | None:
+    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
         message = self.hear() if self.attended else None
         return None if message is None else _FollowerStep(self, message)
 

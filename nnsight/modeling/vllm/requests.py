@@ -101,6 +101,7 @@ class RequestRun(Interleaver):
         error: What ended the run before its time, if anything did: an error of a block, or ``tracer.stop()``.
         begun: Whether the request has gone to the engine.
         steps: How many tokens the engine has sampled for it, or is about to.
+        position: Position of the first token that the step of the engine computes for it.
         seen: Tokens of which the model has had values for the block; fewer come again after a preemption.
         kept: Captured values of a prompt of which only a part has run, by location.
         visited: Locations at which a block was served, in order, each once.
@@ -122,6 +123,7 @@ class RequestRun(Interleaver):
         self.name = name
         self.error: BaseException | None = None
         self.steps = 0
+        self.position = 0
         self.seen = 0
         self.kept: dict[str, list[Any]] = {}
         self.begun = False
@@ -237,7 +239,7 @@ class RequestRun(Interleaver):
         steering = self.steering[location]
         pair = not isinstance(value, torch.Tensor)
         first = (value[0] if pair else value).clone()
-        skipped = min(max(steering.start - rows.position, 0), rows.size)
+        skipped = min(max(steering.start - self.position, 0), rows.size)
         mine = rows.of(first)[skipped:]
         hidden = mine if not pair or value[1] is None else mine + rows.of(value[1])[skipped:]
         mine += steering.difference(hidden)

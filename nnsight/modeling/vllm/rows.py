@@ -28,13 +28,11 @@ class Rows(NamedTuple):
         start: The first.
         size: How many.
         total: Rows of the whole batch, those that only pad it included.
-        position: Position of the first in its request.
     """
 
     start: int
     size: int
     total: int
-    position: int = 0
 
     def has(self, leaf: Any) -> bool:
         """Whether ``leaf`` is a tensor with the rows of this batch."""

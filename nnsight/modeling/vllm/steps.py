@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ...runtime.interleaver import active_run
 from .requests import RequestRun
@@ -59,6 +59,11 @@ class Step:
         self.waited: Any = _Waited(self.parts)
         self.offer = type(self).meet
         self._sampling = False
+
+    def again(self) -> Self:
+        """Return this step, to be made once more: with the same rows, one position further."""
+        self._sampling = False
+        return self
 
     @property
     def mediators(self) -> list[Any]:

@@ -73,8 +73,8 @@ class ServingWorker(Worker):
 def _follow(runner: Any, scheduler_output: Any) -> None:
     """Learn which requests of a step have which entry, and forget those that have ended."""
     for request in scheduler_output.finished_req_ids:
-        runner.slots.pop(request, None)
+        runner.bookkeeping.remove(request)
     for new in scheduler_output.scheduled_new_reqs:
         extra = (new.sampling_params and new.sampling_params.extra_args) or {}
         if SLOT in extra:
-            runner.slots[new.req_id] = extra[SLOT], extra[START]
+            runner.bookkeeping.add(new.req_id, slot=(extra[SLOT], extra[START]))

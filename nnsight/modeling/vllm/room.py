@@ -1,0 +1,26 @@
+"""Room on the interpreter's stack, so that calls deep inside an engine do not each ask the system for memory.
+
+CPython keeps the frames of a thread in chunks of 16 KB. A call whose frame does not fit into the current chunk gets another one from the
+system, and gives it back when it returns. Which call that is depends on how deep the caller is. If it is one that a model makes for each of
+its layers, every step of the engine maps, touches and unmaps memory as often as the model has layers: 2 to 5 percent of a step of GPT-2
+on two cores were seen, for a model that is traced a few frames deeper than one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: Slots of a frame that needs a chunk of 512 KB, of which it leaves nearly half to the calls below it.
+_SLOTS = 1 << 15
+
+
+def with_room(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, called with more than 200 KB of stack for frames of Python in one piece.
+
+    This function says that it needs a stack of so many slots, which no code of its own uses. Nothing touches them: they cost no memory.
+    """
+    return function(*arguments)
+
+
+with_room.__code__ = with_room.__code__.replace(co_stacksize=_SLOTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pickle
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import torch
 
 from nnsight.modeling.vllm import VLLM
 from nnsight.modeling.vllm.batches import Span, batch_of_v1, batch_of_v2
+from nnsight.modeling.vllm.bookkeeping import Bookkeeping
 from nnsight.modeling.vllm.captures import Captures
 from nnsight.modeling.vllm.prompts import prompt_of
-from nnsight.modeling.vllm.ranks import ABANDON, WORK, Leader
+from nnsight.modeling.vllm.ranks import ABANDON, WORK, Alone, Leader
 from nnsight.modeling.vllm.requests import Limits, RequestRun
+from nnsight.modeling.vllm.room import with_room
 from nnsight.modeling.vllm.rows import Rows, RowView, ordinary
 from nnsight.modeling.vllm.runner import check
 from nnsight.modeling.vllm.spread import Spread, Spreads
@@ -314,6 +317,143 @@ class SimulatedGroup:
 
     def closed(self) -> Any:
         return contextlib.nullcontext()
+
+
+# -- the bookkeeping of steps -----------------------------------------------------------------------------------------
+
+
+class Batches:
+    """Steps of a runner, which is simulated; ``worked_out`` counts those whose rows were worked out anew."""
+
+    def __init__(self, tapped: Any = None) -> None:
+        self.link = Alone()
+        self.tapped = tapped
+        self.bookkeeping = Bookkeeping(self)
+        self.worked_out = 0
+
+    def step(self, *requests: tuple[str, int, int], padded: int = 0, ends: bool = True) -> Step | None:
+        """Make a step with (request, position, size) for each request."""
+        names, positions = [name for name, *_ in requests], [position for _, position, _ in requests]
+        total = sum(size for *_, size in requests)
+
+        def spans(wanted: Any) -> list[Span]:
+            self.worked_out += 1
+            starts = [sum(size for *_, size in requests[:row]) for row in range(len(requests))]
+            given = zip(requests, starts, strict=True)
+            return [Span(n, row, start, s, p, ends) for row, ((n, p, s), start) in enumerate(given) if n in wanted]
+
+        return self.bookkeeping.step(total + padded, names, positions, total, spans)
+
+
+def endless(seen: list[list[float]]) -> Callable[[], None]:
+    """Return a block that notes what it sees at each token."""
+
+    def block() -> None:
+        while True:
+            seen.append(requested("layer.output")[:, 0].tolist())
+            active_interleaver().current.advance(1)  # type: ignore[union-attr]
+
+    return block
+
+
+def test_rows_of_a_step_like_the_one_before_are_not_worked_out_again() -> None:
+    """And blocks see their rows in each: whoever comes, leaves, or changes places with another one."""
+    first, second = [], []  # type: ignore[var-annotated]
+    runs = {"a": run_of(endless(first)), "b": run_of(endless(second))}
+    batches = Batches()
+    for name, run in runs.items():
+        batches.bookkeeping.add(name, run)
+    steps: list[tuple[tuple[str, int, int], ...]] = [
+        (("a", 0, 2), ("b", 0, 1)),  # prompts
+        (("a", 2, 1), ("b", 1, 1)),
+        (("a", 3, 1), ("b", 2, 1)),  # like the one before
+        (("a", 4, 1), ("b", 3, 1)),  # likewise
+        (("b", 4, 1), ("a", 5, 1)),  # in another order
+        (("b", 5, 1), ("a", 6, 1)),  # likewise
+        (("plain", 0, 1), ("b", 6, 1), ("a", 7, 1)),  # with somebody else
+    ]
+    worked_out = []
+    for requests in steps:
+        step = batches.step(*requests)
+        assert step is not None
+        size = sum(count for *_, count in requests)
+        step.meet("layer.output", torch.arange(float(size))[:, None])
+        step.rows_are_requests()
+        worked_out.append(batches.worked_out)
+    assert worked_out == [1, 2, 2, 2, 3, 3, 4]
+    assert first == [[0, 1], [0], [0], [0], [1], [1], [2]]
+    assert second == [[2], [1], [1], [1], [0], [0], [1]]
+    assert [(run.steps, run.seen, run.position) for run in runs.values()] == [(7, 8, 7), (7, 7, 6)]
+    batches.bookkeeping.remove("a")
+    step = batches.step(("plain", 1, 1), ("b", 7, 1), ("a", 8, 1))
+    assert step is not None and [part.run for part in step.parts] == [runs["b"]]
+    for run in runs.values():
+        run.cancel()
+
+
+def test_a_repeated_position_is_not_taken_for_the_next_one() -> None:
+    """After a preemption a request comes again from its beginning, which a block cannot do."""
+    run = run_of(endless([]))
+    batches = Batches()
+    batches.bookkeeping.add("a", run)
+    for position in range(3):
+        step = batches.step(("a", position, 1))
+        assert step is not None
+        step.meet("layer.output", torch.ones(1, 1))
+    assert batches.worked_out == 1
+    assert batches.step(("a", 0, 1)) is None and "cannot run twice" in str(run.failed)
+
+
+def test_a_part_of_a_prompt_of_one_token_is_not_taken_for_a_token_that_was_sampled() -> None:
+    run = run_of(endless([]))
+    batches = Batches(SimpleNamespace(locations=[], rows=RowSlots(torch.zeros(8, dtype=torch.int64))))
+    batches.bookkeeping.add("a", run)
+    for position, ends in enumerate([False, False, True, True]):
+        step = batches.step(("a", position, 1), ends=ends)
+        assert step is not None and (not step.parts, bool(step.kept)) == (not ends, not ends)
+    assert run.steps == 2
+    run.cancel()
+
+
+def test_rows_of_tables_follow_the_batch() -> None:
+    """The slots of a step like the one before are there already; rows that pad it have none, nor those before the first position."""
+    looked_at = torch.zeros(8, dtype=torch.int64)
+    batches = Batches(SimpleNamespace(locations=[], rows=RowSlots(looked_at)))
+    batches.bookkeeping.add("a", slot=(2, 0))
+    batches.bookkeeping.add("b", slot=(3, 6))
+    found = []
+    for position in range(4, 8):
+        assert batches.step(("a", position, 1), ("b", position, 1), padded=2) is None
+        found.append(looked_at[:4].tolist())
+    assert found == [[2, 0, 0, 0], [2, 0, 0, 0], [2, 3, 0, 0], [2, 3, 0, 0]] and batches.worked_out == 3
+    batches.bookkeeping.use_slots({"a": (2, 0), "b": (3, 6)})
+    batches.step(("a", 8, 1), ("b", 8, 1), padded=2)
+    assert batches.worked_out == 3
+    batches.bookkeeping.use_slots({"b": (3, 6)})
+    batches.step(("a", 9, 1), ("b", 9, 1), padded=2)
+    assert looked_at.tolist()[:4] == [0, 3, 0, 0] and batches.bookkeeping.attends
+    batches.bookkeeping.remove("b")
+    assert batches.bookkeeping.attends  # a row is to be forgotten yet
+    batches.step(("a", 10, 1))
+    assert not looked_at.any() and not batches.bookkeeping.attends
+
+
+def test_calls_with_room_need_no_memory_of_the_system() -> None:
+    """However deep the caller is: without room there are depths at which each call takes a page from the system and gives it back."""
+
+    def leaf() -> int:
+        return sys._getframe().f_lineno
+
+    def pages_of(calls: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for _ in range(calls):
+            leaf()
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    def worst(depth: int) -> int:
+        return max(pages_of(100), worst(depth - 1) if depth else 0)
+
+    assert with_room(worst, 300) < 100
 
 
 # -- what users pass --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ...tracing import Backend, Tracer
 from ...tracing.errors import show_only_users_frames
 from ...tracing.saving import saves
 from .engine import Engine
+from .room import with_room
 from .samples import Request
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ class Turns:
                 )
             self._arrived.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="nnsight-vllm", daemon=True)
+                self._thread = threading.Thread(target=with_room, args=(self._work,), name="nnsight-vllm", daemon=True)
                 self._thread.start()
 
     def _work(self) -> None:

@@ -49,6 +49,7 @@ class Captures:
 
     def __init__(self) -> None:
         self._buffers: dict[str, tuple[str, list[torch.Tensor]]] = {}
+        self._used: dict[str, tuple[int, list[torch.Tensor]]] = {}  # the part of the buffers that the last step used, and its rows
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -61,27 +62,35 @@ class Captures:
 
     def fill(self, location: str, form: str, leaves: list[torch.Tensor]) -> None:
         """Copy ``leaves`` into the buffers of ``location``. The first step of an engine is its longest, so they need not grow."""
-        buffers = self._buffers.get(location, ("", []))[1]
-        if not buffers or any(leaf.shape[0] > buffer.shape[0] for leaf, buffer in zip(leaves, buffers, strict=True)):
-            buffers = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
-            self._buffers[location] = form, buffers
-        for leaf, buffer in zip(leaves, buffers, strict=True):
-            buffer[: leaf.shape[0]].copy_(leaf)
+        rows, used = self._used.get(location, _NONE)
+        if len(leaves) != 1 or leaves[0].shape[0] != rows:
+            buffers = self._buffers.get(location, ("", []))[1]
+            if not buffers or any(leaf.shape[0] > buffer.shape[0] for leaf, buffer in zip(leaves, buffers, strict=True)):
+                buffers = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
+                self._buffers[location] = form, buffers
+            used = [buffer[: leaf.shape[0]] for leaf, buffer in zip(leaves, buffers, strict=True)]
+            self._used[location] = leaves[0].shape[0], used
+        for leaf, part in zip(leaves, used, strict=True):
+            part.copy_(leaf)
 
     def hand_out(self, step: Step, rows: int) -> None:
         """Offer what the model has computed in a step of ``rows`` rows to the blocks that wait for it."""
-        with ordinary():
-            for location, (form, buffers) in self._buffers.items():
-                waited = location in step.waited
-                value = value_of(parsed(form), [buffer[:rows] for buffer in buffers]) if waited or step.keeps else None
-                if step.keeps:
+        for location, (form, buffers) in self._buffers.items():
+            waited = location in step.waited
+            value = value_of(parsed(form), [buffer[:rows] for buffer in buffers]) if waited or step.keeps else None
+            if step.keeps:
+                with ordinary():
                     step.keep(location, value)
-                if waited:
-                    step.meet(location, value)
-                else:
-                    step.counts[location] = 1
+            if waited:
+                step.meet(location, value)
+            else:
+                step.counts[location] = 1
         for part in step.parts:
             part.run.kept.clear()
+
+
+#: What was used of buffers that are not there.
+_NONE: tuple[int, list[torch.Tensor]] = (-1, [])
 
 
 @functools.cache

@@ -50,6 +50,10 @@ def ordinary() -> Iterator[None]:
         yield
 
 
+#: The structure of a value that is one tensor.
+_ONE = pytree.tree_structure(0)
+
+
 class RowView:
     """What one request is given of the value at a location; to be made in :func:`ordinary`.
 
@@ -65,6 +69,11 @@ class RowView:
 
     def __init__(self, rows: Rows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
         self._rows, self._location, self._whole = rows, location, whole
+        if isinstance(whole, torch.Tensor) and not earlier:  # as nearly always
+            self._leaves, self._structure = [whole], _ONE
+            self.value = (rows.of(whole) if rows.has(whole) else whole).clone()
+            self._given, self._versions = [self.value], [self.value._version]
+            return
         self._leaves, self._structure = pytree.tree_flatten(whole)
         self._given = [self._copy(leaf) for leaf in self._leaves]
         if earlier:

@@ -76,6 +76,9 @@ class Step:
 
     def meet(self, location: str, value: Any) -> Any:
         """Offer ``value`` to every request; return what they made of it."""
+        if location not in self.waited:
+            self.counts[location] = 1
+            return value
         with ordinary():
             for run, tokens, request, _ in self.parts:
                 if run.error is None:

@@ -16,14 +16,14 @@ RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
 
 # What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
-V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _overlapping.py _captures.py _samples.py _serving.py _parallel.py)
+V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _overlapping.py _functions.py _captures.py _samples.py _serving.py _parallel.py)
 
 # An interpreter for them: Triton's kernels are interpreted, too.
 ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python
 
 # What of V1 is run with every change.
-CI_TESTS := $(addprefix tests/test_vllm,.py _captures.py _parallel.py)
+CI_TESTS := $(addprefix tests/test_vllm,.py _captures.py _functions.py _parallel.py)
 
 .PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
 .DEFAULT_GOAL := help

@@ -16,6 +16,7 @@ import torch
 from nnsight import LanguageModel
 from nnsight.modeling.vllm import VLLM
 
+from .test_vllm_functions import autoencoder, features
 from .vllm_llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
@@ -26,7 +27,7 @@ COMPILED = {
         "model.layers.1.mlp.down_proj.input",
     ],
     "captures": ["model.layers.1.self_attn.o_proj.input", "model.layers.1.self_attn.o_proj", "model.layers.3.self_attn.qkv_proj"],
-    "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2},
+    "edits": {"modules": ["model.layers.2"], "slots": 3, "rank": 2, "functions": {"autoencoder": autoencoder}},
 }
 
 
@@ -313,6 +314,22 @@ def test_edits_as_parameters(model: VLLM, reference: LanguageModel, vector: torc
         assert len({tuple(unsteered), tuple(once), tuple(twice)}) == 3
     place = "between modules" if model._layout is None else "in the compiled model, as parameters"
     assert tracer.report.tiers == ["beside", place, place, place]
+
+
+@compiled
+def test_functions_in_the_graph(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
+    """Both devices have the function, its tensors, and the parameters of each request."""
+    results: list[Any] = []
+    for gain in (0.0, 20.0):
+        with model.trace(PROMPTS[0], **GREEDY) as tracer:
+            model.model.layers[2].steer(add=vector, use="autoencoder", features=features(2, 7), gain=gain)
+            results.append(tracer.result)
+    ids, chosen = results[0].prompt_token_ids, features(2, 7)
+    expected = [
+        by_hand(reference, ids, "model.layers.2", lambda hidden, g=g: autoencoder(hidden + vector, features=chosen, gain=g))
+        for g in (0.0, 20.0)
+    ]
+    assert [tokens(result) for result in results] == expected and expected[0] != expected[1]
 
 
 def test_several_samples(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:

@@ -208,7 +208,7 @@ def test_tables_do_what_each_rows_edit_says() -> None:
     assert torch.equal(found[[0, 3]], hidden[[0, 3]])
     torch.testing.assert_close((found + residual)[[1, 4]], edited[[1, 4]])
     torch.testing.assert_close((found + residual)[2], (hidden + residual)[2] + 2)
-    torch.testing.assert_close(everything["layer"].difference(hidden), hidden @ projector * factor + vector - hidden)
+    torch.testing.assert_close(everything["layer"].difference(hidden, {}), hidden @ projector * factor + vector - hidden)
     assert not module.state_dict()
 
 

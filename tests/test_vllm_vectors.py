@@ -213,7 +213,7 @@ def test_a_choice_removes(vectors: Vectors) -> None:
     direction = vectors["any"][None]
     hidden = torch.randn(3, HIDDEN)
     expected = hidden - (hidden @ direction)[:, None] * direction / direction.dot(direction)
-    torch.testing.assert_close(hidden + found.difference(hidden), expected)
+    torch.testing.assert_close(hidden + found.difference(hidden, {}), expected)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ A block is written against one request, so here each request is a run of its own
 of a step only says which rows belong to whom. The modules, from the bottom up:
 
 * :mod:`.rows`: the rows of one request, as the block is given them and as they go back;
-* :mod:`.steering`: edits that are parameters, so that no block has to run at the layer;
+* :mod:`.functions`, :mod:`.steering`: edits in the compiled graph, whose parameters are data, so that no block has to run at the layer;
 * :mod:`.requests`: the run of one request, and how it ends;
 * :mod:`.samples`: requests for several samples, each a run of its own;
 * :mod:`.steps`: one step of the engine, offered to the runs that take part in it;

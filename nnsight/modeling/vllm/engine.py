@@ -12,12 +12,14 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .functions import EditFunction, register
 from .groups import groups
 from .prompts import refusals
 from .requests import Limits
@@ -45,15 +47,25 @@ class Engine:
         repo: Repository or folder.
         options: Those of ``vllm.LLM``.
         layout: What a compiled engine has in its graph, see :mod:`.taps`; ``None`` for one that stops between all modules.
+        functions: Functions that layers with tables have, by name, see :mod:`.functions`.
 
     Attributes:
         llm: vLLM's own object.
     """
 
-    def __init__(self, repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        repo: str,
+        options: Mapping[str, Any],
+        layout: Layout | None = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
         from vllm import LLM
 
         choose_runner()  # again: the engine may be started long after the model was made
+        self._functions = _traced(repo, options, functions or {})
+        if layout is not None:
+            layout = replace(layout, functions=tuple(map(register, self._functions.values())))
         if layout is not None:
             options = _with_layout(options, layout)
         parallel = options.get("tensor_parallel_size", 1) > 1
@@ -84,9 +96,9 @@ class Engine:
         """What the engine can do."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
-            return Limits(hidden)
+            return Limits(hidden, functions=self._functions)
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
-        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank, tuple(tapped.captured), drafts)
+        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank, tuple(tapped.captured), drafts, self._functions)
 
     def stop_at(self, tree: ModuleTree) -> None:
         """Say by which tree the model's calls are intercepted."""
@@ -227,6 +239,17 @@ def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
         made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
     return made
+
+
+def _traced(repo: str, options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, EditFunction]:
+    """Return ``functions``, traced for the hidden state of the model."""
+    if not functions:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
+    config = EngineArgs(model=repo, **given).create_engine_config().model_config
+    return {name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()}
 
 
 def _let_vllm_look_at_llvmlite() -> None:

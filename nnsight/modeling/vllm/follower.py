@@ -18,6 +18,7 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ...tree import ModuleTree
+from .functions import register
 from .parallel import STEPS, Answer, Call, Start
 from .ranks import Follower, Group, send
 from .spread import Spreads
@@ -59,6 +60,9 @@ def _answered(connection: Any, function: Any, *args: Any) -> Any:
 def _started(connection: Any, start: Start) -> tuple[Any, Answer]:
     """Return a worker with its model."""
     config = cloudpickle.loads(start.config)
+    functions = cloudpickle.loads(start.functions)  # held here until the layers hold them
+    for function in functions:
+        register(function)
     worker = WorkerWrapperBase(rpc_rank=start.rank, global_rank=start.rank)
     kwargs = {
         "vllm_config": config,

@@ -16,6 +16,7 @@ import torch
 from ...envoy import Envoy
 from ...runtime.uncompiled import leave_to_python
 from ..base import _Names
+from ..forms import describe
 from ..language import _folder_or_name
 from ..mixins import MetaMixin
 from .choices import Choice
@@ -23,7 +24,7 @@ from .requests import SAMPLES
 from .residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
 from .runner import check_drafts, choose_runner
 from .taps import Layout, tapped_modules
-from .tracing import RequestTracer
+from .tracing import ExplainingTracer, RequestTracer
 from .vectors import Vectors
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ class VLLM(MetaMixin):
             compiles nothing, and blocks can stop everywhere.
         captures: Likewise, modules whose values the compiled graph copies for blocks that only read them. The graph is not split there.
         edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
-            dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), and how
-            many directions each may remove (``"rank"``, 1).
+            dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), how
+            many directions each may remove (``"rank"``, 1), and what functions requests may ask for (``"functions"``, by name, see
+            :mod:`.functions`).
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
             ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
@@ -111,6 +113,7 @@ class VLLM(MetaMixin):
             )
         _check_options(mode, tensor_parallel_size, options)
         layout = _layout_of(taps, captures, edits)
+        functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
         check_drafts(options, layout is not None and layout.only_tables)
         # A block sees a prompt whole; tables apply to any part of one, and what is captured is put together.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
@@ -124,6 +127,7 @@ class VLLM(MetaMixin):
                 "made with only, as in `taps=['model.layers.*']`."
             )
         self.__dict__["_layout"] = layout
+        self.__dict__["_functions"] = functions
         self.__dict__["_engine"] = None
         self.__dict__["vectors"] = Vectors()
         self.__dict__["_turns"] = None
@@ -140,7 +144,7 @@ class VLLM(MetaMixin):
         """Start an engine and return its model."""
         from .engine import Engine
 
-        engine = self.__dict__["_engine"] = Engine(repo, options, self._layout)
+        engine = self.__dict__["_engine"] = Engine(repo, options, self._layout, self._functions)
         self.vectors.hidden = engine.limits.hidden
         if self._mode == "async":
             from .asynchronous import Turns
@@ -225,6 +229,20 @@ class VLLM(MetaMixin):
                 raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
             backend = AsyncBackend(self)
         return RequestTracer(self, args, kwargs, backend, _Names(self))
+
+    def explain(self, *args: Any, **kwargs: Any) -> ExplainingTracer:
+        """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as of a trace.
+
+        The block, or each invoke, begins, and ends at the first value of the model that it waits for. Nothing is sent to the engine, which
+        is started if it has not been. ``tracer.report.tiers`` says then, for each request, where the block would run: as parameters in
+        the compiled model, on values captured in it, at taps, or between modules. What cannot be done there raises as in a trace.
+
+        Args:
+            *args: As for :meth:`trace`.
+            **kwargs: Likewise.
+        """
+        leave_to_python("model.explain(...)")
+        return ExplainingTracer(self, args, kwargs, None, _Names(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
@@ -387,10 +405,12 @@ def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
         return None
     room = {"slots": 16, "rank": 1}
     if isinstance(edits, Mapping):
-        room |= {name: value for name, value in edits.items() if name != "modules"}
+        room |= {name: value for name, value in edits.items() if name not in {"modules", "functions"}}
         unknown = room.keys() - {"slots", "rank"}
         if unknown or "modules" not in edits:
-            raise TypeError(f"edits= is a list of paths, or a dict with 'modules', 'slots' and 'rank', not {edits!r}.")
+            raise TypeError(f"edits= is a list of paths, or a dict with 'modules', 'slots', 'rank' and 'functions', not {edits!r}.")
+        if not isinstance(edits.get("functions", {}), Mapping):
+            raise TypeError(f"edits={{'functions': ...}} is a dict of functions by name, not {describe(edits['functions'])}.")
         edits = edits["modules"]
     for name, paths in (("taps", taps or ()), ("captures", captures or ()), ("edits", edits or ())):
         if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
@@ -398,7 +418,7 @@ def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
     for name, least in (("slots", 1), ("rank", 0)):
         if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
             raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
-    return Layout(tuple(taps or ()), tuple(captures or ()), tuple(edits or ()), **room)
+    return Layout(tuple(taps or ()), tuple(captures or ()), tuple(edits or ()), room["slots"], room["rank"])
 
 
 def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:

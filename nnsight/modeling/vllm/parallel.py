@@ -29,6 +29,7 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from .functions import EditFunction, registered
 from .ranks import Group, Leader, send
 from .spread import Spreads
 
@@ -54,12 +55,14 @@ class Start:
         rank: Which rank it is.
         local_rank: Which device it has.
         init_method: Where the ranks find each other.
+        functions: Functions in the layers of the model, pickled.
     """
 
     config: bytes
     rank: int
     local_rank: int
     init_method: str
+    functions: bytes
 
 
 @dataclass
@@ -155,10 +158,10 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._leader: Leader | None = None
         self._place = super()._distributed_args()
         init_method, rank, local_rank = self._place
-        config = cloudpickle.dumps(self.vllm_config)
+        config, functions = cloudpickle.dumps(self.vllm_config), cloudpickle.dumps(_functions_of(self.vllm_config))
         self._followers = Followers(
             self.parallel_config.world_size - 1,
-            lambda other: Start(config, rank + other, local_rank + other, init_method),
+            lambda other: Start(config, rank + other, local_rank + other, init_method, functions),
         )
         try:
             super()._init_executor()
@@ -268,6 +271,11 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
             self._followers.tell(None)
         super().shutdown()
         self._followers.end()
+
+
+def _functions_of(config: Any) -> list[EditFunction]:
+    """Return the functions in the layers of a model with this configuration."""
+    return [registered(digest) for digest in config.additional_config.get("nnsight", {}).get("functions", ())]
 
 
 def _check(config: Any) -> None:

@@ -10,8 +10,8 @@ the trace raises the error once the other requests have finished.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from ...runtime.errors import OutOfOrderError
 from ...runtime.interleaver import Interleaver, active_run
 from ...runtime.mediator import EarlyStopException, Mediator
+from .functions import EditFunction
 from .rows import RequestReplacements, Rows, RowView, place_of, read_only
 from .steering import Steering
 
@@ -50,6 +51,7 @@ class Limits:
         steered: Where its compiled graph has tables for edits; ``None`` if it is not compiled.
         rank: How many directions they may read.
         captured: Where values can be read, when the model has run, and not edited.
+        functions: Functions in the graph, by name.
         drafts: Whether steps have drafts of tokens, some of which are thrown away again.
     """
 
@@ -59,6 +61,7 @@ class Limits:
     rank: int = 0
     captured: tuple[str, ...] = ()
     drafts: bool = False
+    functions: Mapping[str, EditFunction] = field(default_factory=dict)
 
 
 class _NoSkips(dict[str, Any]):
@@ -242,7 +245,7 @@ class RequestRun(Interleaver):
         skipped = min(max(steering.start - self.position, 0), rows.size)
         mine = rows.of(first)[skipped:]
         hidden = mine if not pair or value[1] is None else mine + rows.of(value[1])[skipped:]
-        mine += steering.difference(hidden)
+        mine += steering.difference(hidden, self.limits.functions)
         return (first, *value[1:]) if pair else first
 
     def conclude(self, result: Any) -> None:

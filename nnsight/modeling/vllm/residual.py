@@ -55,7 +55,9 @@ class LayerEnvoy(Envoy):
         Edit it in place, or assign a replacement of the same shape.
         """
 
-    def steer(self, *, add: Any = None, scale: Any = None, remove: Any = None, start: int = 0) -> None:
+    def steer(
+        self, *, add: Any = None, scale: Any = None, remove: Any = None, start: int = 0, use: str | None = None, **parameters: Any
+    ) -> None:
         """Edit the residual stream after this layer, for all tokens of the request; see :mod:`.steering`.
 
         Written at the top of a block. In a compiled engine it is a part of the graph, and no Python runs at the layer.
@@ -65,6 +67,8 @@ class LayerEnvoy(Envoy):
             scale: What it is multiplied with before, ``[hidden]`` or a number.
             remove: Direction, or directions, that are projected out before that, ``[hidden]`` or ``[directions, hidden]``; or a name.
             start: First position, counted from the start of the prompt.
+            use: Name of a function that the engine was made with, called on what that makes of the hidden state; see :mod:`.functions`.
+            **parameters: Those of the function, each a number or a tensor of the shape of its default.
 
         Raises:
             ValueError: For another size or an unknown name, after the block has read a value, or where a compiled engine has no
@@ -73,7 +77,17 @@ class LayerEnvoy(Envoy):
         """
         run = running_request()
         add, remove = (self._named(value, run.limits.hidden) for value in (add, remove))
-        run.steer(f"{self._path}.output", Steering.of(run.limits.hidden, add, scale, remove, start))
+        functions = run.limits.functions
+        if use is None and parameters:
+            raise TypeError(f"steer() has no parameter {next(iter(parameters))!r}. Those of a function go with its name, `use=`.")
+        if use is not None and use not in functions:
+            names = ", ".join(map(repr, functions)) or "no function"
+            raise ValueError(
+                f"steer(use={use!r}): this engine was made with {names}. Make the model with `edits={{'modules': [...], 'functions': "
+                f"{{{use!r}: ...}}}}`."
+            )
+        chosen = {} if use is None else {use: functions[use].parameters(parameters)}
+        run.steer(f"{self._path}.output", Steering.of(run.limits.hidden, add, scale, remove, start, chosen))
 
     def _named(self, value: Any, hidden: int) -> Any:
         """Return the direction that ``value`` names; if it is no name, ``value``."""

@@ -17,10 +17,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from .functions import EditFunction
+
+_NOTHING: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Steering:
         down: Directions that are read, ``[rank, hidden]``.
         up: What is added for each, ``[rank, hidden]``.
         start: First position of the request to which it is done.
+        functions: Parameters of functions that are called on the hidden state behind all that, by name; see :mod:`.functions`.
     """
 
     add: torch.Tensor
@@ -40,9 +45,12 @@ class Steering:
     down: torch.Tensor
     up: torch.Tensor
     start: int = 0
+    functions: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, hidden: int, add: Any, scale: Any, remove: Any, start: int) -> Steering:
+    def of(
+        cls, hidden: int, add: Any, scale: Any, remove: Any, start: int, functions: Mapping[str, Mapping[str, torch.Tensor]] = _NOTHING
+    ) -> Steering:
         """Return the parameters for what a user asks for.
 
         Args:
@@ -51,13 +59,14 @@ class Steering:
             scale: Number or vector.
             remove: Direction or directions.
             start: First position.
+            functions: Parameters of functions.
 
         Raises:
             ValueError: For another size, values that are not finite, or nothing to do.
             TypeError: For what is no number or tensor.
         """
-        if add is None and scale is None and remove is None:
-            raise ValueError("steer() was given nothing to do: pass `add=`, `scale=` or `remove=`.")
+        if add is None and scale is None and remove is None and not functions:
+            raise ValueError("steer() was given nothing to do: pass `add=`, `scale=`, `remove=` or `use=`.")
         if isinstance(start, bool) or not isinstance(start, int):
             raise TypeError(f"steer(start=...) is a position of the request, an int; not {type(start).__name__}.")
         if start < 0:
@@ -77,7 +86,7 @@ class Steering:
                     "steer(remove=...) has directions that depend on each other, or a zero: leave them out."
                 )
             directions = basis.T.float().contiguous()
-        return cls(added, factor - 1, directions, -directions * factor, start)
+        return cls(added, factor - 1, directions, -directions * factor, start, functions)
 
     @property
     def rank(self) -> int:
@@ -90,25 +99,34 @@ class Steering:
         return hashlib.sha256(b"".join([self._bytes(), str(self.start).encode()])).hexdigest()
 
     def _bytes(self) -> bytes:
-        return b"".join(bytes(table.numpy().tobytes()) for table in (self.add, self.gain, self.down, self.up))
+        parts = [bytes(table.numpy().tobytes()) for table in (self.add, self.gain, self.down, self.up)]
+        for name, parameters in sorted(self.functions.items()):
+            parts.append(f"{name}({', '.join(parameters)})".encode())
+            parts += [bytes(value.numpy().tobytes()) for value in parameters.values()]
+        return b"".join(parts)
 
-    def difference(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what is to be added to ``hidden``, ``[tokens, hidden]``."""
+    def difference(self, hidden: torch.Tensor, functions: Mapping[str, EditFunction]) -> torch.Tensor:
+        """Return what is to be added to ``hidden``, ``[tokens, hidden]``; ``functions`` are those of the engine."""
         add, gain, down, up = (table.to(hidden) for table in (self.add, self.gain, self.down, self.up))
-        return hidden * gain + add + (hidden @ down.T) @ up
+        difference = hidden * gain + add + (hidden @ down.T) @ up
+        for name, function in functions.items():
+            if name in self.functions:
+                difference = function(hidden + difference, self.functions[name]) - hidden
+        return difference
 
     def plus(self, other: Steering) -> Steering:
         """Return this and then ``other``, both at one layer.
 
         Raises:
-            ValueError: If they do more than add, or begin at different positions.
+            ValueError: If they do more than add and call different functions, or begin at different positions.
         """
-        if self.rank or other.rank or self.gain.any() or other.gain.any() or self.start != other.start:
+        twice = self.functions.keys() & other.functions.keys()
+        if twice or self.rank or other.rank or self.gain.any() or other.gain.any() or self.start != other.start:
             raise ValueError(
                 "steer() was called twice for one layer of a request. Only additions from the same position can be joined: say "
-                "everything in one call, `steer(add=..., scale=..., remove=...)`."
+                "everything in one call, `steer(add=..., scale=..., remove=...)`. Different functions may be asked for in different calls."
             )
-        return Steering(self.add + other.add, self.gain, self.down, self.up, self.start)
+        return Steering(self.add + other.add, self.gain, self.down, self.up, self.start, {**self.functions, **other.functions})
 
 
 def salt_of(steering: Mapping[str, Steering]) -> str:
@@ -175,6 +193,11 @@ class Slots:
             if steering is not None:
                 values = getattr(steering, name)
                 (table[: steering.rank] if name in {"down", "up"} else table).copy_(values)
+        for function in module.nnsight_functions:
+            chosen = None if steering is None else steering.functions.get(function.name)
+            getattr(module, _table(function.name))[slot] = chosen is not None
+            for name, value in (chosen or {}).items():
+                getattr(module, _table(function.name, name))[slot] = value
 
 
 class RowSlots:
@@ -217,6 +240,7 @@ def add_tables(
     module: torch.nn.Module, rows: torch.Tensor, slots: int, rank: int, hidden: int, dtype: torch.dtype
 ) -> None:
     """Give ``module`` tables for ``slots`` edits; ``rows`` has the slot of each row of a step."""
+    module.nnsight_functions, module.nnsight_calls = [], []
     tables = {
         "rows": rows,
         "add": rows.new_zeros(slots + 1, hidden, dtype=dtype),
@@ -226,6 +250,28 @@ def add_tables(
     }
     for name, table in tables.items():
         module.register_buffer(f"nnsight_{name}", table, persistent=False)
+
+
+def add_functions(module: Any, functions: Sequence[EditFunction], slots: int, dtype: torch.dtype) -> None:
+    """Give ``module``, which has tables for ``slots`` edits, ``functions``, and tables of who goes through them with what parameters."""
+    rows = module.nnsight_rows
+    module.nnsight_functions += functions
+    for function in functions:
+        constants = []
+        for number, constant in enumerate(function.constants):  # buffers, for a graph takes these for what it is given
+            constants.append(_table(function.name, f"{number}"))
+            module.register_buffer(constants[-1], constant, persistent=False)
+        tables = [_table(function.name, name) for name in function.defaults]
+        module.nnsight_calls.append((function.graph, _table(function.name), tables, constants))
+        module.register_buffer(_table(function.name), rows.new_zeros(slots + 1, 1, dtype=torch.bool), persistent=False)
+        for name, default in function.defaults.items():
+            values = default.to(rows.device, dtype).repeat(slots + 1, *([1] * default.dim()))
+            module.register_buffer(_table(function.name, name), values, persistent=False)
+
+
+def _table(function: str, parameter: str = "") -> str:
+    """Return the name of the table of a parameter, of a constant, or of the table that says who goes through the function."""
+    return f"nnsight_of_{function}__{parameter}"
 
 
 def steered(module: Any, output: Any) -> Any:
@@ -242,6 +288,13 @@ def steered(module: Any, output: Any) -> Any:
     first = torch.where(
         (rows > 0)[:, None], first + difference, first
     )  # rows without an edit stay as they are, bit by bit
+    for graph, chosen, tables, constants in module.nnsight_calls:
+        hidden = first + output[1] if pair and output[1] is not None else first
+        values = [getattr(module, table)[rows] for table in tables] + [getattr(module, constant) for constant in constants]
+        new = graph(hidden, *values)
+        if pair and output[1] is not None:
+            new = new - output[1]
+        first = torch.where(getattr(module, chosen)[rows], new, first)
     return (first, *output[1:]) if pair else first
 
 

@@ -26,15 +26,16 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from .captures import Captures, parsed, value_of
+from .functions import registered
 from .operations import define
-from .steering import RowSlots, Slots, add_tables, steered
+from .steering import RowSlots, Slots, add_functions, add_tables, steered
 from .steps import Step
 
 #: Name of the operation as vLLM's list of splitting operations has it.
 HANDOFF = "nnsight::handoff"
 
 #: Part of the key of the compile cache: to be raised when what is put into a graph changes.
-_FORMAT = 4
+_FORMAT = 5
 
 
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
@@ -64,6 +65,7 @@ class Layout:
         edits: Layers with tables for edits, likewise; see :mod:`.steering`.
         slots: How many different edits the tables have room for.
         rank: How many directions each may read.
+        functions: Digests of functions that layers with tables have, too; see :mod:`.functions`.
     """
 
     taps: tuple[str, ...] = ()
@@ -71,6 +73,7 @@ class Layout:
     edits: tuple[str, ...] = ()
     slots: int = 16
     rank: int = 1
+    functions: tuple[str, ...] = ()
 
     @property
     def only_tables(self) -> bool:
@@ -92,7 +95,7 @@ class Layout:
     def described(cls, description: Mapping[str, Any]) -> Layout:
         """Return the layout with this description."""
         given = {name: value for name, value in description.items() if name != "format"}
-        return cls(**{**given, **{name: tuple(given[name]) for name in ("taps", "captures", "edits")}})
+        return cls(**{**given, **{name: tuple(given[name]) for name in ("taps", "captures", "edits", "functions")}})
 
 
 def at_side(places: Iterable[str], side: str) -> list[str]:
@@ -171,6 +174,7 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
             for path in tapped_modules(model, at_side(places, side)):
                 named[f"model.{path}.{side}"] = operation
     steered = tapped_modules(model, layout.edits)
+    functions = [registered(digest).to(rows.device) for digest in layout.functions]
     modules: dict[str, Any] = {**tapped_modules(model, layout.modules)}
     for path, module in modules.items():
         module.nnsight_path = f"model.{path}"
@@ -181,6 +185,7 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
             module.register_buffer("nnsight_mark", torch.zeros(1, device=rows.device), persistent=False)
         if path in steered:
             add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
+            add_functions(module, functions, layout.slots, dtype)
         base: Any = type(module)
         module.__class__ = _tapped(base)
     tables = {f"model.{path}.output": module for path, module in steered.items()}

@@ -32,10 +32,12 @@ class EngineReport(Report):
         tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"in the compiled
             model, as parameters"``, or ``"beside"`` where it needed no value of the model.
         steps: For each request, in how many steps of the engine the block had rows; of several samples the most.
+        planned: Whether nothing was run, see :meth:`~.model.VLLM.explain`.
     """
 
     tiers: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    planned: bool = False
 
     def __str__(self) -> str:
         """Return a line for the trace and one for each request."""
@@ -43,7 +45,7 @@ class EngineReport(Report):
             return super().__str__()
         lines = [f"trace: engine, {len(self.tiers)} request{'s' * (len(self.tiers) != 1)}"]
         lines += [
-            f"  request {number}: block ran {tier}" + (f", in {steps} steps" if steps else "")
+            f"  request {number}: block {'would run' if self.planned else 'ran'} {tier}" + (f", in {steps} steps" if steps else "")
             for number, (tier, steps) in enumerate(zip(self.tiers, self.steps, strict=True))
         ]
         return "\n".join([*lines, *(f"    {location}" for location in self.spliced)])
@@ -190,6 +192,18 @@ class RequestTracer(InterleavingTracer):
             )
         if failures:
             raise failures[0][1]
+
+
+class ExplainingTracer(RequestTracer):
+    """Lets blocks run to the first value they wait for, says how they would go on, and ends them there."""
+
+    def _run_requests(self, requests: list[Request]) -> None:
+        """Note how the blocks would run; raise the first error of a block."""
+        self.report.planned = True
+        self.note_tiers(requests)
+        for request in requests:
+            request.cancel()
+        self.conclude(requests)
 
 
 def _no_driver(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:

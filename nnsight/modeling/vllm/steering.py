@@ -237,7 +237,7 @@ class RowSlots:
 
 
 def add_tables(
-    module: torch.nn.Module, rows: torch.Tensor, slots: int, rank: int, hidden: int, dtype: torch.dtype
+    module: Any, rows: torch.Tensor, slots: int, rank: int, hidden: int, dtype: torch.dtype
 ) -> None:
     """Give ``module`` tables for ``slots`` edits; ``rows`` has the slot of each row of a step."""
     module.nnsight_functions, module.nnsight_calls = [], []

@@ -109,6 +109,10 @@ def branches(hidden: torch.Tensor, limit: float = 1.0) -> torch.Tensor:
     return hidden * 2 if limit > 0 else hidden
 
 
+def as_a_number(hidden: torch.Tensor, count: int = 2) -> torch.Tensor:
+    return sum([hidden] * count)  # type: ignore[return-value]
+
+
 def shorter(hidden: torch.Tensor) -> torch.Tensor:
     return hidden[:, 1:]
 
@@ -123,6 +127,7 @@ def fails(hidden: torch.Tensor) -> torch.Tensor:
         (draws, ValueError, "something else each time"),
         (mixes, ValueError, "mixes rows"),
         (branches, ValueError, "cannot be traced|failed on a hidden state"),
+        (as_a_number, ValueError, "failed on a hidden state"),
         (shorter, ValueError, r"returns \[7, 127\] of torch.float32"),
         (fails, ValueError, "failed on a hidden state"),
         (lambda: 1, TypeError, "no hidden state"),

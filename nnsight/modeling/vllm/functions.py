@@ -2,9 +2,10 @@
 
 ``edits={"modules": [...], "functions": {"clamp": clamp}}`` puts ``clamp`` into the graph, behind the tables of each of these layers.
 Its first argument is the hidden state after the layer, ``[tokens, hidden]``; the others are parameters, each with a default, a number or a
-tensor, that says what shape it has and what it is for requests that do not say. A request asks for it with
-``layer.steer(use="clamp", limit=3.0)``. Which function a row of the batch goes through, with what parameters, is data in tables, as for
-other edits (:mod:`.steering`): another request or another value compiles nothing.
+tensor, that says what shape it has and what it is for requests that do not say. The function gets each with a row for every token: a number
+as ``[tokens, 1]``, a vector as ``[tokens, size]``. A request asks for it with ``layer.steer(use="clamp", limit=3.0)``. Which function a row
+of the batch goes through, with what parameters, is data in tables, as for other edits (:mod:`.steering`): another request or another
+value compiles nothing.
 
 The function is traced once, with make_fx, when the engine starts. Tensors that it uses (the weights of an autoencoder) become buffers of
 the layers. What is traced is part of the key of vLLM's compile cache, so that another function is another graph. A function that mixes
@@ -69,16 +70,22 @@ class EditFunction:
             return function(state.clone(), **dict(zip(defaults, values, strict=True)))
 
         def tried(called: Any, rows: slice, *constants: torch.Tensor) -> Any:
-            state = _random(_TRACED, hidden, dtype)[rows]
-            given = [value.to(dtype).expand(len(state), *value.shape) for value in defaults.values()]
+            state = _random(_TRACED, hidden, dtype)[rows].to(device)
+            given = [value.to(device, dtype).expand(len(state), *value.shape) for value in defaults.values()]
             with torch.no_grad():
                 return called(state, *given, *constants)
 
         whole = slice(0, _TRACED)
-        try:
-            result = tried(edited, whole)
-        except Exception as error:
-            raise ValueError(f"{place} failed on a hidden state [{_TRACED}, {hidden}]: {type(error).__name__}: {error}") from error
+        devices = _devices()  # where its own tensors are is not known
+        while True:
+            device = devices.pop(0)
+            try:
+                result = tried(edited, whole)
+                break
+            except Exception as error:
+                if not devices:
+                    what = f"{type(error).__name__}: {error}"
+                    raise ValueError(f"{place} failed on a hidden state {[_TRACED, hidden]}: {what}") from error
         if not isinstance(result, torch.Tensor) or result.shape != (_TRACED, hidden) or result.dtype != dtype:
             raise ValueError(
                 f"{place} returns {_form_of(result)} for a hidden state {[_TRACED, hidden]} of {dtype}: it has to return one like it."
@@ -182,6 +189,12 @@ def _value(function: str, name: str, value: Any, default: torch.Tensor) -> torch
     if tensor.shape != default.shape:
         raise ValueError(f"steer(use={function!r}, {name}=...) has shape {tuple(tensor.shape)}; it is a number or {list(default.shape)}.")
     return tensor
+
+
+def _devices() -> list[torch.device]:
+    """Return where functions are tried: on the processor, and then on an accelerator if there is one."""
+    accelerator = torch.accelerator.current_accelerator()
+    return [torch.device("cpu")] + ([] if accelerator is None else [accelerator])
 
 
 def _random(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:

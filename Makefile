@@ -23,7 +23,7 @@ ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=no
   PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python
 
 # What of V1 is run with every change.
-CI_TESTS := $(addprefix tests/test_vllm,.py _captures.py _functions.py _parallel.py)
+CI_TESTS := $(addprefix tests/test_vllm,.py _captures.py _functions.py _replay.py _parallel.py)
 
 .PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
 .DEFAULT_GOAL := help

@@ -58,7 +58,8 @@ def main() -> int:
     modes = _chosen(options.modes, list(MODES))
     features = _chosen(options.features, list(FEATURES))
     torch.set_num_threads(1)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for noisy in ("transformers", "torch._subclasses.fake_tensor", "nnsight.runtime"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     if options.recompile_limit:
         torch._dynamo.config.recompile_limit = options.recompile_limit
@@ -68,7 +69,7 @@ def main() -> int:
         keeper = Keeper(known[name], options.device, options.situations)
         for mode in modes:
             for feature in features:
-                if not FEATURES[feature].needs(known[name]):
+                if not FEATURES[feature].fits(known[name]):
                     continue
                 cell = keeper.run(FEATURES[feature], mode, options.seconds_limit)
                 cells.append(cell)

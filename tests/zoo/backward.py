@@ -10,7 +10,7 @@ import torch
 import nnsight
 
 from .forward import _new
-from .subject import Feature, Subject
+from .subject import Feature, Subject, output, set_output
 from .values import main, replaced, rough
 
 
@@ -20,23 +20,27 @@ def _watched(subject: Subject, edit: Callable[[str, torch.Tensor], Any] = lambda
     ``edit`` may return another gradient.
     """
     found: dict[str, Any] = {}
+    held: dict[str, torch.Tensor] = {}
     hooks = subject.hooks
-
-    def watch(kind: str) -> Any:
-        def hook(value: Any, call: int) -> None:
-            def keep(gradient: torch.Tensor) -> Any:
-                new = edit(kind, gradient)
-                found[kind] = gradient.clone() if new is None else new.clone()
-                return new
-
-            if not call:
-                main(value).register_hook(keep)
-
-        return hook
-
     for kind, path in subject.places.items():
-        hooks.output(path, watch(kind))
-    return main(hooks(**subject.arguments)), found
+        hooks.output(path, lambda value, _, kind=kind: _hold(held, kind, value))
+    out = main(hooks(**subject.arguments))
+
+    def watch(kind: str, hidden: torch.Tensor) -> None:
+        def keep(gradient: torch.Tensor) -> Any:
+            new = edit(kind, gradient)
+            found[kind] = gradient.clone() if new is None else new.clone()
+            return new
+
+        hidden.register_hook(keep)
+
+    for kind, hidden in held.items():  # once the model is done editing them in place, as a block finds them in a backward pass
+        watch(kind, hidden)
+    return out, found
+
+
+def _hold(held: dict[str, torch.Tensor], kind: str, value: Any) -> None:
+    held.setdefault(kind, main(value))
 
 
 def _with_parameters(subject: Subject, found: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def gradients(subject: Subject) -> dict[str, Any]:
         found = nnsight.save({})
         held = []
         for kind, envoy in places:
-            held.append((kind, main(envoy.output)))
+            held.append((kind, main(output(envoy))))
         loss = rough(main(subject.model.output))
         with loss.backward():
             for kind, hidden in reversed(held):
@@ -65,7 +69,7 @@ def gradients_by_hand(subject: Subject) -> dict[str, Any]:
 
 def one_gradient(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
-        hidden = main(subject.envoy(subject.specimen.layers[0]).output)
+        hidden = main(output(subject.envoy(subject.specimen.layers[0])))
         loss = rough(main(subject.model.output))
         with loss.backward():
             gradient = hidden.grad.save()
@@ -81,8 +85,8 @@ def one_gradient_by_hand(subject: Subject) -> dict[str, Any]:
 def gradient_edit(subject: Subject) -> dict[str, Any]:
     first, second = (subject.envoy(path) for path in subject.specimen.layers)
     with subject.model.trace(**subject.arguments) as tracer:
-        early = main(first.output)
-        late = main(second.output)
+        early = main(output(first))
+        late = main(output(second))
         loss = rough(main(subject.model.output))
         with loss.backward():
             late.grad = late.grad * 0.5 + 0.01
@@ -108,7 +112,7 @@ def gradient_edit_by_hand(subject: Subject) -> dict[str, Any]:
 
 def second_backward(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
-        hidden = main(subject.envoy(subject.specimen.layers[0]).output)
+        hidden = main(output(subject.envoy(subject.specimen.layers[0])))
         out = main(subject.model.output)
         one = rough(out)
         other = out.float().sin().sum()
@@ -131,7 +135,7 @@ def second_backward_by_hand(subject: Subject) -> dict[str, Any]:
 def backward_inside(subject: Subject) -> dict[str, Any]:
     layer = subject.envoy(subject.specimen.layers[0])
     with subject.model.trace(**subject.arguments) as tracer:
-        layer.output = replaced(layer.output, _new)
+        set_output(layer, replaced(output(layer), _new))
         loss = rough(main(subject.model.output))
         loss.backward()
         kept = loss.detach().save()
@@ -141,7 +145,7 @@ def backward_inside(subject: Subject) -> dict[str, Any]:
 def backward_after(subject: Subject) -> dict[str, Any]:
     layer = subject.envoy(subject.specimen.layers[0])
     with subject.model.trace(**subject.arguments) as tracer:
-        layer.output = replaced(layer.output, _new)
+        set_output(layer, replaced(output(layer), _new))
         out = main(subject.model.output).save()
     loss = rough(out)
     loss.backward()

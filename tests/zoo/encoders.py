@@ -73,7 +73,7 @@ def _texts() -> list[Specimen]:
                                     cls_token_id=1, sep_token_id=2),
                  "model.layers", modern),
         Specimen("albert", "encoder, one layer many times", make("AlbertForMaskedLM", t.AlbertConfig(**SMALL, embedding_size=16)), masked,
-                 ("albert.encoder.albert_layer_groups.0.albert_layers.0", "albert.encoder.albert_layer_groups.0"),
+                 ("albert.encoder.albert_layer_groups.0.albert_layers.0", "albert.encoder"),
                  {kind: f"albert.encoder.albert_layer_groups.0.albert_layers.0.{path}" for kind, path in albert.items()},
                  Operation("albert.encoder.albert_layer_groups.0.albert_layers.0.attention", "attention_interface_0"), skips=False),
     ]  # fmt: skip

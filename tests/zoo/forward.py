@@ -9,7 +9,7 @@ import torch
 import nnsight
 
 from .reference import Hooks
-from .subject import Feature, Subject
+from .subject import Feature, Subject, output, set_output
 from .values import main, replaced, tensors
 
 
@@ -36,7 +36,7 @@ def read(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
         found = nnsight.save({})
         for name, kind, envoy in places:
-            found[name] = main(envoy.input if kind == "input" else envoy.output)
+            found[name] = main(envoy.input if kind == "input" else output(envoy))
         out = main(subject.model.output).save()
     return {**found, "out": out}
 
@@ -54,7 +54,7 @@ def read_by_hand(subject: Subject) -> dict[str, Any]:
 
 def result(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
-        hidden = main(subject.envoy(subject.specimen.layers[0]).output).save()
+        hidden = main(output(subject.envoy(subject.specimen.layers[0]))).save()
         out = subject.model.output.save()
         returned = tracer.result.save()
     return {"hidden": hidden, "out": out, "result": returned}
@@ -87,7 +87,7 @@ def edit(subject: Subject) -> dict[str, Any]:
     places = [(kind, subject.envoy(path)) for kind, path in subject.places.items()]
     with subject.model.trace(**subject.arguments) as tracer:
         for kind, envoy in places:
-            _edit(kind, main(envoy.output))
+            _edit(kind, main(output(envoy)))
         out = main(subject.model.output).save()
     return {"out": out}
 
@@ -107,8 +107,8 @@ def replace(subject: Subject) -> dict[str, Any]:
     first, second = (subject.envoy(path) for path in subject.specimen.layers)
     mlp = subject.envoy(subject.places["mlp"])
     with subject.model.trace(**subject.arguments) as tracer:
-        mlp.output = replaced(mlp.output, _new)
-        first.output = replaced(first.output, _new)
+        set_output(mlp, replaced(output(mlp), _new))
+        set_output(first, replaced(output(first), _new))
         out = main(subject.model.output).save()
     return {"out": out}
 
@@ -141,7 +141,7 @@ def everything(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
         found = nnsight.save({})
         for path, envoy in envoys:
-            found[path] = envoy.output
+            found[path] = output(envoy)
     return {path: tensors(value) for path, value in found.items()}
 
 
@@ -150,9 +150,9 @@ def everything_by_hand(subject: Subject) -> dict[str, Any]:
     hooks = subject.hooks
     for kind, path in subject.order:
         if kind == "output":
-            hooks.output(path, _keep(found, path, tensors))
+            hooks.output(path, _keep(found, path))
     hooks(**subject.arguments)
-    return found
+    return {path: tensors(value) for path, value in found.items()}
 
 
 def cached(subject: Subject) -> dict[str, Any]:
@@ -182,11 +182,11 @@ def invokes(subject: Subject) -> dict[str, Any]:
     first, second = (subject.envoy(path) for path in subject.specimen.layers)
     with subject.model.trace() as tracer:
         with tracer.invoke(**subject.arguments):
-            main(first.output)[:] *= 0.5
+            main(output(first))[:] *= 0.5
             one = main(subject.model.output).save()
         with tracer.invoke(**subject.others):
-            hidden = main(first.output).clone().save()
-            main(second.output)[..., 0] = 1.0
+            hidden = main(output(first)).clone().save()
+            main(output(second))[..., 0] = 1.0
             two = main(subject.model.output).save()
         with tracer.invoke():
             all = main(subject.model.output).save()
@@ -216,7 +216,7 @@ def invokes_by_hand(subject: Subject) -> dict[str, Any]:
 def skip(subject: Subject) -> dict[str, Any]:
     first, second = (subject.envoy(path) for path in subject.specimen.layers)
     with subject.model.trace(**subject.arguments) as tracer:
-        second.skip(first.output)
+        second.skip(output(first))
         out = main(subject.model.output).save()
     return {"out": out}
 
@@ -228,7 +228,7 @@ def skip_by_hand(subject: Subject) -> dict[str, Any]:
 def skip_result(subject: Subject) -> dict[str, Any]:
     first, second = (subject.envoy(path) for path in subject.specimen.layers)
     with subject.model.trace(**subject.arguments) as tracer:
-        second.skip(first.output)
+        second.skip(output(first))
         out = subject.model.output.save()
     return {"out": out}
 
@@ -246,7 +246,7 @@ def _skipping(hooks: Hooks, subject: Subject) -> Hooks:
 
 def stop(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
-        hidden = main(subject.envoy(subject.specimen.layers[0]).output).save()
+        hidden = main(output(subject.envoy(subject.specimen.layers[0]))).save()
         tracer.stop()
     return {"hidden": hidden}
 

@@ -169,7 +169,7 @@ def _recurrent() -> list[Specimen]:
                 parts=recurrent, operation=("mlp_block", "down_proj"), inputs=ids),
         decoder("rwkv", "recurrence", "RwkvForCausalLM",
                 t.RwkvConfig(**{**state, "attention_hidden_size": 32, "intermediate_size": 48, "context_length": 64}),
-                layers="rwkv.blocks", parts=rwkv, head="head", operation=("attention", "output"), inputs=ids),
+                layers="rwkv.blocks", parts=rwkv, head="head", operation=("attention", "output"), inputs=ids, differentiates=False),
     ]  # fmt: skip
 
 

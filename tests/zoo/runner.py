@@ -255,7 +255,9 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 def _assert_no_instrumentation(module: torch.nn.Module) -> None:
     for path, child in module.named_modules():
-        if "_call_impl" in child.__dict__ or child._forward_hooks or child._forward_pre_hooks:
+        hooks = [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]
+        ours = [hook for hook in hooks if str(getattr(hook, "__module__", "")).startswith("nnsight")]
+        if ours or "_call_impl" in child.__dict__:
             raise Failure(f"something is left on {path or 'the model'}")
 
 

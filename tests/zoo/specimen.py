@@ -48,6 +48,7 @@ class Specimen:
         language: Whether it is wrapped as a language model; otherwise inputs are joined along their first dimension.
         skips: Whether the second layer can be skipped with what the first one returned.
         batches: Whether rows are independent of each other, so that several invokes can share a batch.
+        differentiates: Whether plain torch can run backward through the model in ``eval()``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Specimen:
     language: bool = False
     skips: bool = True
     batches: bool = True
+    differentiates: bool = True
 
     @property
     def places(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 from .forward import _skipping
 from .reference import Hooks
 from .specimen import Specimen
-from .subject import Feature, Subject
+from .subject import Feature, Subject, output
 from .values import main
 
 NEW = 3
@@ -25,8 +25,8 @@ def generate(subject: Subject) -> dict[str, Any]:
     with subject.model.generate(**_call(subject)) as tracer:
         logits = [].save()  # type: ignore[attr-defined]
         for step in tracer.iter[:NEW]:
-            main(layer.output)[:, -1] *= 1.0 + 0.5 * step
-            logits.append(head.output[:, -1])
+            main(output(layer))[:, -1] *= 1.0 + 0.5 * step
+            logits.append(output(head)[:, -1])
         ids = tracer.result.save()
     return {"logits": logits, "ids": ids}
 
@@ -49,8 +49,8 @@ def generate_skip(subject: Subject) -> dict[str, Any]:
     with subject.model.generate(**_call(subject)) as tracer:
         logits = [].save()  # type: ignore[attr-defined]
         for step in tracer.iter[:NEW]:
-            second.skip(first.output)
-            logits.append(head.output[:, -1])
+            second.skip(output(first))
+            logits.append(output(head)[:, -1])
     return {"logits": logits}
 
 

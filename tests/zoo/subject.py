@@ -98,6 +98,20 @@ class Feature:
     grad: bool = False
     variant: str = ""
 
+    def fits(self, specimen: Specimen) -> bool:
+        """Say whether the model has what this is about."""
+        return self.needs(specimen) and (specimen.differentiates or not self.grad or self.variant == "train")
+
+
+def output(envoy: Any) -> Any:
+    """Return ``envoy.output``, also of a module with a child of that name."""
+    return envoy.nns_output if "output" in envoy._module._modules else envoy.output
+
+
+def set_output(envoy: Any, value: Any) -> None:
+    """Assign to it."""
+    setattr(envoy, "nns_output" if "output" in envoy._module._modules else "output", value)
+
 
 class Rows(NNsight):
     """Joins the arguments of several invokes along their first dimension."""

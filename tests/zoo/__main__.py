@@ -19,15 +19,8 @@ from pathlib import Path
 import torch
 
 from .features import FEATURES
-from .models import all_models
-from .plain import plain_nets
+from .models import specimens
 from .runner import MODES, Cell, Keeper
-from .specimen import Specimen
-
-
-def specimens() -> dict[str, Specimen]:
-    """Return all models by name."""
-    return {one.name: one for one in (*all_models(), *plain_nets())}
 
 
 def _chosen(given: str, known: list[str]) -> list[str]:

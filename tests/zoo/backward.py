@@ -13,12 +13,12 @@ from .forward import _new
 from .subject import Feature, Subject, output, set_output
 from .values import main, replaced, rough
 
+#: Gets a kind of module and the gradient of its output; may return another gradient.
+Edit = Callable[[str, torch.Tensor], Any]
 
-def _watched(subject: Subject, edit: Callable[[str, torch.Tensor], Any] = lambda kind, gradient: None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Run the model by hand; return its logits, and a dict to which backward passes add the gradients of the places.
 
-    ``edit`` may return another gradient.
-    """
+def _watched(subject: Subject, edit: Edit = lambda *_: None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Run the model by hand; return its logits, and a dict to which backward passes add the gradients of the places."""
     found: dict[str, Any] = {}
     held: dict[str, torch.Tensor] = {}
     hooks = subject.hooks
@@ -34,7 +34,8 @@ def _watched(subject: Subject, edit: Callable[[str, torch.Tensor], Any] = lambda
 
         hidden.register_hook(keep)
 
-    for kind, hidden in held.items():  # once the model is done editing them in place, as a block finds them in a backward pass
+    # Once the model is done editing them in place: so a block finds them in a backward pass.
+    for kind, hidden in held.items():
         watch(kind, hidden)
     return out, found
 

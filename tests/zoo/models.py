@@ -129,7 +129,8 @@ def _decoders() -> list[Specimen]:
         decoder("olmo2", "norms behind", "Olmo2ForCausalLM", t.Olmo2Config(**GROUPED), parts=biasless),
         decoder("stablelm", "layer norms", "StableLmForCausalLM", t.StableLmConfig(**GROUPED)),
         decoder("cohere", "parallel, scaled logits", "CohereForCausalLM", t.CohereConfig(**GROUPED)),
-        decoder("starcoder2", "biased, windowed", "Starcoder2ForCausalLM", t.Starcoder2Config(**GROUPED), parts={**PARTS, "linear": "mlp.c_fc"}),
+        decoder("starcoder2", "biased, windowed", "Starcoder2ForCausalLM", t.Starcoder2Config(**GROUPED),
+                parts={**PARTS, "linear": "mlp.c_fc"}),
         decoder("glm", "fused, partial rotary", "GlmForCausalLM", t.GlmConfig(**GROUPED, head_dim=8, pad_token_id=0), parts=fused),
         decoder("mixtral", "mixture of experts", "MixtralForCausalLM",
                 t.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2), parts=experts),
@@ -138,9 +139,9 @@ def _decoders() -> list[Specimen]:
         decoder("gpt-oss", "experts, attention sinks", "GptOssForCausalLM",
                 t.GptOssConfig(**windowed, num_local_experts=4, num_experts_per_tok=2), parts=experts),
         decoder("deepseek-v3", "latent attention, experts", "DeepseekV3ForCausalLM",
-                t.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
-                                   n_group=2, topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
-                                   v_head_dim=8, first_k_dense_replace=1, n_shared_experts=1)),
+                t.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4,
+                                   num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=8, q_lora_rank=8,
+                                   qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, first_k_dense_replace=1, n_shared_experts=1)),
         decoder("lfm2", "convolutions and attention", "Lfm2ForCausalLM",
                 t.Lfm2Config(**GROUPED, layer_types=["full_attention", "conv"], block_auto_adjust_ff_dim=False),
                 parts={"norm": "operator_norm", "attention": "self_attn", "mlp": "feed_forward", "linear": "feed_forward.w1"}),
@@ -151,7 +152,12 @@ def _recurrent() -> list[Specimen]:
     mamba = {"norm": "norm", "attention": "mixer", "mlp": "mixer.in_proj", "linear": "mixer.out_proj"}
     state = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
     hybrid = {"norm": "input_layernorm", "attention": "mamba", "mlp": "feed_forward", "linear": "mamba.out_proj"}
-    recurrent = {"norm": "temporal_pre_norm", "attention": "temporal_block", "mlp": "mlp_block", "linear": "mlp_block.down_proj"}
+    gated = {
+        "norm": "temporal_pre_norm",
+        "attention": "temporal_block",
+        "mlp": "mlp_block",
+        "linear": "mlp_block.down_proj",
+    }
     rwkv = {"norm": "ln1", "attention": "attention", "mlp": "feed_forward", "linear": "attention.output"}
     return [
         decoder("mamba", "state space", "MambaForCausalLM", t.MambaConfig(**state, state_size=4), layers="backbone.layers", parts=mamba,
@@ -164,17 +170,18 @@ def _recurrent() -> list[Specimen]:
                               num_experts=4, num_experts_per_tok=2, mamba_d_state=4, use_mamba_kernels=False, pad_token_id=0),
                 parts=hybrid, operation=("mamba", "out_proj"), skips=False),
         decoder("recurrent-gemma", "gated recurrence", "RecurrentGemmaForCausalLM",
-                t.RecurrentGemmaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-                                       lru_width=32, attention_window_size=16),
-                parts=recurrent, operation=("mlp_block", "down_proj"), inputs=ids),
+                t.RecurrentGemmaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=96, num_hidden_layers=3,
+                                       num_attention_heads=4, lru_width=32, attention_window_size=16),
+                parts=gated, operation=("mlp_block", "down_proj"), inputs=ids),
         decoder("rwkv", "recurrence", "RwkvForCausalLM",
                 t.RwkvConfig(**{**state, "attention_hidden_size": 32, "intermediate_size": 48, "context_length": 64}),
                 layers="rwkv.blocks", parts=rwkv, head="head", operation=("attention", "output"), inputs=ids, differentiates=False),
     ]  # fmt: skip
 
 
-def all_models() -> list[Specimen]:
-    """Return all of them."""
+def specimens() -> dict[str, Specimen]:
+    """Return all models by name: those of transformers, then plain nets."""
     from .encoders import encoders
+    from .plain import plain_nets
 
-    return [*_decoders(), *_recurrent(), *encoders()]
+    return {one.name: one for one in (*_decoders(), *_recurrent(), *encoders(), *plain_nets())}

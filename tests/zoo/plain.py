@@ -47,7 +47,8 @@ class RecurrentLayer(nn.Module):
 class AttentionLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True), Feed()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Feed()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
@@ -61,8 +62,8 @@ class ConvLayer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv, self.norm, self.act = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-        self.mlp = nn.Conv2d(width, width, 1)
+        self.conv, self.mlp = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 1)
+        self.norm, self.act = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.act(self.norm(self.conv(x))))
@@ -77,7 +78,8 @@ class DictLayer(nn.Module):
 
     def forward(self, state: dict[str, Any]) -> dict[str, Any]:
         hidden = state["hidden"]["now"]
-        return {"hidden": {"now": hidden + self.mlp(self.norm(hidden)), "before": hidden}, "steps": [*state["steps"], hidden.mean(-1)]}
+        now = hidden + self.mlp(self.norm(hidden))
+        return {"hidden": {"now": now, "before": hidden}, "means": [hidden.mean(-1), state["means"][0]]}
 
 
 class Tower(nn.Module):
@@ -97,7 +99,8 @@ class Tower(nn.Module):
 class ConvTower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.layers, self.head = nn.Conv2d(3, 8, 3), nn.Sequential(ConvLayer(8), ConvLayer(8)), nn.Linear(8, 4)
+        self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+        self.layers = nn.Sequential(ConvLayer(8), ConvLayer(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.stem(x)).mean(dim=(2, 3)))
@@ -106,13 +109,14 @@ class ConvTower(nn.Module):
 class DictTower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layers, self.head = nn.Linear(WIDTH, WIDTH), nn.ModuleList([DictLayer(), DictLayer()]), nn.Linear(WIDTH, 8)
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.layers = nn.ModuleList([DictLayer(), DictLayer()])
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = {"hidden": {"now": self.first(x), "before": x}, "steps": []}
+        state: dict[str, Any] = {"hidden": {"now": self.first(x), "before": x}, "means": [x.mean(-1)]}
         for layer in self.layers:
             state = layer(state)
-        return {"logits": self.head(state["hidden"]["now"]), "inside": {"state": state, "count": len(state["steps"])}}
+        return {"logits": self.head(state["hidden"]["now"]), "inside": {"state": state, "count": len(self.layers)}}
 
 
 class Encoder(nn.Module):
@@ -175,7 +179,8 @@ def plain_nets() -> list[Specimen]:
         Specimen("gru", "GRU", lambda: Tower(RecurrentLayer(nn.GRU), RecurrentLayer(nn.GRU)), floats, layers, rnn, inside),
         Specimen("conv", "convolutions, batch norm, edits in place", ConvTower, pictures, layers, conv,
                  Operation("layers.0", "self_conv_0", "layers.0.conv")),
-        Specimen("attention", "nn.MultiheadAttention", lambda: Tower(AttentionLayer(), AttentionLayer()), floats, layers, attention, inside),
+        Specimen("attention", "nn.MultiheadAttention", lambda: Tower(AttentionLayer(), AttentionLayer()), floats, layers,
+                 attention, inside),
         Specimen("encoder", "nn.TransformerEncoder", Encoder, floats, ("encoder.layers.0", "encoder.layers.1"), encoder),
         Specimen("dicts", "nested dicts", DictTower, floats, layers, nested, inside),
         Specimen("shared", "shared modules", Shared, floats, layers, shared, Operation("mlp", "self_act_0", "mlp.act")),

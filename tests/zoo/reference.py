@@ -119,8 +119,9 @@ def visits(module: torch.nn.Module, arguments: dict[str, Any]) -> list[tuple[str
     found: dict[tuple[str, str], None] = {}
     handles = []
     for path, child in module.named_modules():
-        handles.append(child.register_forward_pre_hook(lambda *_, path=path: found.setdefault(("input", path)), with_kwargs=True))
-        handles.append(child.register_forward_hook(lambda *_, path=path: found.setdefault(("output", path))))
+        before, after = ("input", path), ("output", path)
+        handles.append(child.register_forward_pre_hook(lambda *_, before=before: found.setdefault(before)))
+        handles.append(child.register_forward_hook(lambda *_, after=after: found.setdefault(after)))
     try:
         with torch.no_grad():
             module(**arguments)

@@ -28,15 +28,19 @@ class Refusal:
     features: frozenset[str] = frozenset()
     modes: frozenset[str] = frozenset()
 
-    def covers(self, model: str, feature: str, mode: str, error: BaseException) -> bool:
-        """Say whether this is why the cell ended with ``error``."""
-        return (
-            (not self.models or model in self.models)
-            and (not self.features or feature in self.features)
-            and (not self.modes or mode in self.modes)
-            and type(error).__name__ == self.error
-            and self.says in str(error)
-        )
+    def covers(self, model: str, feature: str, mode: str) -> bool:
+        """Say whether the cell is to be refused so."""
+        pairs = ((self.models, model), (self.features, feature), (self.modes, mode))
+        return all(not names or name in names for names, name in pairs)
+
+    def explains(self, error: BaseException) -> bool:
+        """Say whether ``error`` is this refusal."""
+        return type(error).__name__ == self.error and self.says in str(error)
 
 
 REFUSALS: list[Refusal] = []
+
+
+def refusal_of(model: str, feature: str, mode: str) -> Refusal | None:
+    """Return why a cell is refused; None if it is to work."""
+    return next((one for one in REFUSALS if one.covers(model, feature, mode)), None)

@@ -24,7 +24,7 @@ from nnsight.runtime.report import Report, collected_reports
 
 from .features import FEATURES
 from .reference import visits
-from .refusals import REFUSALS
+from .refusals import refusal_of
 from .specimen import Specimen
 from .subject import Feature, Rows, Situation, Subject
 from .values import difference
@@ -111,13 +111,16 @@ class Keeper:
         """
         cell = Cell(self.specimen.name, feature.name, mode)
         began, captures, compiles = time.perf_counter(), fx.counters.captures, fx.counters.compiles
+        declared = refusal_of(cell.model, cell.feature, mode)
         situation = None
         try:
             with _time_limit(limit):
                 for situation in self.situations(feature, mode):
                     self._check(feature, mode, situation, cell)
+                if declared is not None:
+                    raise Failure(f"it works, and is declared to be refused: {declared.reason}")
         except Exception as error:
-            known = next((one for one in REFUSALS if one.covers(cell.model, cell.feature, mode, error)), None)
+            known = declared if declared is not None and declared.explains(error) else None
             message = str(error) if isinstance(error, Failure) else f"{type(error).__name__}: {_short(error)}"
             cell.result = "FAIL" if known is None else f"refused: {known.error}: {known.reason}"
             cell.detail = f"{situation}: {message}"
@@ -177,7 +180,8 @@ class Keeper:
             self._count_positions(reference, given, others)
         module = reference if model is None else model._module
         subject = Subject(self.specimen, reference if model is None else None, model, given, others, order)
-        with _as_before(module), torch.set_grad_enabled(situation.grad), collected_reports() as reports, _fallbacks() as messages:
+        grad = torch.set_grad_enabled(situation.grad)
+        with _as_before(module), grad, collected_reports() as reports, _fallbacks() as messages:
             torch.manual_seed(0)
             found = function(subject)
         return found, reports, messages

@@ -48,7 +48,7 @@ def generate_skip(subject: Subject) -> dict[str, Any]:
     head = subject.envoy(subject.specimen.head or "")
     with subject.model.generate(**_call(subject)) as tracer:
         logits = [].save()  # type: ignore[attr-defined]
-        for step in tracer.iter[:NEW]:
+        for _ in tracer.iter[:NEW]:
             second.skip(output(first))
             logits.append(output(head)[:, -1])
     return {"logits": logits}
@@ -65,7 +65,11 @@ def _generates(specimen: Specimen) -> bool:
     return specimen.generates
 
 
+def _generates_and_skips(specimen: Specimen) -> bool:
+    return specimen.generates and specimen.skips
+
+
 STEPS = [
     Feature("generate", generate, generate_by_hand, needs=_generates),
-    Feature("generate-skip", generate_skip, generate_skip_by_hand, needs=lambda specimen: specimen.generates and specimen.skips),
+    Feature("generate-skip", generate_skip, generate_skip_by_hand, needs=_generates_and_skips),
 ]

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+
 from nnsight import NNsight
 
 from .reference import Hooks
@@ -24,7 +25,8 @@ class Situation:
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"length {self.length}, batch {self.batch}{'' if self.grad else ', no grad'}{', again' * bool(self.seed)}"
+        more = ", no grad" * (not self.grad) + ", again" * bool(self.seed)
+        return f"length {self.length}, batch {self.batch}{more}"
 
 
 @dataclass

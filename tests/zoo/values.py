@@ -37,13 +37,17 @@ def all_tensors(value: Any) -> list[torch.Tensor]:
                 children = item.values()
             elif isinstance(item, (tuple, list)):
                 children = item
-            elif dataclasses.is_dataclass(item) or type(item).__module__.startswith("transformers") and hasattr(item, "__dict__"):
+            elif hasattr(item, "__dict__") and (dataclasses.is_dataclass(item) or _of_transformers(item)):
                 children = vars(item).values()
             for child in children:
                 walk(child)
 
     walk(value)
     return found
+
+
+def _of_transformers(item: Any) -> bool:
+    return type(item).__module__.startswith("transformers")
 
 
 def main(value: Any) -> torch.Tensor:
@@ -86,19 +90,19 @@ def difference(found: Any, expected: Any) -> str | None:
     return None if compared else "nothing was compared"
 
 
-def _unlike(one: torch.Tensor, other: torch.Tensor) -> str | None:
+def _unlike(one: torch.Tensor, other: torch.Tensor) -> str:
     if not other.numel():
-        return None
+        return ""
     if not other.is_floating_point():
-        return None if torch.equal(one, other) else f"{one.flatten()[:8].tolist()} instead of {other.flatten()[:8].tolist()}"
+        return "" if torch.equal(one, other) else f"{one.flatten()[:8].tolist()}, not {other.flatten()[:8].tolist()}"
     tolerance = {torch.bfloat16: 4e-2, torch.float16: 1e-2}.get(other.dtype, 2e-4)
     one, other = one.double(), other.double()
     finite = other.isfinite()
-    if not torch.equal(finite, one.isfinite()) or not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()):
+    if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()) or not one[finite].isfinite().all():
         return "infinities or NaN at other places"
-    scale = float(other[finite].abs().max()) if finite.any() else 0.0
-    off = float((one - other)[finite].abs().max()) if finite.any() else 0.0
-    return f"off by {off:.3g} where the largest is {scale:.3g}" if off > tolerance * scale + 1e-7 else None
+    one, other = one[finite], other[finite]
+    scale, off = (float(x.abs().max()) if x.numel() else 0.0 for x in (other, one - other))
+    return f"off by {off:.3g} where the largest is {scale:.3g}" if off > tolerance * scale + 1e-7 else ""
 
 
 def rough(tensor: torch.Tensor) -> torch.Tensor:

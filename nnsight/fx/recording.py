@@ -609,7 +609,7 @@ def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     """Run a captured graph without any program in it; a few dictionary look-ups over calling it."""
     variant = graph.start.variants.get((len(graph.nodes) - 1, (), len(graph.outputs), False))
-    lowered = None if variant is None else variant.find(graph.binding(inputs), variant.sharing(inputs))
+    lowered = None if variant is None else variant.find(graph.binding(inputs), variant.placement(inputs))
     if variant is None or lowered is None:
         return Recording(graph, inputs, Interleaver([]), Report(), False).finish()
     return variant.deliver(lowered.function(*inputs), inputs, ())

@@ -64,6 +64,7 @@ class Lowered:
         partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.borders.partial_results`.
         node_by_node: Whether the graph itself runs, so that autograd sees which input of it is edited through another.
         regions: How many graphs it calls one after the other.
+        shows_all: Whether it runs node by node because autograd has to see tensors that no lowering can show it.
     """
 
     function: Callable[..., Any]
@@ -74,6 +75,7 @@ class Lowered:
     partial: frozenset[int] = frozenset()
     node_by_node: bool = False
     regions: int = 1
+    shows_all: bool = False
 
     @cached_property
     def direct(self) -> Direct:
@@ -103,23 +105,9 @@ def wanting_grad(fake: torch.Tensor, is_leaf: bool) -> torch.Tensor:
     """Let autograd follow ``fake``; a leaf may not be edited in place, and what other operations have made may be."""
     if is_leaf:
         return fake.requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad():  # in place, because a copy has strides of its own
         seed = torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True)
-        made: torch.Tensor = _Followed.apply(fake, seed)
-    return made
-
-
-class _Followed(torch.autograd.Function):
-    """Makes a tensor a result of an operation without another one in its place: a copy has strides of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, fake: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(fake)
-        return fake
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        return None, None
+        return fake.copy_(seed)
 
 
 class Symbols:

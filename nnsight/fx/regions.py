@@ -96,7 +96,7 @@ def lower_in_regions(
             node_by_node = node_by_node and lowered.node_by_node
     function = prepared.with_all_inputs(_assemble(plan, graphs, calls))
     sharing = () if node_by_node else prepared.placement.sharing
-    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing)
+    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing, plan)
     return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(regions))
 
 

@@ -41,6 +41,7 @@ class Report:
         graphs: Captured graphs that took part in the run.
         spliced: Locations the block read or wrote in those graphs, in order.
         breaks: Where graphs were cut because a value was needed, and where the model broke them.
+        notes: What did not run as a compiled graph although no value was needed there, and why.
         recordings: Programs recorded anew; 0 when the run followed programs that were known.
         compiles: Graphs lowered anew during the run.
         replayed: Whether the block itself did not run, because its effects were known.
@@ -52,6 +53,7 @@ class Report:
     graphs: int = 0
     spliced: list[str] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     recordings: int = 0
     compiles: int = 0
     replayed: bool = False
@@ -77,6 +79,7 @@ class Report:
         if self.breaks:
             lines.append("  cut at")
             lines += [f"    {cut}" for cut in self.breaks]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 

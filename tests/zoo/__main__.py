@@ -33,6 +33,8 @@ def _chosen(given: str, known: list[str]) -> list[str]:
 
 def main() -> int:
     """Run the cells that were asked for."""
+    for noisy in ("transformers", "torch._subclasses.fake_tensor", "nnsight.runtime"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     known = specimens()
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--models", default="", help="names, with commas; all by default")
@@ -51,8 +53,6 @@ def main() -> int:
     modes = _chosen(options.modes, list(MODES))
     features = _chosen(options.features, list(FEATURES))
     torch.set_num_threads(1)
-    for noisy in ("transformers", "torch._subclasses.fake_tensor", "nnsight.runtime"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     if options.recompile_limit:
         torch._dynamo.config.recompile_limit = options.recompile_limit

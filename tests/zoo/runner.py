@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
 import signal
 import time
 import traceback
@@ -52,7 +53,13 @@ class Cell:
 
     Attributes:
         result: "ok", "refused: <type>: <reason>" or "FAIL".
-        detail: Of a failure: the situation, the error, and where it was raised.
+        detail: Of a failure: the situation and the error.
+        trace: Its traceback.
+        seconds: How long it took.
+        cpu: Seconds of processors, those of a compiler's processes too.
+        captures: Graphs that dynamo captured for it.
+        compiles: Graphs or regions that were lowered for it.
+        breaks: Where graphs were cut.
     """
 
     model: str
@@ -62,12 +69,13 @@ class Cell:
     detail: str = ""
     trace: str = ""
     seconds: float = 0.0
+    cpu: float = 0.0
     captures: int = 0
     compiles: int = 0
     breaks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        cost = f"{self.seconds:.1f} s, {self.captures} captures, {self.compiles} compiles"
+        cost = f"{self.seconds:.1f} s, {self.cpu:.1f} s of CPU, {self.captures} captures, {self.compiles} compiles"
         return f"{self.model:16} {self.mode:10} {self.feature:20} {self.result} [{cost}] {self.detail}".rstrip()
 
 
@@ -110,7 +118,7 @@ class Keeper:
             limit: Seconds after which it fails; no limit if 0.
         """
         cell = Cell(self.specimen.name, feature.name, mode)
-        began, captures, compiles = time.perf_counter(), fx.counters.captures, fx.counters.compiles
+        began, worked, captures, compiles = time.perf_counter(), _cpu(), fx.counters.captures, fx.counters.compiles
         declared = refusal_of(cell.model, cell.feature, mode)
         situation = None
         try:
@@ -125,7 +133,7 @@ class Keeper:
             cell.result = "FAIL" if known is None else f"refused: {known.error}: {known.reason}"
             cell.detail = f"{situation}: {message}"
             cell.trace = "" if isinstance(error, Failure) else "".join(traceback.format_exception(error))
-        cell.seconds = time.perf_counter() - began
+        cell.seconds, cell.cpu = time.perf_counter() - began, _cpu() - worked
         cell.captures, cell.compiles = fx.counters.captures - captures, fx.counters.compiles - compiles
         return cell
 
@@ -211,6 +219,10 @@ class Keeper:
             kind = LanguageModel if self.specimen.language else Rows
             self._wrapped[variant, mode] = kind(self._build(variant), compile=MODES[mode])
         return self._wrapped[variant, mode]
+
+
+def _cpu() -> float:
+    return sum(os.times()[:4])
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from nnsight import CONFIG
+
 from .features import FEATURES
 from .models import specimens
 from .runner import MODES, Cell, Keeper
@@ -52,6 +54,7 @@ def main() -> int:
     models = _chosen(options.models, list(known))
     modes = _chosen(options.modes, list(MODES))
     features = _chosen(options.features, list(FEATURES))
+    CONFIG.APP.DEBUG = options.trace  # with all frames
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.recompile_limit:

@@ -47,6 +47,10 @@ class Failure(Exception):
     """A cell gave something else than the reference, or did not run as it should."""
 
 
+class TooLong(BaseException):
+    """A cell took longer than it may; no ``except Exception`` of the compiler takes it for a failed lowering."""
+
+
 @dataclass
 class Cell:
     """The outcome of a cell.
@@ -127,7 +131,7 @@ class Keeper:
                     self._check(feature, mode, situation, cell)
                 if declared is not None:
                     raise Failure(f"it works, and is declared to be refused: {declared.reason}")
-        except Exception as error:
+        except (Exception, TooLong) as error:
             known = declared if declared is not None and declared.explains(error) else None
             message = str(error) if isinstance(error, Failure) else f"{type(error).__name__}: {_short(error)}"
             cell.result = "FAIL" if known is None else f"refused: {known.error}: {known.reason}"
@@ -255,7 +259,7 @@ def _fallbacks() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     def end(*_: Any) -> None:
-        raise Failure(f"it took longer than {seconds:g} s")
+        raise TooLong(f"it took longer than {seconds:g} s")
 
     if not seconds:
         yield

@@ -13,7 +13,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 
 from ..tracing.block import is_bound
 
@@ -50,6 +51,7 @@ __all__ = [
     "skip_code",
     "watch_autograd_functions",
     "why_it_ends",
+    "with_backward_repeatable",
     "without_view_replay",
 ]
 
@@ -163,6 +165,23 @@ def without_view_replay() -> contextlib.AbstractContextManager[Any]:
     """
     patch: contextlib.AbstractContextManager[Any] = functorch_config.patch(view_replay_for_aliased_outputs=False)
     return patch
+
+
+@contextlib.contextmanager
+def with_backward_repeatable() -> Iterator[None]:
+    """Let backward passes of what is lowered in this context be made more than once, as ``retain_graph=True`` asks for.
+
+    By default a compiled backward pass may overwrite what the forward pass has kept, and refuses ``retain_graph``. Torch has an option
+    against that, but looks at it again in the backward pass. So no buffer is named as one that may be overwritten. Only for a caller who
+    holds :data:`compile_lock`.
+    """
+    _require(graph_compile, "collect_bw_donated_buffer_idxs")
+    before = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_, **__: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = before
 
 
 def forget_fixed_floats() -> None:

@@ -258,11 +258,11 @@ def skip_result(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
         second.skip(output(first))
         out = subject.model.output.save()
-    return {"out": out}
+    return {"out": main(out)}  # a cache has no entry for the layer, or one with nothing in it
 
 
 def skip_result_by_hand(subject: Subject) -> dict[str, Any]:
-    return {"out": _skipping(subject.hooks, subject)(**subject.arguments)}
+    return {"out": main(_skipping(subject.hooks, subject)(**subject.arguments))}
 
 
 def _skipping(hooks: Hooks, subject: Subject) -> Hooks:

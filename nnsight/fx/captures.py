@@ -24,6 +24,7 @@ from types import CodeType
 from typing import Any
 
 from ..runtime.report import Capture
+from . import progress
 from .compat import Missed, graph_breaks_seen, left_uncompiled, without_limit
 from .counters import counters
 from .reasons import REMEDIES, Situation, reason_of
@@ -97,7 +98,7 @@ class Captures:
         if len(missed.entries) >= self._limit * (1 if is_function else self._alike):
             return self._refuse(reason, len(missed.entries))
         breaks = graph_breaks_seen() if is_function else {}
-        with without_limit() if self.count else contextlib.nullcontext():
+        with progress.step("capturing"), without_limit() if self.count else contextlib.nullcontext():
             result = capture()
         if is_function:
             if result.guarded_code is None:

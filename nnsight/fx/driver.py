@@ -37,6 +37,7 @@ from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
 from ..tracing.errors import user_position_now
 from ..tree import ModuleTree
+from . import progress
 from .blocks import mark_stretches
 from .captures import MAX_CAPTURES, Captures
 from .compat import (
@@ -146,7 +147,7 @@ class CompiledDriver:
         interleaver.promises = []
         token = _report.set(report)
         try:
-            with self._surrounded(interleaver):
+            with self._surrounded(interleaver), self._progress():
                 output = self.call_plain(args, kwargs)
             return returned(interleaver, output)
         finally:
@@ -161,6 +162,10 @@ class CompiledDriver:
         report = _report.get()
         if waits and report is not None and not report.breaks and not self._captures.ran_whole:
             report.breaks.append(_not_whole(report))
+
+    def _progress(self) -> contextlib.AbstractContextManager[None]:
+        hint = "" if self._background else "`model.compile(regions=False, background=True)` goes on meanwhile"
+        return progress.call(type(self.tree.root).__name__, hint)
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model; nothing of that becomes part of a recording that is going on."""
@@ -237,7 +242,7 @@ class CompiledDriver:
             interleaver.promises = []
             token, routed = _report.set(report), _routed.set(self)
             try:
-                with suspended(args, kwargs), self.tree.instrumentation, self._route():
+                with suspended(args, kwargs), self.tree.instrumentation, self._route(), self._progress():
                     return function(*args, **kwargs)
             finally:
                 _routed.reset(routed)

@@ -156,6 +156,8 @@ def wanting_at(recording: Recording, node: torch.fx.Node) -> bool | None:
             continue
         seen.add(item)
         if not isinstance(item, torch.fx.Node):
+            if isinstance(item, Input) and not isinstance(recording.inputs[item.index], torch.Tensor):
+                continue  # a symbolic size
             wants = wants_grad(recording, item)
             if wants:
                 return True

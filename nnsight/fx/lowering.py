@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -33,6 +33,23 @@ from .direct import Direct
 from .effects import Kind, Memory, kind_of
 from .program import Number, Symbol
 from .splice import edited_by
+from .strides import are_equal, layout_of, now, strides_in
+
+
+class Placement(NamedTuple):
+    """How the inputs of a graph lie in memory, as far as a lowering depends on it.
+
+    Attributes:
+        sharing: Which of them share memory that the graph writes to, see :func:`sharing_of`.
+        layouts: Those of the inputs that come from the piece before, see :mod:`~nnsight.fx.strides`.
+    """
+
+    sharing: tuple[int, ...] = ()
+    layouts: tuple[Any, ...] = ()
+
+
+#: Of a graph that writes to none of its inputs and has none from a piece before.
+NO_PLACEMENT = Placement()
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,20 +61,22 @@ class Lowered:
         conditions: What must hold for the symbols, as expressions over ``symbols``.
         symbols: The symbols, in the order of the sizes passed to :meth:`accepts`.
         compiles: How many graphs a backend compiled for it.
-        sharing: Which of its inputs share memory that it writes to, see :func:`sharing_of`.
+        placement: How its inputs lie in memory.
         partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.borders.partial_results`.
         node_by_node: Whether the graph itself runs, so that autograd sees which input of it is edited through another.
         regions: How many graphs it calls one after the other.
+        shows_all: Whether it runs node by node because autograd has to see tensors that no lowering can show it.
     """
 
     function: Callable[..., Any]
     conditions: tuple[Any, ...]
     symbols: tuple[Any, ...]
     compiles: int = 1
-    sharing: tuple[int, ...] = ()
+    placement: Placement = NO_PLACEMENT
     partial: frozenset[int] = frozenset()
     node_by_node: bool = False
     regions: int = 1
+    shows_all: bool = False
 
     @cached_property
     def direct(self) -> Direct:
@@ -85,11 +104,11 @@ def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
 
 def wanting_grad(fake: torch.Tensor, is_leaf: bool) -> torch.Tensor:
     """Let autograd follow ``fake``; a leaf may not be edited in place, and what other operations have made may be."""
-    fake.requires_grad_()
     if is_leaf:
-        return fake
-    with torch.enable_grad():
-        return fake.clone()
+        return fake.requires_grad_()
+    with torch.enable_grad():  # in place, because a copy has strides of its own
+        seed = torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True)
+        return fake.copy_(seed)
 
 
 class Symbols:
@@ -177,6 +196,11 @@ class Symbols:
             return self.mode.from_tensor(actual, static_shapes=True)
         size = [self.renewed(number) for number in example.shape]
         stride = [self.renewed(number) for number in example.stride()]
+        if not are_equal(actual.shape, actual.stride(), [now(number) for number in stride]):
+            layout = layout_of(actual)
+            if layout is None:
+                return self.mode.from_tensor(actual, static_shapes=True)
+            stride = strides_in(layout, size)
         return self.fake_like(actual, size, stride)
 
     def declared(self, size: Any) -> Any:
@@ -235,14 +259,14 @@ class Prepared:
         fakes: A fake for each placeholder, in order.
         symbols: What the sizes of the fakes are made of.
         taken: Positions of the inputs for which there still are placeholders; the others have become constants.
-        sharing: As in :class:`Lowered`.
+        placement: As in :class:`Lowered`.
     """
 
     graph_module: torch.fx.GraphModule
     fakes: list[Any]
     symbols: Symbols
     taken: tuple[int, ...] | None = None
-    sharing: tuple[int, ...] = ()
+    placement: Placement = NO_PLACEMENT
 
     def with_all_inputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` for a caller who also passes the inputs that have become constants."""
@@ -258,7 +282,7 @@ def prepare(
     symbols: Sequence[Any],
     binding: tuple[int | float, ...],
     fixed: Collection[type] = (),
-    sharing: tuple[int, ...] = (),
+    placement: Placement = NO_PLACEMENT,
 ) -> Prepared:
     """Make the fake inputs with which ``graph_module`` is to be lowered.
 
@@ -269,8 +293,9 @@ def prepare(
         symbols: Symbols of the captured graph.
         binding: The size each symbol has in ``inputs``, then the program's numbers.
         fixed: Kinds of numbers to take as constants: the result is then for these numbers alone.
-        sharing: Which inputs share memory, if that matters.
+        placement: How the inputs lie in memory.
     """
+    sharing = placement.sharing
     made = Symbols(symbols, binding, fixed=fixed)
     if sharing:
         made.fix(binding)
@@ -285,17 +310,17 @@ def prepare(
         fakes.append(fake)
     constant = [node for node in placeholders if "number" in node.meta and node.meta["number"].kind in fixed]
     if not constant:
-        return Prepared(graph_module, fakes, made, sharing=sharing)
+        return Prepared(graph_module, fakes, made, placement=placement)
     taken = tuple(position for position, node in enumerate(placeholders) if node not in constant)
     _inline_numbers(graph_module, constant, made.numbers)
-    return Prepared(graph_module, [fakes[position] for position in taken], made, taken, sharing)
+    return Prepared(graph_module, [fakes[position] for position in taken], made, taken, placement)
 
 
 def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols = prepared.symbols
     given = _give_back_inputs(prepared.graph_module)
-    if prepared.sharing and _may_mix_up_results(prepared.graph_module.graph):
+    if prepared.placement.sharing and _may_mix_up_results(prepared.graph_module.graph):
         backend = _as_it_is
     with (
         progress.step(progress.LOWERING),
@@ -310,7 +335,7 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     counters.add("loads" if cached() else "compiles")
     made = int(not cached())
     node_by_node = isinstance(getattr(lowered, "__self__", lowered), torch.fx.GraphModule)
-    return Lowered(function, symbols.conditions(), symbols.symbols, made, prepared.sharing, node_by_node=node_by_node)
+    return Lowered(function, symbols.conditions(), symbols.symbols, made, prepared.placement, node_by_node=node_by_node)
 
 
 def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:

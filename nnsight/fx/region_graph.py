@@ -79,9 +79,9 @@ class RegionGraph:
 
     def _numbers(self, node: torch.fx.Node) -> tuple[Any, ...]:
         value = self._plan.values[node]
-        return self._like(node).numbers() if isinstance(value, torch.Tensor) else (value,)
+        return self.like(node).numbers() if isinstance(value, torch.Tensor) else (value,)
 
-    def _like(self, node: torch.fx.Node) -> Like:
+    def like(self, node: torch.fx.Node) -> Like:
         """How a tensor is when the region begins."""
         likes = self._plan.likes[node]
         return likes[min((stretch for stretch in likes if stretch >= self._first), default=max(likes))]
@@ -122,7 +122,7 @@ class RegionGraph:
             if not isinstance(value, torch.Tensor):
                 yield type(value), shown(value)
                 continue
-            like = self._like(node)
+            like = self.like(node)
             real = self._real(node)
             yield (
                 None if real is None else (type(real), real.is_leaf, real._is_view()),
@@ -139,7 +139,7 @@ class RegionGraph:
             return None
         if type(value) is torch.Tensor and not (torch.is_grad_enabled() and (value.requires_grad or value._is_view())):
             return None  # like any value that another region hands over
-        like = self._like(node)
+        like = self.like(node)
         plain = all(isinstance(number, int) for number in like.numbers())
         return value if plain and like.requires_grad == value.requires_grad else None
 
@@ -160,7 +160,7 @@ class RegionGraph:
         real = self._real(node)
         if real is not None:
             return symbols.mode.from_tensor(real, static_shapes=True)
-        like = self._like(node)
+        like = self.like(node)
         size, stride = [symbols.renewed(n) for n in like.size], [symbols.renewed(n) for n in like.stride]
         offset = symbols.renewed(like.offset)
         with symbols.mode, torch.no_grad():
@@ -175,7 +175,7 @@ class RegionGraph:
             if not like.requires_grad:
                 return fake
             given = self._actual.get(node)
-            return wanting_grad(fake, not at_start or (isinstance(given, torch.Tensor) and given.is_leaf))
+            return wanting_grad(fake, isinstance(given, torch.Tensor) and given.is_leaf)
 
 
 class _Same:

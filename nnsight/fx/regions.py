@@ -28,6 +28,7 @@ from .direct import Direct
 from .lowering import Lowered, Prepared, lower_prepared
 from .region_graph import RegionGraph
 from .region_plan import Plan, attribute_at
+from .strides import as_python, expression, is_contiguous, with_strides
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -95,8 +96,8 @@ def lower_in_regions(
             calls.append(lowered.direct)
             node_by_node = node_by_node and lowered.node_by_node
     function = prepared.with_all_inputs(_assemble(plan, graphs, calls))
-    sharing = () if node_by_node else prepared.sharing
-    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing)
+    sharing = () if node_by_node else prepared.placement.sharing
+    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing, plan)
     return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(regions))
 
 
@@ -105,7 +106,8 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
     nodes = list(plan.module.graph.nodes)
     names = {node: f"v{number}" for number, node in enumerate(nodes)}
     scope: dict[str, Any] = {f"region_{number}": call for number, call in enumerate(calls)}
-    scope["profiler"] = torch.autograd.profiler
+    scope["profiler"], scope["with_strides"] = torch.autograd.profiler, with_strides
+    sizes = _names_of_sizes(plan, names)
     for node in nodes:
         if node.op == "get_attr" and plan.is_tensor(node):
             scope[names[node]] = attribute_at(plan.module, str(node.target))
@@ -121,7 +123,8 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
         lines.append(f"    call = {region}.whole if profiled else {region}.call or {region}.first")
         if done:
             lines.append(f"    del {', '.join(done)}")
-        lines.append(f"    inputs = [{', '.join(names[node] for node in graph.inputs)}]")
+        taken = [_as_planned(plan, graph, node, names, sizes) for node in graph.inputs]
+        lines.append(f"    inputs = [{', '.join(taken)}]")
     parameters = ", ".join(names[node] for node in nodes if node.op == "placeholder")
     constants: list[Any] = []
 
@@ -137,3 +140,29 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
     source = "\n".join([*start, *reversed(lines), f"    return ({returned})"])
     exec(compile(source, "<regions>", "exec"), scope)
     return scope["run"]
+
+
+def _names_of_sizes(plan: Plan, names: dict[torch.fx.Node, str]) -> dict[Any, str]:
+    """Return source for each symbol that an input of the graph tells."""
+    found: dict[Any, str] = {}
+    for node in plan.module.graph.nodes:
+        value = plan.values.get(node) if node.op == "placeholder" else None
+        if isinstance(value, torch.SymInt):
+            found[expression(value)] = names[node]
+        elif isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                found.setdefault(expression(size), f"{names[node]}.size({dim})")
+    return found
+
+
+def _as_planned(
+    plan: Plan, graph: RegionGraph, node: torch.fx.Node, names: dict[torch.fx.Node, str], sizes: dict[Any, str]
+) -> str:
+    """Return source for an input of a region, with the strides that the region was lowered for."""
+    name = names[node]
+    if node not in plan.stretch or not plan.is_tensor(node):  # an input of the graph has the strides of its fake
+        return name
+    like = graph.like(node)
+    if is_contiguous(like.size, like.stride):
+        return f"{name}.contiguous()"
+    return f"with_strides({name}, ({''.join(as_python(stride, sizes) + ', ' for stride in like.stride)}))"

@@ -22,16 +22,19 @@ from typing import Any
 import torch
 
 from . import background
+from .blocks import copy_stretches
 from .borders import mark_borders, partial_results
 from .compat import BackendCallable
 from .counters import counters
 from .effects import Kind, edits_of_inputs, kind_of, may_fail, uses_inputs_around_an_edit, writes_to_inputs
 from .graph import CapturedGraph
-from .lowering import Lowered, Prepared, lower_prepared, prepare, sharing_of
+from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
+from .region_plan import Plan
 from .regions import KnownRegions, lower_in_regions
 from .splice import Piece, Result, splice
 from .stages import stage
+from .strides import Layout, layout_of
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -101,6 +104,8 @@ class Variant:
         self.take: Callable[[Sequence[Any]], Sequence[Any]] = (
             operator.itemgetter(*taken) if len(taken) > 1 else lambda inputs: [inputs[index] for index in taken]
         )
+        #: Positions of the inputs that come from the piece before. What dynamo passes has the strides that its guards say.
+        self._carried = [place for place, index in enumerate(taken) if index >= len(graph.placeholders)]
         self._lowerings: list[Lowered] = []
         # Positions on which the choice of a lowering depends, and the choice for each of their values.
         self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})
@@ -126,22 +131,24 @@ class Variant:
                 return True
         return False
 
-    def sharing(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Return which of ``arguments`` share memory, if that matters."""
-        return sharing_of(arguments) if self._writes_to_inputs else ()
+    def placement(self, arguments: Sequence[Any]) -> Placement:
+        """Return what matters of how ``arguments`` lie in memory."""
+        sharing = sharing_of(arguments) if self._writes_to_inputs else ()
+        layouts = tuple([_layout(arguments[position]) for position in self._carried]) if self._carried else ()
+        return Placement(sharing, layouts)
 
-    def find(self, binding: tuple[int | float, ...], sharing: tuple[int, ...]) -> Lowered | None:
+    def find(self, binding: tuple[int | float, ...], placement: Placement) -> Lowered | None:
         """Return the final lowering for these sizes and numbers, if there is one.
 
         Args:
             binding: Sizes of the captured graph's symbols, then the program's numbers.
-            sharing: Which arguments share memory, see :meth:`sharing`.
+            placement: How the arguments lie in memory, see :meth:`placement`.
         """
         restricted, by_binding = self._known
-        key = (tuple(binding[position] for position in restricted), sharing)
+        key = (tuple(binding[position] for position in restricted), placement)
         found = by_binding.get(key)
         if found is None:
-            fitting = (lowered for lowered in self._lowerings if lowered.sharing == sharing)
+            fitting = (lowered for lowered in self._lowerings if lowered.placement == placement)
             found = next((lowered for lowered in fitting if lowered.accepts(binding)), None)
             if found is not None:
                 if len(by_binding) >= _KEPT_BINDINGS:
@@ -157,7 +164,7 @@ class Variant:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
         if (self._edited and self._is_forbidden(binding, arguments)) or self._is_recomputed(arguments):
             return self.unlowered(), 0
-        found = self.find(binding, self.sharing(arguments))
+        found = self.find(binding, self.placement(arguments))
         if found is not None:
             return found, 0
         with stage("lower"):
@@ -174,27 +181,27 @@ class Variant:
             binding: Sizes of the captured graph's symbols, then the program's numbers.
             arguments: What the graph is about to be called with.
         """
-        sharing = self.sharing(arguments)
+        placement = self.placement(arguments)
         with self._graph.lock:
-            found = self.find(binding, sharing)
+            found = self.find(binding, placement)
             if found is not None:
                 return found, 0
-            first = self._first_stages.get((binding, sharing))
+            first = self._first_stages.get((binding, placement))
             if first is not None:
                 if not self._asked:
                     self._asked = True
-                    self._lower_later(binding, arguments, sharing)
+                    self._lower_later(binding, arguments, placement)
                 return first, 0
-            made = self._between_borders(binding, arguments, sharing) if self._observed else None
+            made = self._between_borders(binding, arguments, placement) if self._observed else None
             if made is not None:
                 self._keep(made, binding)
                 return made, made.compiles
-            made = self._in_regions(binding, arguments, sharing)
+            made = self._in_regions(binding, arguments, placement)
             if self._graph.background and (made is None or made.regions > 1):
-                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, sharing, self._partial())
-                self._first_stages[binding, sharing] = made
+                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, placement, self._partial())
+                self._first_stages[binding, placement] = made
             else:
-                made = made or self._as_a_whole(binding, arguments, sharing)
+                made = made or self._as_a_whole(binding, arguments, placement)
                 self._keep(made, binding)
             return made, made.compiles
 
@@ -224,7 +231,7 @@ class Variant:
 
     def _fails_on_fakes(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
         try:
-            prepared = self._prepared(binding, arguments, self.sharing(arguments))
+            prepared = self._prepared(binding, arguments, self.placement(arguments))
             with prepared.symbols.mode:
                 prepared.with_all_inputs(prepared.graph_module.forward)(*prepared.fakes)
         except RuntimeError as error:
@@ -237,82 +244,91 @@ class Variant:
         self._lowerings = [*self._lowerings[-_KEPT_LOWERINGS:], lowered]
         restricted = {position for known in self._lowerings for position in known.restricted()}
         self._known = (tuple(sorted(restricted)), {})
-        self._first_stages.pop((binding, lowered.sharing), None)
+        self._first_stages.pop((binding, lowered.placement), None)
 
     def _prepared(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> Prepared:
         symbols = [symbol for _, symbol in self._graph.symbols]
-        return prepare(self.spliced.copy(), arguments, symbols, binding, self._fixed, sharing)
+        return prepare(self.spliced.copy(), arguments, symbols, binding, self._fixed, placement)
 
     def _partial(self, made: Lowered | None = None) -> frozenset[int]:
         """What lacks a part of its gradient if the graph is lowered as a whole; node by node if it is not lowered at all."""
-        sharing = () if made is None or made.node_by_node else made.sharing
+        sharing = () if made is None or made.node_by_node else made.placement.sharing
         return partial_results(self.spliced.graph_module.graph, sharing=sharing)
 
     def _between_borders(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> Lowered | None:
-        """Lower with a border behind each tensor that is handed out and used further on, if there is one."""
-        graph_module = self.spliced.copy()
-        if not mark_borders(graph_module, sharing):
-            return None
-        fixed = self._fixed | {float}  # a float is taken out of a tensor, which no border may separate
+        """Lower with a border behind each tensor that is handed out and used further on; return ``None`` if there is no such tensor.
+
+        Where no border is possible, the nodes run one by one, so that autograd sees all of them.
+        """
+        fixed = self._fixed | {float}  # no border may separate a float from the tensor that it is taken of
         symbols = [symbol for _, symbol in self._graph.symbols]
         known = self._graph.regions or KnownRegions()
+        made = None
         try:
-            prepared = prepare(graph_module, arguments, symbols, binding, fixed, sharing)
+            tried = prepare(self.spliced.copy(), arguments, symbols, binding, fixed, placement)
+            if not mark_borders(tried.graph_module, placement.sharing, Plan(tried)):
+                return None
+            prepared = prepare(self.spliced.copy(), arguments, symbols, binding, fixed, placement)  # on which nothing has run
+            copy_stretches(tried.graph_module.graph, prepared.graph_module.graph)
             made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
-            return made and replace(made, sharing=sharing)
         except Exception as error:
-            logger.warning("lowering a part of a graph failed, so it is not cut for gradients: %s", _summary(error))
-            return None
+            logger.info("a graph cannot be cut for gradients: %s", _summary(error))
+        if made is not None and not made.partial & set(self.positions.values()):
+            return replace(made, placement=placement)
+        logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be asked for")
+        every = Symbols(symbols, binding).symbols
+        return Lowered(self.spliced.graph_module.forward, (), every, 0, placement, node_by_node=True, shows_all=True)
 
     def _in_regions(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> Lowered | None:
         known = self._graph.regions
-        if known is None or sharing:
+        if known is None or placement.sharing:
             return None
         try:
-            prepared = self._prepared(binding, arguments, sharing)
-            return lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
+            prepared = self._prepared(binding, arguments, placement)
+            made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
+            return made and replace(made, placement=placement)
         except Exception as error:
             logger.warning("lowering a region failed, so the graph is lowered as a whole: %s", _summary(error))
             return None
 
     def _as_a_whole(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> Lowered:
         """Lower for all numbers of the program or, where the backend cannot, with those of now as constants."""
         kinds = frozenset(type(number) for number in binding[len(self._graph.symbols) :])
         while True:
             try:
-                made = lower_prepared(self._prepared(binding, arguments, sharing), self._graph.backend)
+                made = lower_prepared(self._prepared(binding, arguments, placement), self._graph.backend)
                 return replace(made, partial=self._partial(made))
             except Exception as error:
                 if kinds <= self._fixed:
                     # A backend's own failure must not change what a trace computes.
                     logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))
-                    made = lower_prepared(self._prepared(binding, arguments, sharing), run_as_is)
+                    made = lower_prepared(self._prepared(binding, arguments, placement), run_as_is)
                     return replace(made, partial=self._partial(made))
                 self._fixed |= {float} if float in kinds - self._fixed else kinds
                 logger.debug("numbers become constants: %s", _summary(error))
 
     def _lower_later(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], sharing: tuple[int, ...]
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> None:
         """Have the whole graph lowered in the background. The job holds fakes only, and gives up when the variant is gone."""
         try:
-            prepared = self._prepared(binding, arguments, sharing)
+            prepared = self._prepared(binding, arguments, placement)
         except Exception as error:
-            self._take_over(binding, sharing, error)
+            self._take_over(binding, placement, error)
             return
         wanted, backend = weakref.ref(self), self._graph.backend
         background.submit(lambda: _lower_in_background(wanted, prepared, backend, binding))
 
     def _take_over(
-        self, binding: tuple[int | float, ...], sharing: tuple[int, ...], result: Lowered | Exception
+        self, binding: tuple[int | float, ...], placement: Placement, result: Lowered | Exception
     ) -> None:
         """Use the whole graph from now on, or keep to the first stage if that failed."""
         with self._graph.lock:
@@ -321,12 +337,20 @@ class Variant:
                 self._keep(replace(result, partial=self._partial(result)), binding)
                 return
             logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
-            self._keep(self._first_stages[binding, sharing], binding)
+            self._keep(self._first_stages[binding, placement], binding)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
         """Return the value of each wanted item."""
         sources = (computed, inputs, externals)
         return [item if source == 3 else sources[source][item] for source, item in self._plan]
+
+
+def _layout(value: Any) -> Layout | tuple[Any, ...] | None:
+    """What a lowering has to know of the strides of an input that another piece has computed."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    found = layout_of(value)
+    return (tuple(value.shape), value.stride()) if found is None else found
 
 
 def _wants_grad(value: Any) -> bool:
@@ -352,7 +376,7 @@ def _lower_in_background(
         result = error
     variant = wanted()
     if variant is not None:
-        variant._take_over(binding, prepared.sharing, result)
+        variant._take_over(binding, prepared.placement, result)
 
 
 def _summary(error: Exception) -> str:

@@ -62,6 +62,7 @@ class Report:
         spliced: Locations the block read or wrote in those graphs, in order.
         breaks: Where graphs were cut because a value was needed, and where the model broke them.
         captures: Graphs that were captured for the run, and why.
+        notes: What did not run as a compiled graph although no value was needed there, and why.
         recordings: Programs recorded anew; 0 when the run followed programs that were known.
         compiles: Graphs lowered anew during the run.
         replayed: Whether the block itself did not run, because its effects were known.
@@ -74,6 +75,7 @@ class Report:
     spliced: list[str] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     recordings: int = 0
     compiles: int = 0
     replayed: bool = False
@@ -103,6 +105,7 @@ class Report:
         if self.breaks:
             lines.append("  cut at")
             lines += [f"    {cut}" for cut in self.breaks]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 

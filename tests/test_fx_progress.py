@@ -60,7 +60,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
     monkeypatch.setattr(progress, "_Bar", Bar)
     monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.setattr(progress, "_INTERVAL", 0.001)
-    monkeypatch.setattr(CONFIG.APP, "PROGRESS", True)
+    CONFIG.APP.PROGRESS = True
     yield found
     assert "nnsight-progress" not in [thread.name for thread in threading.enumerate()]
 
@@ -145,7 +145,7 @@ def test_the_time_of_several_steps_of_one_call_is_taken_together(monkeypatch: py
             return self.before + 0.75
 
     monkeypatch.setattr(progress, "_Line", Line)
-    monkeypatch.setattr(CONFIG.APP, "PROGRESS", True)
+    CONFIG.APP.PROGRESS = True
     for _ in range(2):
         with progress.call("the model"):
             for _ in range(3):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .modeling.vision import VisionLanguageModel
     from .remote.fleet import compare, is_model_running, ndif_status, status
     from .remote.program import Program
+    from .runtime.errors import UncompiledWarning
 
 __version__ = "0.9.0.dev0"
 
@@ -31,6 +32,7 @@ _LAZY = {
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
     "Program": ".remote.program",
+    "UncompiledWarning": ".runtime.errors",
     "VisionLanguageModel": ".modeling.vision",
     "compare": ".remote.fleet",
     "debug_dir": ".fx.debug",
@@ -47,6 +49,7 @@ __all__ = [
     "LanguageModel",
     "NNsight",
     "Program",
+    "UncompiledWarning",
     "VisionLanguageModel",
     "WithBlockNotFoundError",
     "compare",

@@ -25,6 +25,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from . import progress
 from .artifacts import found_in_cache
 from .compat import BackendCallable, compile_lock, forget_fixed_floats, with_backward_repeatable, without_view_replay
 from .counters import counters
@@ -332,10 +333,16 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     given = _give_back_inputs(prepared.graph_module)
     if prepared.placement.sharing and _may_mix_up_results(prepared.graph_module.graph):
         backend = _as_it_is
-    with compile_lock, tracing(TracingContext(symbols.mode)), found_in_cache() as cached:
-        with without_view_replay(), with_backward_repeatable():
-            forget_fixed_floats()
-            lowered = backend(prepared.graph_module, prepared.fakes)
+    with (
+        progress.step(progress.LOWERING),
+        compile_lock,
+        tracing(TracingContext(symbols.mode)),
+        without_view_replay(),
+        with_backward_repeatable(),
+        found_in_cache() as cached,
+    ):
+        forget_fixed_floats()
+        lowered = backend(prepared.graph_module, prepared.fakes)
     function = prepared.with_all_inputs(_with_inputs_returned(lowered, given))
     counters.add("loads" if cached() else "compiles")
     made = int(not cached())

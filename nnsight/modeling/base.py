@@ -115,7 +115,8 @@ class NNsight(Envoy):
 
         Args:
             **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``; and
-                ``regions``, ``background``: how soon there is a first result (docs/compile.md).
+                ``regions``, ``background``: how soon there is a first result; ``max_captures``: how often the model may be
+                captured, 256 times by default (docs/compile.md).
         """
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True

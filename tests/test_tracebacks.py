@@ -30,6 +30,7 @@ from nnsight.runtime.errors import OutOfOrderError
 from nnsight.tracing import Tracer
 
 from .test_places import ENVIRONMENT, every_version, interpreter
+from .test_tracing import load
 
 PACKAGE = str(Path(nnsight.__file__).parent) + os.sep
 X = torch.ones(1, 2)
@@ -390,6 +391,22 @@ def in_async(model: NNsight) -> None:
             fail()
 
     asyncio.run(traced())
+
+
+def test_a_body_on_the_line_of_its_with(tmp_path: Path) -> None:
+    module = load(
+        tmp_path / "one_line.py",
+        "def run(model, x, fail):\n"
+        "    with model.trace() as tracer:\n"
+        "        with tracer.invoke(x): model[0].output; fail()\n",
+    )
+    for model in (make(), make(compile={"backend": "eager"})):
+        with caught(KeyError) as found:
+            module.run(model, X, fail)
+        assert lines(found[0])[-2:] == [
+            "with tracer.invoke(x): model[0].output; fail()",
+            'raise KeyError("on purpose")',
+        ]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

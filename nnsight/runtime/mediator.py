@@ -54,6 +54,7 @@ class Mediator(Exchange, MediatorSurface):
         batch_group: The rows that belong to this block; all by default.
         stop: How often the block runs, each time for the next passage of its locations; once by default.
         publish: Called whenever the block gives up its turn, to show its variables to others.
+        explain: Called with what the block raised, to add to its message what the trace knows about the cause.
 
     Attributes:
         waiting: Location and occurrence the block waits for, or ``None``.
@@ -70,6 +71,7 @@ class Mediator(Exchange, MediatorSurface):
         "_all_stop",
         "_deferred",
         "_error",
+        "_explain",
         "_greenlet",
         "_hooks",
         "_location",
@@ -98,6 +100,7 @@ class Mediator(Exchange, MediatorSurface):
         batch_group: BatchGroup | None = None,
         stop: int | None = None,
         publish: Callable[[], None] | None = None,
+        explain: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.intervention: Callable[[], Any] | None = intervention
         self.info = info
@@ -106,6 +109,7 @@ class Mediator(Exchange, MediatorSurface):
         self.waiting: tuple[str, int] | None = None
         self.batch_group = batch_group
         self._publish = publish
+        self._explain = explain
         self.iteration: int | None = 0
         self.loops = 0
         self.requests = 0
@@ -244,8 +248,10 @@ class Mediator(Exchange, MediatorSurface):
             self._error = self._skip_here(skip)
         except BaseException as error:
             self._error = error
+            if self._explain is not None:
+                self._explain(error)
         finally:
-            self._greenlet = None
+            self._greenlet = self._explain = None
             if self._publish is not None:
                 self._publish()
                 self._publish = None

@@ -94,6 +94,7 @@ class InterleavingTracer(RunControls, Tracer):
 
     Attributes:
         report: What the run did.
+        invoked: The blocks of its invokes, in the order in which they were opened.
     """
 
     path = ""
@@ -119,6 +120,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
         self._invokes: list[Invoke] | None = None
+        self.invoked: list[Block] = []
         self._at_end: list[Callable[[], None]] = []
 
     # -- the user's side -------------------------------------------------------------------------------------------
@@ -193,6 +195,7 @@ class InterleavingTracer(RunControls, Tracer):
         """Add a block to the run that is being prepared."""
         assert self._invokes is not None
         self._invokes.append(invoke)
+        self.invoked.append(invoke.block)
 
     def on_end(self, action: Callable[[], None]) -> None:
         """Call ``action`` when the run has ended, before saved names come home."""
@@ -318,7 +321,10 @@ class InterleavingTracer(RunControls, Tracer):
             prepared, groups = self._join(model, with_input, kwargs)
         for number, invoke in enumerate(invokes):
             rows = groups.get(invoke)
-            interleaver.add(self.make_mediator(invoke.function, None, f"invoke {number}", rows, publish=invoke.publish))
+            mediator = self.make_mediator(
+                invoke.function, None, f"invoke {number}", rows, publish=invoke.publish, explain=invoke.explain
+            )
+            interleaver.add(mediator)
         return prepared[0], prepared[1]
 
     def _join(

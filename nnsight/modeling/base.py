@@ -17,7 +17,7 @@ from ..runtime.editing import Edit, EditingTracer
 from ..runtime.instrumentation import is_compiling
 from ..runtime.interleaver import active_interleaver
 from ..runtime.mentions import Chains
-from ..runtime.scanning import ScanningTracer
+from ..runtime.scanning import ScannedModules, ScanningTracer
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
@@ -229,7 +229,12 @@ class NNsight(Envoy):
         """
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
-        return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
+        return ModelTracer(choose, self._scanned, function, args, kwargs, backend, _Names(self), **options)
+
+    @property
+    def _scanned(self) -> ScannedModules:
+        """The modules that a scan runs."""
+        return self._tree
 
     def to_model_key(self) -> str:
         """Return the name under which servers have this model.
@@ -269,7 +274,7 @@ class NNsight(Envoy):
         """
         leave_to_python("model.scan(...)")
         self._sync()
-        return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
+        return ScanningTracer(self._scanned, self, args, kwargs, backend, _Names(self))
 
     @uncompiled
     def session(self, backend: Backend | None = None, *, remote: bool | str = False, blocking: bool = True) -> Tracer:

@@ -98,6 +98,8 @@ class InterleavingTracer(RunControls, Tracer):
     """
 
     path = ""
+    #: Where a block that may be replayed reads the result; see :class:`~nnsight.runtime.interleaver.Interleaver`.
+    output_location: str | None = None
     runs_once = "This tracer was entered before, and is one run. Call `trace(...)` anew for another."
 
     #: What makes the blocks and the run; a recording of the trace has its own.
@@ -211,7 +213,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._open_mentioned()
         interleaver = self.make_interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
         interleaver.tree = None if self._model is None else self._model.modules
-        interleaver.returns = False
+        interleaver.returns, interleaver.output_location = False, self.output_location
         try:
             with interleaver:
                 invokes, self._invokes = self._invokes or [], None

@@ -147,11 +147,18 @@ class Component(NNsight):
         return tree
 
     def _tracer(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compile: Any, backend: Any, **options: bool
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compile: Any,
+        backend: Any,
+        tracer_cls: Any = None,
+        **options: bool,
     ) -> ModelTracer:
         if backend is None and session_backend.get() is not None:
             self._refuse_remote()
-        return super()._tracer(function, args, kwargs, compile, backend, **options)
+        return super()._tracer(function, args, kwargs, compile, backend, tracer_cls, **options)
 
     def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
         if remote is not False:

@@ -140,6 +140,10 @@ class CompiledDriver:
         self._routes = 0
         self.replays = Replays()
 
+    def share_regions(self, other: CompiledDriver) -> None:
+        """Lower regions once for both; ``other`` has the same options, and nothing was compiled here yet."""
+        self._regions = other._regions
+
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if nobody sees it."""
         report.mode = "compiled"

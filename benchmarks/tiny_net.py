@@ -88,6 +88,18 @@ def all_edits_and_result(model: Any, layers: list[Any]) -> Tensors:
     return [result]
 
 
+def output_of_the_model(model: Any, layers: list[Any]) -> Tensors:
+    with model.trace(X):
+        output = model.output.save()
+    return [output]
+
+
+def result_of_the_trace(model: Any, layers: list[Any]) -> Tensors:
+    with model.trace(X) as tracer:
+        result = tracer.result.save()
+    return [result]
+
+
 Block = Callable[[Any, list[Any]], Tensors | None]
 
 TRACES: dict[str, Block] = {
@@ -103,6 +115,8 @@ COMPILED: dict[str, Block] = {
     "empty": empty_block,
     "1 save": one_save,
     f"{LAYERS} saves": all_saves,
+    "the output": output_of_the_model,
+    "the result": result_of_the_trace,
     "1 edit and the result": one_edit_and_result,
     f"{LAYERS} edits and the result": all_edits_and_result,
 }
@@ -163,6 +177,8 @@ def by_hand_contenders() -> dict[str, Callable[[], Tensors]]:
     nets = {
         "1 save": HandEdited((), (ONE,)),
         f"{LAYERS} saves": HandEdited((), range(LAYERS)),
+        "the output": HandEdited((), (LAYERS - 1,)),
+        "the result": HandEdited((), (LAYERS - 1,)),
         "1 edit and the result": HandEdited((ONE,), (LAYERS - 1,)),
         f"{LAYERS} edits and the result": HandEdited(range(LAYERS), (LAYERS - 1,)),
     }

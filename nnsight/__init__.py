@@ -6,10 +6,10 @@ eagerly or lowered into the graph that ``torch.compile`` captured of it.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .config import CONFIG
+from .lazy import load
 from .tracing import WithBlockNotFoundError, save
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .modeling.vision import VisionLanguageModel
     from .remote.fleet import compare, is_model_running, ndif_status, status
     from .remote.program import Program
+    from .runtime.errors import UncompiledWarning
 
 __version__ = "0.9.0.dev0"
 
@@ -31,6 +32,7 @@ _LAZY = {
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
     "Program": ".remote.program",
+    "UncompiledWarning": ".runtime.errors",
     "VisionLanguageModel": ".modeling.vision",
     "compare": ".remote.fleet",
     "debug_dir": ".fx.debug",
@@ -47,6 +49,7 @@ __all__ = [
     "LanguageModel",
     "NNsight",
     "Program",
+    "UncompiledWarning",
     "VisionLanguageModel",
     "WithBlockNotFoundError",
     "compare",
@@ -59,20 +62,19 @@ __all__ = [
 ]
 
 
+#: Packages and modules that are attributes without an import of their own.
+_MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "remote", "runtime", "util"}
+
+
 def __getattr__(name: str) -> Any:
-    home = ".fx" if name == "fx" else _LAZY.get(name)
-    if home is None:
+    if name in _MODULES:
+        return load(__name__, name, f".{name}")
+    if name not in _LAZY:
         raise AttributeError(f"module 'nnsight' has no attribute {name!r}")
-    try:
-        module = import_module(home, __name__)
-    except AttributeError as error:  # to Python, one from here means that there is no such name, and it drops the cause
-        raise ImportError(f"`nnsight.{name}` could not be imported from `{__name__}{home}`: {error}") from error
-    if name == "fx":
-        return module
-    value = getattr(module, name)
+    value = getattr(load(__name__, name, _LAZY[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "fx"})
+    return sorted({*globals(), *_LAZY, *_MODULES})

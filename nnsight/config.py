@@ -37,6 +37,7 @@ class AppConfig(Section):
             off, use :func:`nnsight.save` there; inside a block, and on tensors, the method always works. The methods are
             attached once, before the first trace of a process; switch the option off before that.
         REMOTE_LOGGING: Print the progress of remote jobs.
+        PROGRESS: Show what is being captured or lowered for a compiled trace, after two seconds.
         TRACE_CACHING: Obsolete; every block is compiled once, always.
     """
 
@@ -47,6 +48,7 @@ class AppConfig(Section):
     CROSS_INVOKER = Option(True, bool)
     PYMOUNT = Option(True, bool)
     REMOTE_LOGGING = Option(True, bool)
+    PROGRESS = Option(True, bool)
     TRACE_CACHING = Option(True, bool, obsolete="the code of a block is compiled once and kept, always")
 
 

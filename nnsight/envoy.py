@@ -25,6 +25,7 @@ from .eproperty import described
 from .located import Located
 from .runtime.instrumentation import is_compiling
 from .runtime.interleaver import Interleaver, active_interleaver
+from .runtime.uncompiled import uncompiled
 from .source import Source, source_of
 from .tracing.source import calls_for_with
 from .tree import ModuleTree
@@ -108,6 +109,60 @@ class Envoy(Located):
         """The run that is active in this context; outside of one, a run without blocks that never started."""
         return active_interleaver() or Interleaver()
 
+    # -- the module by itself ------------------------------------------------------------------------------------
+
+    @property
+    def _as_root(self) -> Any:
+        """This module as the root of traces of its own; see :mod:`nnsight.modeling.component`."""
+        from .modeling.component import component_of
+
+        return component_of(self)
+
+    @uncompiled
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this module alone, with the block of the ``with`` statement reading and editing its internals.
+
+        Args:
+            *args: Arguments of the module.
+            **kwargs: Likewise, by name; and the options of :meth:`NNsight.trace <nnsight.modeling.base.NNsight.trace>`.
+
+        Returns:
+            The tracer; ``tracer.result`` is what the module returns.
+
+        Example:
+            >>> with pipe.unet.trace(sample, timestep, encoder_hidden_states=prompt):
+            ...     middle = pipe.unet.mid_block.output.save()
+        """
+        return self._as_root.trace(*args, **kwargs)
+
+    @uncompiled
+    def scan(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and this module alone, on fake tensors: sizes and types without values.
+
+        Args:
+            *args: Arguments of the module.
+            **kwargs: Likewise, by name.
+        """
+        return self._as_root.scan(*args, **kwargs)
+
+    @uncompiled
+    def session(self, *args: Any, **kwargs: Any) -> Any:
+        """Group traces; see :meth:`NNsight.session <nnsight.modeling.base.NNsight.session>`."""
+        return self._as_root.session(*args, **kwargs)
+
+    @uncompiled
+    def edit(self, *, inplace: bool = False) -> Any:
+        """Keep a block and run it whenever this module is traced or called by itself; runs of the whole model go without.
+
+        Args:
+            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds.
+        """
+        return self._as_root.edit(inplace=inplace)
+
+    def clear_edits(self) -> None:
+        """Forget the blocks of :meth:`edit`."""
+        self._as_root.clear_edits()
+
     # -- the module ----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
@@ -126,6 +181,8 @@ class Envoy(Located):
             from .fx import inlining  # noqa: F401 - dynamo runs this as it traces; it then knows what the active run is
         run = active_interleaver()
         if run is None or run.current is None:
+            if "_component" in self.__dict__ and self.__dict__["_component"]._edits_apply():
+                return self._as_root(*args, **kwargs)
             return self._module(*args, **kwargs)
         if run.recorder is not None:
             return run.recorder.apply(self._path, self._module, args, kwargs, hook)

@@ -179,6 +179,20 @@ def test_the_text_encoder_is_edited(model: DiffusionModel, pipeline: Any, compil
     assert not torch.equal(result.images, reference(pipeline, CAT).images)
 
 
+@both
+def test_a_component_is_traced_by_itself(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    sample, text = torch.randn(1, 4, 8, 8), torch.randn(1, 3, 16)
+    with model.unet.trace(sample, 3, encoder_hidden_states=text, return_dict=False, compile=compile) as tracer:
+        middle = model.unet.mid_block.output.save()
+        result = tracer.result[0].save()
+    kept: list[torch.Tensor] = []
+    handle = pipeline.unet.mid_block.register_forward_hook(lambda _, __, out: kept.append(out))
+    expected = pipeline.unet(sample, 3, encoder_hidden_states=text, return_dict=False)[0]
+    handle.remove()
+    torch.testing.assert_close(middle, kept[0])
+    torch.testing.assert_close(result, expected)
+
+
 def test_a_step_is_a_call_of_the_whole(model: DiffusionModel) -> None:
     with model.generate(CAT, **OPTIONS) as tracer:
         whole, part = [].save(), [].save()

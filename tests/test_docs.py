@@ -872,6 +872,15 @@ class CompiledMistakes(Mistakes):
             if model[1].output.mean() > 0:
                 pass
 
+    def too_many_captures(self) -> None:
+        self.uncompiled_call(fullgraph=True)
+
+    def uncompiled_call(self, fullgraph: bool = False) -> None:
+        options = {"backend": "eager", "max_captures": 1, "fullgraph": fullgraph}
+        model = NNsight(self.model._module, compile=options)
+        for x in (self.x, self.x.clone().requires_grad_()):
+            model(x)
+
     def never_computed(self) -> None:
         kept = []
         with contextlib.suppress(KeyboardInterrupt), self.trace(self.x):
@@ -911,6 +920,8 @@ RAISED_BY: dict[str, str] = {
     "as a constant": "constant",
     "a compiled trace cannot look inside": "opaque",
     "fullgraph=True": "fullgraph",
+    "This call cannot run compiled": "too_many_captures",
+    "A call of the compiled model": "uncompiled_call",
     "was never computed": "never_computed",
     "Assigning to it would do nothing": "misspelt_assignment",
     "a model that does not run here": "another_model",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, UncompiledWarning, fx
 from nnsight.fx.compat import NotCompiled, caller_of_compiled
 from nnsight.runtime.instrumentation import Instrumentation
 
@@ -136,7 +136,7 @@ def test_a_model_of_several_graphs_is_intercepted_each_time(interceptions: list[
         assert len(interceptions) == 1
 
 
-def test_at_the_limit_of_recompiles_the_model_runs_once_and_with_its_blocks() -> None:
+def test_at_the_limit_of_captures_the_model_runs_once_and_with_its_blocks() -> None:
     class Counts(torch.nn.Linear):
         @torch.compiler.disable
         def note(self) -> None:
@@ -149,8 +149,8 @@ def test_at_the_limit_of_recompiles_the_model_runs_once_and_with_its_blocks() ->
 
     calls: list[int] = []
     module = torch.nn.Sequential(Counts(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
-    model = NNsight(module, compile={"backend": "eager", "dynamic": False})
-    with torch._dynamo.config.patch(recompile_limit=2):
+    model = NNsight(module, compile={"backend": "eager", "dynamic": False, "max_captures": 2})
+    with pytest.warns(UncompiledWarning):
         for rows in (2, 3, 4, 5, 3, 4):
             x = torch.ones(rows, 4)
             traces, plain = by_hand(module, x), module(x)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, demo_model, fx
+from nnsight import NNsight, UncompiledWarning, demo_model, fx
 
 from .conftest import close, same
 
@@ -155,12 +155,13 @@ def test_errors_of_blocks_cost_no_capture_of_a_model_that_breaks(
 
 
 def test_what_runs_as_python_is_in_the_report(model: NNsight) -> None:
-    with torch._dynamo.config.patch(recompile_limit=1):
-        trace(model, torch.ones(2, 4))
+    model.compile(backend="eager", max_captures=1)
+    trace(model, torch.ones(2, 4))
+    with pytest.warns(UncompiledWarning):
         report = trace(model, torch.ones(2, 4).requires_grad_())
     (found,) = report.breaks
     assert found.location == "model"
-    assert "did not capture its call as one" in found.reason
+    assert "the model runs uncompiled" in found.reason
     assert found.filename == __file__
 
 
@@ -179,8 +180,8 @@ def test_steps_of_a_generation_that_run_as_python_are_in_the_report() -> None:
     found, report = generate()
     close(found, expected)
     assert not report.breaks
-    model.compile(backend="eager")
-    with torch._dynamo.config.patch(recompile_limit=1):
+    model.compile(backend="eager", max_captures=1)
+    with pytest.warns(UncompiledWarning):
         found, report = generate()
     close(found, expected)
     assert [each.location for each in report.breaks] == ["model"]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, demo_model, fx
 from nnsight.envoy import Envoy
 from nnsight.eproperty import eproperty
+from nnsight.runtime.errors import OutOfOrderError
 from nnsight.tracing import Backend
 
 from .conftest import Hooks, same
@@ -291,6 +292,58 @@ def _by_hand(vector: torch.Tensor, factor: float) -> Callable[[Any], Any]:
         return h + factor * vector, value[1]
 
     return edit
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
+def test_the_result_costs_what_the_output_of_the_model_does(model: Any, gradients: bool) -> None:
+    def of_result(vector: torch.Tensor) -> Any:
+        with model.trace(x()) as tracer:
+            model.head.output[:] += vector
+            scaled = (tracer.result * 2.0).save()
+            result = tracer.result.save()
+        return (result, scaled), tracer
+
+    def of_output(vector: torch.Tensor) -> Any:
+        with model.trace(x()) as tracer:
+            model.head.output[:] += vector
+            scaled = (model.output * 2.0).save()
+            result = model.output.save()
+        return (result, scaled), tracer
+
+    counts = []
+    with torch.set_grad_enabled(gradients):
+        for block in (of_output, of_result):
+            model.compile(backend="eager")
+            fx.counters.reset()
+            for number in range(4):
+                vector = VECTOR[:2] * number
+                saved, tracer = block(vector)
+                expected = Hooks(model._module).output("head", lambda h, v=vector: h + v)(x())
+                same(saved, (expected, expected * 2.0))
+                assert tracer.report.replayed is (number > 0)
+                assert not tracer.report.breaks
+            counts.append(copy.copy(fx.counters))
+    assert counts[0] == counts[1]
+    assert counts[0].replays == 3
+
+
+def test_the_result_is_the_last_thing_a_block_can_read(model: Any) -> None:
+    for compile in (False, True, True):
+        with pytest.raises(OutOfOrderError, match=r"`result\.i0`"):
+            with model.trace(x(), compile=compile) as tracer:
+                tracer.result.save()
+                model.output.save()
+
+
+def test_a_result_with_objects_in_it_is_what_the_model_returned() -> None:
+    model = demo_model(compile={"backend": "eager"})
+    for _ in range(3):
+        with model.trace("The Colosseum is in the city of") as tracer:
+            result = tracer.result.save()
+            length = tracer.result.past_key_values.get_seq_length().save()
+        assert type(result).__name__ == "CausalLMOutputWithCrossAttentions"
+        assert length == 10 and not tracer.report.breaks
+        same(result.logits, model._module(model.tokenizer("The Colosseum is in the city of", return_tensors="pt").input_ids).logits)
 
 
 def test_the_effect_is_there(model: Any) -> None:

@@ -395,6 +395,52 @@ def test_a_backend_that_does_not_run_the_block() -> None:
         out  # noqa: B018
 
 
+@both
+def test_a_tracer_of_ones_own_traces_a_model(compile: bool) -> None:
+    from nnsight.intervention.tracing.tracer import InterleavingTracer
+
+    class Announced(InterleavingTracer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.runs: list[Any] = []
+
+        def execute(self, function: Any) -> Any:
+            self.runs.append(function)
+            return super().execute(function)
+
+    model = new_tower()
+    for _ in range(3):
+        with model.trace(ids(), compile=compile, tracer_cls=Announced) as tracer:
+            out = model.output.save()
+            result = tracer.result.save()
+        assert isinstance(tracer, Announced) and type(tracer).__name__ == "Announced"
+        assert len(tracer.runs) == 1 and tracer.report.mode == ("compiled" if compile else "eager")
+        same((out, result), (model._module(ids()),) * 2)
+    with model.trace(compile=compile, tracer_cls=Announced) as tracer:
+        with tracer.invoke(ids()):
+            inside = model.output.save()
+    same(inside, out)
+    with pytest.raises(TypeError, match="tracer_cls= is a subclass of InterleavingTracer"):
+        model.trace(ids(), tracer_cls=int)
+
+
+def test_a_session_of_a_class_of_ones_own() -> None:
+    from nnsight.intervention.tracing.base import Tracer
+
+    class Twice(Tracer):
+        def execute(self, function: Any) -> Any:
+            function()
+            return super().execute(function)
+
+    model, seen = new_tower(), []
+    with model.session(tracer_cls=Twice):
+        seen.append(1)
+        with model.trace(ids(), compile=False):
+            out = model.output
+        kept = out.save()
+    same((kept, torch.tensor(len(seen))), (model._module(ids()), torch.tensor(2)))
+
+
 def test_a_tracer_of_ones_own_runs_the_block_twice() -> None:
     from nnsight.intervention.tracing.base import Tracer
 

@@ -54,6 +54,40 @@ def test_documented_paths_are_the_objects_themselves(module: str, name: str, hom
     assert name in found.__all__
 
 
+def test_documented_paths_are_attributes_without_an_import_of_their_own() -> None:
+    """In a fresh process each: here, other tests have imported them."""
+    paths = [
+        *{module: f"{module}.{name}" for module, name, _ in PATHS}.values(),
+        "nnsight.intervention.tracing.globals.Globals",
+        "nnsight.modeling.base.NNsight",
+        "nnsight.modeling.language.LanguageModel",
+        "nnsight.modeling.mixins.MetaMixin",
+        "nnsight.modeling.mixins.meta.MetaMixin",
+        "nnsight.modeling.mixins.loadable.LoadableMixin",
+        "nnsight.runtime.carriers.register_carrier",
+        "nnsight.tracing.tracer.Tracer",
+        "nnsight.util.apply",
+        "nnsight.remote.protocol",
+        "nnsight.fx.counters",
+        "nnsight.envoy.Envoy",
+    ]
+    code = "import os, sys, torch, nnsight\n"
+    code += "for path in sys.argv[1:]:\n"
+    code += "    if os.fork() == 0: eval(path); os._exit(0)\n"
+    code += "    if os.wait()[1]: sys.exit(path)\n"
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_packages_list_their_modules_and_have_no_others() -> None:
+    assert {"batching", "envoy", "hooks", "interleaver", "tracing", "backends"} <= set(dir(nnsight.intervention))
+    assert {"intervention", "modeling", "fx", "util", "CONFIG", "NNsight"} <= set(dir(nnsight))
+    for package in (nnsight.intervention, nnsight.intervention.tracing, nnsight.modeling):
+        with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'nonsense'"):
+            package.nonsense  # noqa: B018
+        assert not hasattr(package, "__wrapped__")
+
+
 def test_errors_are_one_family() -> None:
     from nnsight.intervention.interleaver import Mediator, MissedProviderError, OutOfOrderError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,14 +154,42 @@ def test_a_value_of_an_earlier_location_goes_to_another_invoke(model: Rows, a: t
 def test_a_value_of_the_same_location_needs_a_barrier(
     model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
 ) -> None:
-    with pytest.raises(NameError, match="hidden"):
+    with pytest.raises(NameError, match="hidden") as caught:
         with model.trace(compile=compile) as tracer:
             with tracer.invoke(a):
                 model[0].input  # noqa: B018
                 hidden = model[0].output
             with tracer.invoke(b):
                 model[0].output = hidden
+    assert re.search(r"`hidden` is assigned in the invoke at .*test_invoker.py:\d+", str(caught.value))
+    assert "`barrier = tracer.barrier(2)`" in str(caught.value) and "`barrier()`" in str(caught.value)
+    assert "different names" not in str(caught.value)
     assert_no_instrumentation(model._module)
+
+
+@both
+def test_a_variable_that_two_invokes_assign_needs_two_names(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with pytest.raises(NameError, match="`hidden` is assigned in the invoke at .* different names"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                hidden = model[0].output
+            with tracer.invoke(b):
+                hidden = hidden + model[1].output
+
+
+@both
+def test_a_name_that_no_invoke_binds_is_an_error_of_python(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with pytest.raises(NameError) as caught:
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                hidden = model[0].output
+            with tracer.invoke(b):
+                model[0].output = missing  # noqa: F821
+    assert str(caught.value) == "name 'missing' is not defined"
 
 
 def test_a_barrier_hands_a_value_over_at_one_location(model: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -339,7 +368,7 @@ def _isolated() -> Iterator[None]:
 def test_isolated_invokes_do_not_see_each_others_variables(
     model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
 ) -> None:
-    with pytest.raises(NameError, match="hidden"):
+    with pytest.raises(NameError, match="hidden.*CROSS_INVOKER is off"):
         with model.trace(compile=compile) as tracer:
             with tracer.invoke(a):
                 hidden = model[0].output

@@ -400,6 +400,26 @@ def run(block, log):
     ): # after the header
         log.append("there")
 """,
+    "on_the_line_of_the_header": """
+def run(block, log):
+    with block(): log.append("é"); x = 1; log.append([x for x in (x, 2)])
+    with block(
+    ): log.append(
+        'on two lines')
+    with block() as one, block(): log.append("in two")
+    with block(), block() as two:
+        with block(): x = "inner"; log.append(x)
+        for x in range(2):
+            with block(): log.append(x)
+        with block(): pass
+        def f():
+            with block(): log.append("in a function")
+        f()
+        with block(): lambda: 0; type("class", (), {}); log.append("last")
+    try:
+        with block(): log.append("before"); 1 / 0; log.append("never")
+    except ZeroDivisionError as error: log.append(error.__traceback__.tb_lineno)
+""",
     "nested": """
 def run(block, log):
     outer = 1
@@ -793,6 +813,8 @@ DIALOGUE = [
     ("with Tracer():\n    a = 1\n    1 / 0\n", "ZeroDivisionError: division by zero"),
     ("with Tracer():\n    a = [f(2)].save()\n", ""),
     ("print(a)", "[[2, 'ü']]"),
+    ("with Tracer(): c = ['c'].save(); d = c + ['d']; d.save()\n", ""),
+    ("print(c, d)", "['c'] ['c', 'd']"),
 ]
 
 
@@ -870,6 +892,15 @@ def test_cells(shell: InteractiveShell) -> None:
     cell(shell, "x = 5\nwith Tracer():\n    y = [x].save()")
     cell(shell, "x = 1\nwith Tracer():\n    y = [x].save()")  # a cell as it was before
     assert shell.user_ns["y"] == [1]
+
+
+def test_cells_with_a_body_on_the_line_of_its_with(shell: InteractiveShell) -> None:
+    cell(shell, "with Tracer(): y = [1].save(); z = [y].save()")
+    assert shell.user_ns["z"] == [[1]]
+    cell(shell, "%time with Tracer(): y = [2].save()")
+    assert shell.user_ns["y"] == [2]
+    cell(shell, "%%capture out\nwith Tracer():\n    with Tracer(): y = [3].save()")
+    assert shell.user_ns["y"] == [3]
 
 
 def test_functions_of_earlier_cells(shell: InteractiveShell) -> None:

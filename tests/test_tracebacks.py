@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -26,10 +27,12 @@ import torch
 
 import nnsight
 from nnsight import NNsight, WithBlockNotFoundError
+from nnsight.remote import InvalidProgramError
 from nnsight.runtime.errors import OutOfOrderError
 from nnsight.tracing import Tracer
 
 from .test_places import ENVIRONMENT, every_version, interpreter
+from .test_tracing import load
 
 PACKAGE = str(Path(nnsight.__file__).parent) + os.sep
 X = torch.ones(1, 2)
@@ -390,6 +393,64 @@ def in_async(model: NNsight) -> None:
             fail()
 
     asyncio.run(traced())
+
+
+@pytest.mark.parametrize("kind", ["remote", "scan"])
+def test_errors_on_fakes_end_at_the_users_line(model: NNsight, kind: str) -> None:
+    """Not in the dispatch of fake tensors, nor with a second error as cause."""
+
+    def run() -> None:
+        with model.trace(X, remote="local") if kind == "remote" else model.scan(X):
+            hidden = model[0].output
+            (hidden + torch.ones(7, 7)).save()
+
+    with caught(RuntimeError) as found:
+        run()
+    assert lines(found[0])[-2:] == [
+        'with model.trace(X, remote="local") if kind == "remote" else model.scan(X):',
+        "(hidden + torch.ones(7, 7)).save()",
+    ]
+    assert "7" in str(found[0]) and found[0].__cause__ is None and found[0].__context__ is None
+
+
+def test_an_error_of_values_where_the_model_runs_has_the_users_line_and_no_cause(model: NNsight) -> None:
+    """Fakes have no values, so recording the block goes well."""
+    place = [9]
+    with caught(InvalidProgramError) as found:
+        with model.trace(X, remote="local"):
+            picked = model[0].output[0][torch.tensor(place)].save()
+    assert lines(found[0])[-1] == 'with model.trace(X, remote="local"):'
+    assert re.search(
+        r"`, line \d+ of .*test_tracebacks\.py failed: an index points outside .*\n    "
+        r"picked = model\[0\]\.output\[0\]\[torch\.tensor\(place\)\]\.save\(\)",
+        str(found[0]),
+    )
+    assert found[0].__cause__ is None and found[0].__suppress_context__
+
+
+def test_errors_of_the_model_on_fakes_show_the_model(model: NNsight) -> None:
+    with caught(RuntimeError) as found:
+        with model.scan(torch.ones(1, 3)):
+            model.output.save()
+    shown = lines(found[0])
+    assert "return F.linear(input, self.weight, self.bias)" in shown
+    assert not [entry for entry in traceback.extract_tb(found[0].__traceback__) if "_subclasses" in entry.filename]
+
+
+def test_a_body_on_the_line_of_its_with(tmp_path: Path) -> None:
+    module = load(
+        tmp_path / "one_line.py",
+        "def run(model, x, fail):\n"
+        "    with model.trace() as tracer:\n"
+        "        with tracer.invoke(x): model[0].output; fail()\n",
+    )
+    for model in (make(), make(compile={"backend": "eager"})):
+        with caught(KeyError) as found:
+            module.run(model, X, fail)
+        assert lines(found[0])[-2:] == [
+            "with tracer.invoke(x): model[0].output; fail()",
+            'raise KeyError("on purpose")',
+        ]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -26,6 +26,8 @@ from nnsight import NNsight, WithBlockNotFoundError
 from nnsight.tracing import Tracer
 from nnsight.tracing.parsing import parse
 
+from .conftest import Rows, both, same
+
 
 def make() -> NNsight:
     torch.manual_seed(0)
@@ -471,7 +473,81 @@ def test_two_traces_in_one_header_and_alone_on_lines(model: NNsight) -> None:
     assert torch.equal(inner, hidden_of(other))
 
 
-def test_the_same_line_in_a_loop_compiles_once(model: NNsight) -> None:
+ONE_LINE = """\
+import torch
+def trace(model, x):
+    with model.trace(x): first = model[0].output.save(); second = model[1].output.save()
+    with model.trace(
+        x,
+    ) as tracer: third = [tracer.result[0], "ü"]; third.save()  # the header ends here
+    return first, second, third[0]
+def invokes(model, x):
+    with model.trace() as tracer:
+        with tracer.invoke(x): first = model[0].output.save()
+        with tracer.invoke(2 * x): second = model[0].output.save(); third = model.output.save()
+    return first, second, third
+def steps(model, x):
+    found = []
+    with model.trace(x) as tracer:
+        for step in tracer.iter[:1]: found.append(model[0].output)
+        with tracer.iter[:1] as step: found.append(model[1].output); found.append(step)
+    return found
+def two_items(model, x):
+    with model.session(), model.trace(x): first = model[0].output.save()
+    with model.trace() as tracer:
+        with tracer.invoke(x), torch.no_grad(): second = model[0].output * 1; second.save()
+    return first, second, second.requires_grad
+def gradients(model, x):
+    with model.trace(x):
+        hidden = model[0].output.requires_grad_()
+        with model.output.sum().backward(): first = hidden.grad.save()
+    with model.trace(x): loss = model.output.sum(); bias = model._module[0].bias; grads = torch.autograd.grad(loss, bias).save()
+    return first, grads
+def edits(model, x):
+    with model.edit() as edited: edited[0].output[:] = 1
+    with edited.trace(x): after = edited.output.save()
+    return after
+def scans(model, x):
+    with model.scan(x): shape = model[0].output.shape.save()
+    return tuple(shape)
+"""
+
+
+@both
+@pytest.mark.parametrize("name", ["trace", "invokes", "steps", "two_items", "gradients", "edits", "scans"])
+def test_a_body_on_the_line_of_its_with(tmp_path: Path, name: str, compile: bool) -> None:
+    """It is the body of the same statement on several lines, which is the reference."""
+    tree = ast.parse(ONE_LINE)
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
+    assert sum(block.lineno == block.end_lineno for block in blocks) == 11
+    lines = ast.unparse(tree)
+    assert not [
+        node for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.With) and node.lineno == node.end_lineno
+    ]
+    found = []
+    for kind, text in ("one", ONE_LINE), ("several", lines):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+        model = Rows(net, compile={"backend": "eager"} if compile else False)
+        found.append(getattr(load(tmp_path / f"{kind}_{name}_{compile}.py", text), name)(model, X))
+    same(*found)
+
+
+def test_the_lines_of_a_body_on_the_line_of_its_with(tmp_path: Path) -> None:
+    text = "def run(tracer):\n    with tracer as ü: first = 'ö'; (\n        first)\n"
+    bodies = []
+
+    class Looks(Deferred):
+        def execute(self, function: Callable[[], None]) -> None:
+            assert self.info is not None
+            bodies.extend([self.info.source, self.parse(text, 2)])
+            function()
+
+    load(tmp_path / "looked_at.py", text).run(Looks())
+    assert bodies == [["first = 'ö'; (\n", "        first)\n"], (2, ["first = 'ö'; (\n", "        first)\n"])]
+
+
+def test_the_same_line_in_a_loop_compiles_once(model: NNsight, no_gc: None) -> None:
     from nnsight.tracing import block
 
     before = len(block._blocks)
@@ -730,13 +806,6 @@ def test_an_error_that_is_gone_keeps_nothing(model: NNsight) -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_body_on_the_line_of_the_with(model: NNsight, tmp_path: Path) -> None:
-    text = "def run(model, x):\n    with model.trace(x): y = model[0].output.save()\n"
-    module = load(tmp_path / "oneline.py", text)
-    with pytest.raises(WithBlockNotFoundError, match=r"oneline.py:2.*on the line of its `with`"):
-        module.run(model, X)
 
 
 def test_source_without_a_file(model: NNsight) -> None:

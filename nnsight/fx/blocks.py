@@ -42,6 +42,13 @@ def mark_stretches(graph: CapturedGraph) -> None:
         node.meta[STRETCH] = stretch
 
 
+def copy_stretches(source: torch.fx.Graph, target: torch.fx.Graph) -> None:
+    """Number the stretches of ``target`` as those of ``source``, which has the same nodes."""
+    for old, new in zip(source.nodes, target.nodes, strict=True):
+        if STRETCH in old.meta:
+            new.meta[STRETCH] = old.meta[STRETCH]
+
+
 def _repeated(graph: CapturedGraph) -> list[_Call]:
     """Return calls of repeated modules that do not overlap, those that save most first."""
     groups: dict[Any, list[_Call]] = defaultdict(list)

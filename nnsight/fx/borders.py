@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .blocks import STRETCH
 from .effects import Kind, Memory, edited, effects, kind_of, written
+
+if TYPE_CHECKING:
+    from .region_plan import Plan
 
 #: Calls behind which no gradient flows.
 _ENDING = frozenset({"detach", "detach_", "item", "tolist", "size", "stride", "dim", "numel"})
@@ -27,7 +30,8 @@ _ENDING = frozenset({"detach", "detach_", "item", "tolist", "size", "stride", "d
 class _Observed:
     """Tensors that a graph hands out, and from where on they are what the caller will have.
 
-    What may have been an edit, but is not known for one, moves the border and hides no use.
+    What may have been an edit, but is not known for one, moves the border and hides no use. A plan knows: it has seen on fakes what each
+    call writes to, where the graph alone shows a call of ``batch_norm`` that might write to anything it is given.
 
     Attributes:
         order: Number of each node.
@@ -39,10 +43,12 @@ class _Observed:
     Args:
         graph: Not changed.
         sharing: For each input the first that it shares memory with, if any do.
+        plan: What is known from a run on fakes, if there was one.
     """
 
-    def __init__(self, graph: torch.fx.Graph, sharing: Sequence[int]) -> None:
+    def __init__(self, graph: torch.fx.Graph, sharing: Sequence[int], plan: Plan | None) -> None:
         memory = Memory(graph)
+        group: Callable[[torch.fx.Node], Any] = memory.group if plan is None else plan.memory
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._first = {node: inputs[first] for node, first in zip(inputs, sharing, strict=False) if first < len(inputs)}
         self.order = memory.order
@@ -50,16 +56,19 @@ class _Observed:
         self.ready: dict[int, torch.fx.Node] = {}
         self._tensors: dict[int, torch.fx.Node] = {}
         edits = [(node, source) for node in graph.nodes if (source := edited(node)) is not None]
-        possible = [(node, source) for node in effects(graph) if node.op != "output" for source in written(node)]
+        if plan is None:
+            possible = [(node, source) for node in effects(graph) if node.op != "output" for source in written(node)]
+        else:
+            possible = [(node, source) for node, sources in plan.written.items() for source in sources]
         self.leaving = {node for node, source in edits if _base(source, _MAYBE).op == "placeholder"}
         self._aliases: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for node in graph.nodes:
             self._aliases.setdefault(self._base(node), []).append(node)
 
         def add(place: int, tensor: torch.fx.Node) -> None:
-            base, group, made = self._base(tensor), memory.group(tensor), self.order[tensor]
+            base, place_in_memory, made = self._base(tensor), group(tensor), self.order[tensor]
             own = [edit for edit, source in edits if self.order[edit] > made and self._base(source) is base]
-            others = [edit for edit, source in possible if self.order[edit] > made and memory.group(source) is group]
+            others = [edit for edit, source in possible if self.order[edit] > made and group(source) == place_in_memory]
             self._tensors[place] = tensor
             self.since[place] = max(own, key=self.order.__getitem__, default=tensor)
             self.ready[place] = max((self.since[place], *others), key=self.order.__getitem__)
@@ -107,17 +116,18 @@ def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = ()) -> bool:
+def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = (), plan: Plan | None = None) -> bool:
     """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and goes on to use.
 
     Args:
         graph_module: Changed.
         sharing: For each input the first that it shares memory with, if any do.
+        plan: What is known of it from a run on fakes.
 
     Returns:
         Whether there is such a tensor.
     """
-    observed = _Observed(graph_module.graph, sharing)
+    observed = _Observed(graph_module.graph, sharing, plan)
     borders = {_last_of_several(ready) for place, ready in observed.ready.items() if any(observed.uses(place))}
     stretch = passed = 0
     for node in graph_module.graph.nodes:
@@ -129,7 +139,10 @@ def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = ()
 
 
 def partial_results(
-    graph: torch.fx.Graph, part_of: Callable[[torch.fx.Node], Any] = lambda node: None, sharing: Sequence[int] = ()
+    graph: torch.fx.Graph,
+    part_of: Callable[[torch.fx.Node], Any] = lambda node: None,
+    sharing: Sequence[int] = (),
+    plan: Plan | None = None,
 ) -> frozenset[int]:
     """Return the places of those tensors whose gradient, as autograd computes it, may lack a part.
 
@@ -137,10 +150,11 @@ def partial_results(
         graph: What is lowered.
         part_of: Tells which of the functions that it is lowered to a node is in.
         sharing: As for :func:`mark_borders`.
+        plan: Likewise.
     """
     if not torch.is_grad_enabled():
         return frozenset()
-    observed = _Observed(graph, sharing)
+    observed = _Observed(graph, sharing, plan)
     found = set()
     for place, since in observed.since.items():
         part = part_of(since)

@@ -10,10 +10,12 @@ the compiler fails and says so.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +28,14 @@ from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 
 from ..tracing.block import is_bound
 from . import backward
 
 __all__ = [
     "BackendCallable",
+    "Missed",
     "NotCompiled",
     "allow_code",
     "backend_name",
@@ -42,15 +46,21 @@ __all__ = [
     "forget_fixed_floats",
     "frames_seen",
     "generated_code_in",
+    "graph_breaks_seen",
     "is_whole_call",
+    "left_uncompiled",
     "may_share",
     "only_returns",
     "options_of_compiled",
     "resolve_backend",
     "run_compiled_functions_as_written",
     "skip_code",
+    "stands_aside",
     "watch_autograd_functions",
+    "watch_captures",
     "why_it_ends",
+    "with_backward_repeatable",
+    "without_limit",
     "without_view_replay",
 ]
 
@@ -130,6 +140,11 @@ def frames_seen() -> int:
     return int(dynamo_counters["frames"]["total"])
 
 
+def graph_breaks_seen() -> dict[str, int]:
+    """Return how often dynamo has broken a graph, or given up on a function, in this process, by its reason."""
+    return dict(dynamo_counters["graph_break"])
+
+
 def compiled_entries(code: types.CodeType) -> list[types.CodeType]:
     """Return the code that dynamo has compiled for calls of a function; it checks the conditions of one after the other."""
     return [entry.code for entry in in_c._debug_get_cache_entry_list(code)]
@@ -171,6 +186,23 @@ def without_view_replay() -> contextlib.AbstractContextManager[Any]:
     """
     patch: contextlib.AbstractContextManager[Any] = functorch_config.patch(view_replay_for_aliased_outputs=False)
     return patch
+
+
+@contextlib.contextmanager
+def with_backward_repeatable() -> Iterator[None]:
+    """Let backward passes of what is lowered in this context be made more than once, as ``retain_graph=True`` asks for.
+
+    By default a compiled backward pass may overwrite what the forward pass has kept, and refuses ``retain_graph``. Torch has an option
+    against that, but looks at it again in the backward pass. So no buffer is named as one that may be overwritten. Only for a caller who
+    holds :data:`compile_lock`.
+    """
+    _require(graph_compile, "collect_bw_donated_buffer_idxs")
+    before = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_, **__: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = before
 
 
 def forget_fixed_floats() -> None:
@@ -279,16 +311,21 @@ def caller_of_compiled(function: Callable[..., Any], code: types.CodeType) -> Ca
     call = _without_wrapper(function, code, call_wrapped) or call_wrapped
 
     def call_compiled(*args: Any) -> Any:
-        if (
-            getattr(torch._guards._TLS, "tracing_context", None) is not None
-            or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
-            or torch._C._is_tracing()
-            or _callback_as_it_is(_refusing) is not _refusing  # a stance
-        ):
+        if stands_aside():
             raise NotCompiled
         return call(*args)
 
     return call_compiled
+
+
+def stands_aside() -> bool:
+    """Whether compiled functions run as they are, or not as always: inside of another tracer, or by a stance that was chosen."""
+    return (
+        getattr(torch._guards._TLS, "tracing_context", None) is not None
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        or torch._C._is_tracing()
+        or _callback_as_it_is(_refusing) is not _refusing  # a stance
+    )
 
 
 def _without_wrapper(
@@ -350,6 +387,91 @@ def _refusing(callback: Any, code: types.CodeType) -> Any:
     return refuse
 
 
+@dataclass(frozen=True)
+class Missed:
+    """A call of a function for which dynamo has compiled nothing yet: none of what it has compiled fits the arguments.
+
+    Attributes:
+        code: Of the function: the one that was compiled, or what it calls behind a break of the graph.
+        variables: Its arguments by name.
+        entries: What dynamo has compiled for other calls of it, the latest first.
+    """
+
+    code: types.CodeType
+    variables: dict[str, Any]
+    entries: Sequence[Any]
+
+    def failed_guards(self) -> list[str]:
+        """Return the first guard that does not hold for this call, of each entry, as dynamo writes it.
+
+        In order of how many guards of the entry hold before that one: the entry that comes nearest to the call is the first.
+        """
+        found = [_failed_guard(entry.guard_manager, self.variables) for entry in self.entries]
+        return [guard for _, guard in sorted(found, key=lambda each: -each[0]) if guard]
+
+
+def watch_captures(function: Callable[..., Any], around: Callable[[Missed, Callable[[], Any]], Any]) -> bool:
+    """Have ``around(missed, capture)`` called where dynamo is about to capture for a call of ``function``.
+
+    It returns what ``capture()`` returns, or what :func:`left_uncompiled` does, after which dynamo does not capture the function again.
+
+    Args:
+        function: What ``torch.compile`` returned.
+        around: Called while the arguments, and the state of torch, are those of the call.
+
+    Returns:
+        Whether this is possible: with what some backends and settings make of ``function`` it is not.
+    """
+    wrapper = getattr(function, "__code__", None)
+    variables = dict(zip(wrapper.co_freevars, getattr(function, "__closure__", None) or (), strict=True)) if wrapper else {}
+    if "callback" not in variables or not hasattr(variables["callback"].cell_contents, "_torchdynamo_orig_backend"):
+        return False
+    callback = variables["callback"].cell_contents
+
+    def watched(frame: Any, *rest: Any, **named: Any) -> Any:
+        code = frame.f_code
+        entries = in_c._debug_get_cache_entry_list(code)
+        known = [entry for entry in entries if not isinstance(entry.guard_manager, guards.DeletedGuardManagerWrapper)]
+        missed = Missed(code, frame.f_locals, known)
+        return around(missed, lambda: callback(frame, *rest, **named))
+
+    watched._torchdynamo_orig_backend = callback  # type: ignore[attr-defined] # compiled code belongs to a backend
+    callback._nnsight_watched = watched
+    return True
+
+
+def without_limit() -> contextlib.AbstractContextManager[Any]:
+    """Let dynamo compile a function as often as it is asked to, in this context, in which nobody else compiles."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(compile_lock)  # the setting is one of the process: two contexts that overlap would leave it changed
+    stack.enter_context(torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize))
+    return stack
+
+
+def left_uncompiled() -> Any:
+    """Return what tells dynamo to call a function as it is from now on, where nothing that is compiled fits the arguments."""
+    run_only = in_c._FrameAction.RUN_ONLY
+    return ConvertFrameReturn(frame_exec_strategy=in_c._FrameExecStrategy(run_only, run_only))
+
+
+_LOCAL = re.compile(r"L\['(\w+)'\]")
+
+
+def _failed_guard(manager: Any, variables: dict[str, Any]) -> tuple[int, str]:
+    """Return how many guards of an entry were checked up to the first that does not hold, and that one; empty if they all do."""
+    checked = 0
+    try:
+        info = manager.check_verbose(variables)
+        checked = info.num_guards_executed
+        parts = [] if info.result else list(info.verbose_code_parts)
+        if len(parts) > 1:  # conditions of one guard on several sizes
+            scope = {"L": variables, "G": manager.global_scope["G"], **manager.closure_vars}
+            parts = [part for part in parts if not eval(part, dict(manager.global_scope), scope)]
+    except Exception as error:  # what looks at the arguments may be code of theirs
+        parts = [f"{type(error).__name__} in a guard"]
+    return checked, _LOCAL.sub(r"\1", parts[0].partition("\n")[0].partition("  # ")[0].strip()) if parts else ""
+
+
 def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
     """Have functions that were compiled with ``torch.compile`` run as plain Python where ``when()`` holds.
 
@@ -366,7 +488,8 @@ def run_compiled_functions_as_written(when: Callable[[], bool]) -> None:
             if code is not None:
                 return _refusing(callback, code)
         if not when():
-            return otherwise(callback)
+            chosen = otherwise(callback)
+            return getattr(chosen, "_nnsight_watched", chosen) if chosen is callback else chosen
         counted = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
         if counted is not None:
             counted(-1)  # with fullgraph=True it is an error that no frame is compiled, unless they are not counted

@@ -22,6 +22,7 @@ class Counters:
         loads: Graphs and regions whose code was found in inductor's cache on disk.
         breaks: Cuts of a graph because a block needed a concrete value.
         replays: Runs in which the effects of a block were had without running it.
+        reasons: How often a graph was captured for each kind of reason (:class:`~nnsight.runtime.report.Capture`).
     """
 
     captures: int = 0
@@ -32,6 +33,7 @@ class Counters:
     loads: int = 0
     breaks: int = 0
     replays: int = field(default=0, repr=False)
+    reasons: dict[str, int] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, name: str) -> None:
@@ -39,9 +41,16 @@ class Counters:
         with self._lock:
             setattr(self, name, getattr(self, name) + 1)
 
+    def add_capture(self, kind: str) -> None:
+        """Count a captured graph, and the kind of reason for which it was captured."""
+        with self._lock:
+            self.captures += 1
+            self.reasons[kind] = self.reasons.get(kind, 0) + 1
+
     def reset(self) -> None:
         """Set all counts to zero."""
         with self._lock:
+            self.reasons.clear()
             for item in fields(self):
                 if item.type == "int":
                     setattr(self, item.name, 0)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import logging
 import os
 import threading
 import types
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +30,16 @@ from typing import Any
 
 import torch
 
+from ..runtime.errors import UncompiledWarning
 from ..runtime.instrumentation import INTERCEPTED_CODE, INTERCEPTED_METHOD
 from ..runtime.interleaver import Interleaver, active_interleaver
-from ..runtime.report import Break, Report
+from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
+from ..tracing.errors import user_position_now
 from ..tree import ModuleTree
+from . import progress
 from .blocks import mark_stretches
-from .captures import Captures
+from .captures import MAX_CAPTURES, Captures
 from .compat import (
     BackendCallable,
     NotCompiled,
@@ -43,9 +48,10 @@ from .compat import (
     only_returns,
     resolve_backend,
     skip_code,
+    stands_aside,
+    watch_captures,
     why_it_ends,
 )
-from .counters import counters
 from .failed_calls import undone_if_it_fails
 from .graph import CapturedGraph
 from .journal import journal_of_run
@@ -86,23 +92,29 @@ class CompiledDriver:
 
     Args:
         tree: The modules of the model.
-        options: Keyword arguments of ``torch.compile``, and two of our own:
+        options: Keyword arguments of ``torch.compile``, and three of our own:
 
             * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.regions`); by default
               with inductor, where lowering takes long, unless it makes CUDA graphs.
             * ``background``: Lower whole graphs in the background, and run in the meantime what is there
               (:mod:`~nnsight.fx.variant`).
+            * ``max_captures``: How often the model may be captured; calls that no capture fits run uncompiled from then on
+              (:mod:`~nnsight.fx.captures`).
     """
 
     def __init__(self, tree: ModuleTree, options: dict[str, Any]) -> None:
         known = {"backend", "mode", "options", "dynamic", "fullgraph"}
         stages = {"regions", "background"}
-        unknown = set(options) - known - stages
+        ours = {*stages, "max_captures"}
+        unknown = set(options) - known - ours
         if unknown:
             raise TypeError(
                 f"compile() got unknown options {sorted(unknown)}; those of torch.compile are {sorted(known)}, and there "
-                f"are {sorted(stages)}."
+                f"are {sorted(ours)}."
             )
+        self._limit = options.get("max_captures", MAX_CAPTURES)
+        if type(self._limit) is not int or self._limit < 1:
+            raise TypeError(f"compile(): `max_captures` is a number of captures, 1 or more, not {self._limit!r}.")
         for name in sorted(stages & options.keys()):
             if not isinstance(options[name], bool):
                 raise TypeError(f"compile(): `{name}` is True or False, not {options[name]!r}.")
@@ -121,12 +133,16 @@ class CompiledDriver:
         self._function: Callable[..., Any] | None = None
         self._code = _call_model.__code__  # of what the function was compiled from
         self._call_compiled: Callable[..., Any] | None = None  # the function, if dynamo has compiled code for the arguments
-        self._captures = Captures()
-        self._alike = 1  # modules of the class that has most of them
+        self._captures = Captures(self._code)
+        self._told: set[str] = set()  # reasons for which a call ran uncompiled
         self._version = -1  # of the tree, for which the function is
         self._lock = threading.Lock()
         self._routes = 0
         self.replays = Replays()
+
+    def share_regions(self, other: CompiledDriver) -> None:
+        """Lower regions once for both; ``other`` has the same options, and nothing was compiled here yet."""
+        self._regions = other._regions
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if nobody sees it."""
@@ -135,14 +151,14 @@ class CompiledDriver:
         interleaver.promises = []
         token = _report.set(report)
         try:
-            with self._told(interleaver):
+            with self._surrounded(interleaver), self._progress():
                 output = self.call_plain(args, kwargs)
             return returned(interleaver, output)
         finally:
             _report.reset(token)
 
     @contextlib.contextmanager
-    def _told(self, run: object) -> Iterator[None]:
+    def _surrounded(self, run: object) -> Iterator[None]:
         """Surround a call of the model, and report it if blocks wait for its values and no graph of a whole call has run."""
         waits = isinstance(run, Interleaver) and bool(run.waited)
         self._captures.note_start()
@@ -150,6 +166,10 @@ class CompiledDriver:
         report = _report.get()
         if waits and report is not None and not report.breaks and not self._captures.ran_whole:
             report.breaks.append(_not_whole(report))
+
+    def _progress(self) -> contextlib.AbstractContextManager[None]:
+        hint = "" if self._background else "`model.compile(regions=False, background=True)` goes on meanwhile"
+        return progress.call(type(self.tree.root).__name__, hint)
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model; nothing of that becomes part of a recording that is going on."""
@@ -191,27 +211,30 @@ class CompiledDriver:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         """Surround a call that may compile."""
-        with undone_if_it_fails(self._code, self.tree, self._captures), self._captures.watched(), self._room_for_modules():
+        captures = self._captures
+        captures.note_start()
+        with undone_if_it_fails(self._code, self.tree, captures), captures.watched():
             yield
+        if captures.ran_nothing and captures.uncompiled is not None:
+            self._note_uncompiled(*captures.uncompiled)
+
+    def _note_uncompiled(self, reason: str, remedy: str) -> None:
+        """Say in the report that a call of the model ran uncompiled and, once for each reason, as a warning."""
+        if stands_aside():
+            return
+        report = _report_now()
+        filename, line = _where(report)
+        found = Break("model", f"the model runs uncompiled ({reason})", filename, line)
+        if report is not None and found not in report.breaks:  # it may be called more than once
+            report.breaks.append(found)
+        if reason not in self._told:
+            self._told.add(reason)
+            name = type(self.tree.root).__name__
+            message = f"A call of the compiled model {name} runs uncompiled: {reason}. {remedy}"
+            warnings.warn_explicit(message, UncompiledWarning, filename, line)
 
     def _specializes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._is_dynamic or float in map(type, args) or (bool(kwargs) and float in map(type, kwargs.values()))
-
-    def _room_for_modules(self) -> contextlib.AbstractContextManager[Any]:
-        """Let dynamo capture each module as often as it captures one function otherwise.
-
-        Behind a break, modules have frames of their own. They share the code of their class, which dynamo compiles a few times before
-        it gives up; and each of them needs a capture of its own, with its own locations.
-        """
-        captures = self._captures
-        whole = captures.count > 0 and not captures.broken
-        if whole and not captures.forgotten:
-            return contextlib.nullcontext()
-        config, times = torch._dynamo.config, 1 if whole else self._alike
-        names = ("recompile_limit", "accumulated_recompile_limit")
-        limits = {name: getattr(config, name) * times + captures.forgotten for name in names}
-        room: contextlib.AbstractContextManager[Any] = config.patch(**limits)
-        return room
 
     def around(self, function: Callable[..., Any]) -> Driver:
         """Return a driver that calls ``function``, in which each call of the model runs compiled."""
@@ -223,7 +246,7 @@ class CompiledDriver:
             interleaver.promises = []
             token, routed = _report.set(report), _routed.set(self)
             try:
-                with suspended(args, kwargs), self.tree.instrumentation, self._route():
+                with suspended(args, kwargs), self.tree.instrumentation, self._route(), self._progress():
                     return function(*args, **kwargs)
             finally:
                 _routed.reset(routed)
@@ -238,11 +261,7 @@ class CompiledDriver:
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
             if _routed.get() is self:
-                with (
-                    self._told(active_interleaver()),
-                    undone_if_it_fails(self._code, self.tree, self._captures),
-                    self._room_for_modules(),
-                ):
+                with self._surrounded(active_interleaver()), self._watched():
                     output = compiled(root, args, kwargs)
                 run = active_interleaver()
                 return returned(run, output) if isinstance(run, Interleaver) else output
@@ -272,8 +291,7 @@ class CompiledDriver:
                 name = f"call_{type(self.tree.root).__name__}_{next(_numbers)}"
                 code = _call_model.__code__.replace(co_name=name)
                 function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
-                self._code, self._captures, self._call_compiled = code, Captures(), None
-                self._alike = max(Counter(map(type, self.tree.paths)).values())
+                self._code, self._captures, self._call_compiled = code, self._new_captures(code, version), None
                 self._function = torch.compile(
                     function,
                     backend=_CaptureBackend(
@@ -283,9 +301,22 @@ class CompiledDriver:
                     fullgraph=self.fullgraph,
                     options={"guard_filter_fn": functools.partial(_kept_guards, self._guard_filter)},
                 )
+                watch_captures(self._function, self._captures.around)
                 self._call_compiled = caller_of_compiled(self._function, code)
                 self._version = version
             return self._function
+
+    def _new_captures(self, code: types.CodeType, version: int) -> Captures:
+        if self._function is None:
+            first = Capture("the first call")
+        elif version == self._version:
+            first = Capture("many calls of the model have failed", "model")
+        else:
+            what = "modules of the model, their hooks, or what is watched in them by `.source`, have changed"
+            first = Capture(what, "model")
+        alike = max(Counter(map(type, self.tree.paths)).values())
+        parameters = tuple(inspect.signature(self.tree.root.forward).parameters)
+        return Captures(code, first, self._limit, alike, self.fullgraph, parameters)
 
 
 def _kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> list[bool]:
@@ -330,12 +361,13 @@ class _CaptureBackend:
         self._background = background
 
     def __call__(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        counters.add("captures")
         regions, fullgraph = None if self._regions is None else self._regions(), self._fullgraph
         captures, is_whole = self._captures, is_whole_call(graph_module, self._name)
-        captures.add(is_whole)
         only_output = is_whole and only_returns()
         graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole, only_output)
+        captured, report = captures.add(is_whole, bool(graph.symbols)), _report_now()
+        if report is not None:
+            report.captures.append(captured)
         if regions is not None:
             mark_stretches(graph)
         broken = _break_of(graph_module, graph)
@@ -374,14 +406,26 @@ def _break_of(graph_module: torch.fx.GraphModule, graph: CapturedGraph) -> Break
     return Break(location, f"the model breaks the graph ({reason})", filename, line)
 
 
+def _report_now() -> Report | None:
+    """Return the report of the trace that is running in this context, which may be a replay."""
+    active: Any = active_interleaver()
+    return active.report if type(active) is Playback else _report.get()
+
+
+def _where(report: Report | None) -> tuple[str, int]:
+    """Return file and line of a trace, or of the call that the user has made otherwise."""
+    filename, _, line = ("", "", "") if report is None else report.where.rpartition(":")
+    return (filename, int(line)) if line.isdigit() else user_position_now(_LIBRARIES)
+
+
 def _not_whole(report: Report) -> Break:
     """Return the break of a run in which no captured graph was the whole model, and no break was met by a waiting block."""
-    filename, _, line = report.where.rpartition(":")
+    filename, line = _where(report)
     reason = (
         "the model breaks the graph (torch.compile did not capture its call as one, and ran what is between graphs as Python; "
         'TORCH_LOGS="graph_breaks,recompiles" says why)'
     )
-    found = Break("model", reason, filename, int(line) if line.isdigit() else 0)
+    found = Break("model", reason, filename, line)
     logger.info("%s", found)
     return found
 

@@ -237,6 +237,8 @@ class Expressions:
 
     def attribute(self, owner: Any, node: ast.Attribute) -> Any:
         """Return the kind of an attribute of a value."""
+        if owner is TRACER and node.attr == "result" and getattr(self.findings.tracer, "output_location", None) is not None:
+            return VALUE
         if owner is VALUE:
             return VALUE if node.attr != "grad" else self.fail(node)
         if owner is SOME:

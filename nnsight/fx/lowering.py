@@ -25,8 +25,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from . import progress
 from .artifacts import found_in_cache
-from .compat import BackendCallable, compile_lock, forget_fixed_floats, without_view_replay
+from .compat import BackendCallable, compile_lock, forget_fixed_floats, with_backward_repeatable, without_view_replay
 from .counters import counters
 from .direct import Direct
 from .effects import Kind, Memory, kind_of
@@ -64,6 +65,7 @@ class Lowered:
         partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.borders.partial_results`.
         node_by_node: Whether the graph itself runs, so that autograd sees which input of it is edited through another.
         regions: How many graphs it calls one after the other.
+        shows_all: Whether it runs node by node because autograd has to see tensors that no lowering can show it.
     """
 
     function: Callable[..., Any]
@@ -74,6 +76,7 @@ class Lowered:
     partial: frozenset[int] = frozenset()
     node_by_node: bool = False
     regions: int = 1
+    shows_all: bool = False
 
     @cached_property
     def direct(self) -> Direct:
@@ -99,27 +102,13 @@ def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
     return found if len(first) < len(found) else ()
 
 
-def wanting_grad(fake: torch.Tensor, is_leaf: bool) -> torch.Tensor:
+def wanting_grad(fake: Any, is_leaf: bool) -> torch.Tensor:
     """Let autograd follow ``fake``; a leaf may not be edited in place, and what other operations have made may be."""
     if is_leaf:
         return fake.requires_grad_()
-    with torch.enable_grad():
+    with fake.fake_mode, torch.enable_grad():  # in place, because a copy has strides of its own
         seed = torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True)
-        made: torch.Tensor = _Followed.apply(fake, seed)
-    return made
-
-
-class _Followed(torch.autograd.Function):
-    """Makes a tensor a result of an operation without another one in its place: a copy has strides of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, fake: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(fake)
-        return fake
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        return None, None
+        return fake.copy_(seed)
 
 
 class Symbols:
@@ -148,6 +137,7 @@ class Symbols:
     ) -> None:
         self.environment = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.environment, static_shapes=False)
+        self._binding = tuple(binding)
         self.fresh: dict[Any, Any] = {}
         for number, (name, size) in enumerate(zip(names, binding, strict=False)):
             source = torch._dynamo.source.ConstantSource(f"size_{number}")
@@ -189,12 +179,22 @@ class Symbols:
 
     def conditions(self) -> tuple[Any, ...]:
         """Return what has been assumed so far, as expressions over ``symbols``."""
-        conditions = [*self._assumed, *(guard.expr for guard in self.environment.guards)]
+        conditions = [*self._assumed, *(self._over_symbols(guard.expr) for guard in self.environment.guards)]
         for symbol in self.symbols:
             replaced = self.environment.replacements.get(symbol)
             if replaced is not None and replaced != symbol:
                 conditions.append(sympy.Eq(symbol, replaced))
         return tuple(conditions)
+
+    def _over_symbols(self, assumed: Any) -> Any:
+        """Return an assumption over ``symbols`` alone; a backend makes other symbols, too, for numbers that it finds equal or divides."""
+        others = assumed.free_symbols.difference(self.symbols)
+        known = {symbol: self.environment.replacements[symbol] for symbol in others if symbol in self.environment.replacements}
+        found = assumed.xreplace(known)
+        if found.free_symbols.issubset(self.symbols):
+            return found
+        # Nothing is known of the others but what they are now.
+        return sympy.And(*(sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, self._binding, strict=True)))
 
     def fake(self, example: Any, actual: Any) -> Any:
         """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""
@@ -333,7 +333,14 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     given = _give_back_inputs(prepared.graph_module)
     if prepared.placement.sharing and _may_mix_up_results(prepared.graph_module.graph):
         backend = _as_it_is
-    with compile_lock, tracing(TracingContext(symbols.mode)), without_view_replay(), found_in_cache() as cached:
+    with (
+        progress.step(progress.LOWERING),
+        compile_lock,
+        tracing(TracingContext(symbols.mode)),
+        without_view_replay(),
+        with_backward_repeatable(),
+        found_in_cache() as cached,
+    ):
         forget_fixed_floats()
         lowered = backend(prepared.graph_module, prepared.fakes)
     function = prepared.with_all_inputs(_with_inputs_returned(lowered, given))

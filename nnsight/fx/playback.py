@@ -137,7 +137,7 @@ class Playback:
     ) -> None:
         self._filled = filled
         self._effects = effects
-        self._report = report
+        self.report = report
         self._tensors = tensors
         self.found: Effects | None = None
         self._slots: list[Any] = []
@@ -166,7 +166,7 @@ class Playback:
             for step in effects.steps:
                 step.run(slots)
             externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
-        report = self._report
+        report = self.report
         report.mode, report.graphs, report.replayed = "compiled", 1, True
         report.spliced += effects.spliced
         arguments = [*variant.take(inputs), *externals, *map(as_argument, effects.numbers)]

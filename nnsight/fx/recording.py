@@ -35,6 +35,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import EarlyStopException
 from ..runtime.modes import Modes
 from ..runtime.report import Break, Report
+from ..tracing.block import Block
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
 from .compat import run_compiled_functions_as_written, skip_code, watch_autograd_functions
@@ -57,6 +58,13 @@ if TYPE_CHECKING:
     from .journal import Journal
 
 logger = logging.getLogger("nnsight.fx")
+
+
+#: Why a piece that ends at a location runs node by node.
+_SHOWS_ALL = (
+    "the graph up to {} ran operation by operation: the block holds tensors whose gradients no compiled graph can show. Hold only "
+    "those whose gradients are read"
+)
 
 
 class GraphBreakError(RuntimeError):
@@ -90,6 +98,7 @@ class Recording(CallRecorder):
         self.fullgraph = fullgraph
         self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
         self.failed_to_run = False  # whether a piece raised an error: what it has done by then must not be done again
+        self._differentiates = any(_mentions_backward(mediator.info) for mediator in run.mediators)
         self.as_captured = True  # whether what the model goes on with is, but for its values, what was captured
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
@@ -506,6 +515,7 @@ class Recording(CallRecorder):
             nobody sees them.
         """
         alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
+        observed = self.grad_enabled and (observed or self._differentiates)
         # A trace that stops here wants nothing; one that is cut here wants what the rest of the graph needs.
         unseen = wanted is self.graph.outputs and self._is_output_unseen()
         key = (stop, alive, -1 if unseen else len(wanted), observed)
@@ -527,6 +537,8 @@ class Recording(CallRecorder):
         arguments += map(as_argument, self.numbers)
         lowered, made = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
         self.report.compiles += made
+        if lowered.shows_all:
+            self.report.notes.append(_SHOWS_ALL.format("the end" if cut is None else f"`{cut.location}`"))
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         self.failed_to_run = True
         computed = run_lowered(self.report, ran, arguments)
@@ -577,6 +589,11 @@ class Recording(CallRecorder):
             lazy = None if reference is None else reference()
             if lazy is not None and marked is not None:
                 marked.pop(id(lazy), None)
+
+
+def _mentions_backward(block: Any) -> bool:
+    """Whether a block has a backward pass in its text, for which autograd has to see what the block holds."""
+    return isinstance(block, Block) and "backward" in block.code.co_names
 
 
 def _is_in(tensor: Any, storages: Collection[int]) -> bool:

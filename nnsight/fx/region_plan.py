@@ -81,6 +81,7 @@ class Plan:
         values: What each node returned.
         likes: How a tensor was when a stretch first used it.
         stretch: Number of the stretch of each node, growing in graph order.
+        written: For calls that write to tensors, the arguments that hold them.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -89,6 +90,7 @@ class Plan:
         self.values: dict[torch.fx.Node, Any] = {}
         self.likes: dict[torch.fx.Node, dict[int, Like]] = defaultdict(dict)
         self.stretch: dict[torch.fx.Node, int] = {}
+        self.written: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         # By memory: nodes that hold it and come from outside, that compute it; stretches that use it, that write to it.
         self._outside: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._computed: dict[int, list[torch.fx.Node]] = defaultdict(list)
@@ -130,8 +132,8 @@ class Plan:
                 if stretch not in self.likes[source]:
                     self.likes[source][stretch] = Like.of(value)
         args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in given]
+        given = [(source, tensor) for source in node.all_input_nodes for tensor in _tensors(self.values[source])]
+        versions = [tensor._version for _, tensor in given]
         if node.op == "call_function":
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         elif node.op == "call_method":
@@ -139,12 +141,12 @@ class Plan:
         else:
             raise NotImplementedError(f"a node of kind {node.op}")
         writes_all = _writes_unseen(node.target)
-        for tensor, version in zip(given, versions, strict=True):
+        for (source, tensor), version in zip(given, versions, strict=True):
             if writes_all or tensor._version != version:
                 self._writes[memory_of(tensor)].add(stretch)
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._computed[memory_of(tensor)].append(node)
+                self.written.setdefault(node, []).append(source)
+        for tensor in _tensors(result):
+            self._computed[memory_of(tensor)].append(node)
         self.values[node] = result
 
     # -- where to cut --------------------------------------------------------------------------------------------------
@@ -188,6 +190,11 @@ class Plan:
                 else:
                     yield source
 
+    def memory(self, node: torch.fx.Node) -> int | None:
+        """What is equal for nodes whose tensors share memory."""
+        value = self.values.get(node)
+        return memory_of(value) if isinstance(value, torch.Tensor) else None
+
     def is_tensor(self, node: torch.fx.Node) -> bool:
         return isinstance(self.values[node], torch.Tensor)
 
@@ -225,6 +232,10 @@ class Plan:
 
     def _is_used_later(self, node: torch.fx.Node) -> bool:
         return any(user.op == "output" or self.stretch[user] > self.stretch[node] for user in node.users)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def memory_of(tensor: torch.Tensor) -> int:

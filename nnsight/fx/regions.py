@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from . import progress
 from .blocks import STRETCH
 from .borders import partial_results
 from .compat import BackendCallable
@@ -81,7 +82,7 @@ def lower_in_regions(
     if not regions:
         return None
     calls, conditions, compiles, node_by_node = [], list(prepared.symbols.conditions()), 0, True
-    with known.lock:
+    with known.lock, progress.expected(len({graph.key for graph in graphs if not known.find(graph.key, graph.binding)})):
         for graph in graphs:
             lowered = known.find(graph.key, graph.binding)
             if lowered is None:
@@ -96,7 +97,7 @@ def lower_in_regions(
             node_by_node = node_by_node and lowered.node_by_node
     function = prepared.with_all_inputs(_assemble(plan, graphs, calls))
     sharing = () if node_by_node else prepared.placement.sharing
-    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing)
+    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing, plan)
     return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(regions))
 
 

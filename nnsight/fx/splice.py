@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .effects import REQUIRES_GRAD
+from .effects import REQUIRES_GRAD, Kind, kind_of
 from .graph import CapturedGraph
 from .indexing import select_numbers
 from .nested import NestedGraph, call_nested
@@ -179,6 +179,7 @@ class _Splicer:
         self.modules: dict[str, torch.nn.Module] = {}
         self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
+        self.skipped: set[torch.fx.Node] = set()
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
         self.declared = [step.event for step in program.steps if isinstance(step.event, Declare)]
@@ -192,12 +193,13 @@ class _Splicer:
         self._switched(start).enter(self.new, self.env, self.grad)
         for node in self.graph.nodes[self.piece.start : self.stop]:
             if self.skip_to is not None and node is not self.skip_to:
+                self.skipped.add(node)
                 continue
             self.skip_to = None
             idle = self._idle_at(node, results)
             if idle is not None:
                 self.env.update(call_nested(self.new, idle, self._captured))
-                self.skip_to = idle.last.next
+                self.skip_to = idle.last.next  # written already
             elif node in self.graph.tap_number:
                 self._at_tap(self.graph.tap_number[node])
             elif node.op not in ("placeholder", "output") and node not in self.passive:
@@ -207,7 +209,7 @@ class _Splicer:
             self._at_tap(stopped_at)
             self._switched(last).leave(self.new, self.env, self.grad)
         returned = [
-            self.values[result.index] if isinstance(result, Value) else self._captured(result) for result in results
+            self.values[result.index] if isinstance(result, Value) else self._captured(self._stored(result)) for result in results
         ]
         self.new.output(tuple(returned))
         self.new.lint()
@@ -289,12 +291,43 @@ class _Splicer:
             if node not in self.graph.tapped:
                 raise ValueError(
                     f"A module cannot be skipped in this compiled trace: the model uses a value that is computed inside it "
-                    f"({node.name}) in another way than as its output, such as a key-value cache. Switch the cache off "
-                    "(`use_cache=False`) or use `trace(..., compile=False)`."
+                    f"({node.name}) in another way than as its output, such as a state that it keeps. Use `trace(..., compile=False)`, or "
+                    "`use_cache=False` if it is kept in a cache."
                 )
             tap, leaf = self.graph.tapped[node]
             node = self.graph.taps[tap].leaves[leaf]
         return self.env[node]
+
+    def _stored(self, node: torch.fx.Node) -> torch.fx.Node:
+        """Return what stands for a value that the model stores or returns for the next step, such as the keys of a cache.
+
+        A module that is skipped stores nothing, so that what was stored before stays: of keys that have been appended to others, those
+        others. Where nothing was stored, that is what the module itself begins with.
+        """
+        while node in self.skipped and node not in self.env:
+            if not all(user.op == "output" or user in self.skipped for user in node.users):
+                return node  # the rest of the model computes with it
+            edited, former = edited_by(node), _appended_to(node)
+            if edited is None and former is None:
+                self._begin_with(node)
+                return node
+            node = edited if edited is not None else former  # type: ignore[assignment]
+        return node
+
+    def _begin_with(self, node: torch.fx.Node) -> None:
+        """Compute a tensor that a skipped module makes of nothing but sizes, such as the zeros that a state begins with."""
+        example = node.meta.get("example_value")
+        if node.op != "call_function" or kind_of(node) is not Kind.NEW or not isinstance(example, torch.Tensor):
+            return
+        if not _tensors_of(node):
+            self.env[node] = self.new.node_copy(node, self._captured)
+            return
+        make = _LIKE.get(getattr(node.target, "__name__", ""))
+        sizes = {symbol: self.graph.placeholders[position] for position, symbol in self.graph.symbols}
+        shape = [sizes.get(size.node.expr) if isinstance(size, torch.SymInt) else size for size in example.shape]
+        if make is not None and None not in shape:
+            taken = tuple(self._captured(size) if isinstance(size, torch.fx.Node) else size for size in shape)
+            self.env[node] = self.new.call_function(make, (taken,), {"dtype": example.dtype, "device": example.device})
 
     def _at_tap(self, number: int) -> None:
         tap = self.graph.taps[number]
@@ -432,6 +465,24 @@ class _Splicer:
         node.stack_trace = step.stack_trace
         found = re.search(r'File "([^"]*)", line (\d+)', step.stack_trace)
         self.marks[node.name] = f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "block"
+
+
+def _appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return what was stored before ``node``: a concatenation with new entries, perhaps a part or another layout of it."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)) and isinstance(node.args[0][0], torch.fx.Node):
+        return node.args[0][0]
+    passed_on = node.target is operator.getitem or name in ("contiguous", "clone", "to", "detach")
+    source = node.args[0] if passed_on and node.args else None
+    return source if isinstance(source, torch.fx.Node) and _appended_to(source) is not None else None
+
+
+#: What makes the same as functions that take the sizes from another tensor.
+_LIKE: dict[str, Callable[..., Any]] = {"zeros_like": torch.zeros, "ones_like": torch.ones, "empty_like": torch.zeros}
+
+
+def _tensors_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    return [item for item in node.all_input_nodes if isinstance(item.meta.get("example_value"), torch.Tensor)]
 
 
 def edited_by(node: torch.fx.Node) -> torch.fx.Node | None:

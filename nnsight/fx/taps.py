@@ -51,6 +51,9 @@ class Opaque:
     It may be moved along (returned as part of a replaced tuple, for instance). Anything else raises.
     """
 
+    #: For layers that do not know this class.
+    is_opaque = True
+
     def __init__(self, kind: str, location: str) -> None:
         self.__dict__["kind"] = kind
         self.__dict__["location"] = location

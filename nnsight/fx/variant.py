@@ -22,13 +22,15 @@ from typing import Any
 import torch
 
 from . import background
+from .blocks import copy_stretches
 from .borders import mark_borders, partial_results
 from .compat import BackendCallable
 from .counters import counters
 from .effects import Kind, edits_of_inputs, kind_of, may_fail, uses_inputs_around_an_edit, writes_to_inputs
 from .graph import CapturedGraph
-from .lowering import Lowered, Placement, Prepared, lower_prepared, prepare, sharing_of
+from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, sharing_of
 from .program import External, Input, Program, Value
+from .region_plan import Plan
 from .regions import KnownRegions, lower_in_regions
 from .splice import Piece, Result, splice
 from .stages import stage
@@ -258,20 +260,28 @@ class Variant:
     def _between_borders(
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> Lowered | None:
-        """Lower with a border behind each tensor that is handed out and used further on, if there is one."""
-        graph_module = self.spliced.copy()
-        if not mark_borders(graph_module, placement.sharing):
-            return None
-        fixed = self._fixed | {float}  # a float is taken out of a tensor, which no border may separate
+        """Lower with a border behind each tensor that is handed out and used further on; return ``None`` if there is no such tensor.
+
+        Where no border is possible, the nodes run one by one, so that autograd sees all of them.
+        """
+        fixed = self._fixed | {float}  # no border may separate a float from the tensor that it is taken of
         symbols = [symbol for _, symbol in self._graph.symbols]
         known = self._graph.regions or KnownRegions()
+        made = None
         try:
-            prepared = prepare(graph_module, arguments, symbols, binding, fixed, placement)
+            tried = prepare(self.spliced.copy(), arguments, symbols, binding, fixed, placement)
+            if not mark_borders(tried.graph_module, placement.sharing, Plan(tried)):
+                return None
+            prepared = prepare(self.spliced.copy(), arguments, symbols, binding, fixed, placement)  # on which nothing has run
+            copy_stretches(tried.graph_module.graph, prepared.graph_module.graph)
             made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
-            return made and replace(made, placement=placement)
         except Exception as error:
-            logger.warning("lowering a part of a graph failed, so it is not cut for gradients: %s", _summary(error))
-            return None
+            logger.info("a graph cannot be cut for gradients: %s", _summary(error))
+        if made is not None and not made.partial & set(self.positions.values()):
+            return replace(made, placement=placement)
+        logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be asked for")
+        every = Symbols(symbols, binding).symbols
+        return Lowered(self.spliced.graph_module.forward, (), every, 0, placement, node_by_node=True, shows_all=True)
 
     def _in_regions(
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement

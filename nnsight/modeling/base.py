@@ -17,13 +17,13 @@ from ..runtime.editing import Edit, EditingTracer
 from ..runtime.instrumentation import is_compiling
 from ..runtime.interleaver import active_interleaver
 from ..runtime.mentions import Chains
-from ..runtime.scanning import ScanningTracer
+from ..runtime.scanning import ScannedModules, ScanningTracer
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from ..tree import ModuleTree
 from .methods import TracedFunction, TracedMethod
-from .tracing import ModelTracer, session_backend
+from .tracing import ModelTracer, session_backend, tracer_class
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
@@ -115,7 +115,8 @@ class NNsight(Envoy):
 
         Args:
             **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``; and
-                ``regions``, ``background``: how soon there is a first result (docs/compile.md).
+                ``regions``, ``background``: how soon there is a first result; ``max_captures``: how often the model may be
+                captured, 256 times by default (docs/compile.md).
         """
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
@@ -134,6 +135,7 @@ class NNsight(Envoy):
         scan: bool = False,
         validate: bool = False,
         fn: Callable[..., Any] | None = None,
+        tracer_cls: type[InterleavingTracer] | None = None,
         trace: Literal[True] = True,
         **kwargs: Any,
     ) -> InterleavingTracer: ...
@@ -149,6 +151,7 @@ class NNsight(Envoy):
         scan: bool = False,
         validate: bool = False,
         fn: Callable[..., Any] | None = None,
+        tracer_cls: type[InterleavingTracer] | None = None,
         trace: bool = True,
         **kwargs: Any,
     ) -> Any:
@@ -168,6 +171,7 @@ class NNsight(Envoy):
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
                 other objects of yours, and what it prints, happens twice.
             fn: What to call instead of the model; a function that calls it, or modules of it, as often as it likes.
+            tracer_cls: A subclass of :class:`InterleavingTracer`, of which the tracer is to be.
             trace: ``False`` calls the model with the input as a trace prepares it: ``logits = model.trace(prompt, trace=False).logits``.
             **kwargs: The model's input, by name.
 
@@ -175,7 +179,7 @@ class NNsight(Envoy):
             The tracer; ``tracer.report`` tells how the trace ran. With ``trace=False`` what the model returns.
         """
         if not trace:
-            if any((compile is not None, backend, remote, not blocking, scan, validate, fn)):
+            if any((compile is not None, backend, remote, not blocking, scan, validate, fn, tracer_cls)):
                 raise ValueError("trace(trace=False) is a plain call of the model: it takes the input alone.")
             self._driver(None)  # a lazy model loads, before its input goes to where it is
             args, kwargs = self._prepare_input(*args, **kwargs)[:2]
@@ -187,7 +191,7 @@ class NNsight(Envoy):
         traced = self if fn is None else TracedFunction(self, fn)
         if remote is not False or not blocking:
             backend = self._remote_backend(remote, backend, blocking)
-        return self._tracer(traced, args, kwargs, compile, backend, scan=scan, validate=validate)
+        return self._tracer(traced, args, kwargs, compile, backend, tracer_cls, scan=scan, validate=validate)
 
     def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
         """Return the backend of a trace that was given these arguments."""
@@ -215,6 +219,7 @@ class NNsight(Envoy):
         kwargs: dict[str, Any],
         compile: bool | str | None,
         backend: Backend | None,
+        tracer_cls: type[InterleavingTracer] | None = None,
         **options: bool,
     ) -> ModelTracer:
         """Return the tracer of a run of this model.
@@ -225,11 +230,18 @@ class NNsight(Envoy):
             kwargs: Likewise, by name.
             compile: Whether the run is compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs.
+            tracer_cls: Of which class the tracer is to be.
             **options: Further ones of :class:`ModelTracer`.
         """
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
-        return ModelTracer(choose, self._tree, function, args, kwargs, backend, _Names(self), **options)
+        kind = ModelTracer if tracer_cls is None else tracer_class(tracer_cls)
+        return kind(choose, self._scanned, function, args, kwargs, backend, _Names(self), **options)
+
+    @property
+    def _scanned(self) -> ScannedModules:
+        """The modules that a scan runs."""
+        return self._tree
 
     def to_model_key(self) -> str:
         """Return the name under which servers have this model.
@@ -269,19 +281,27 @@ class NNsight(Envoy):
         """
         leave_to_python("model.scan(...)")
         self._sync()
-        return ScanningTracer(self._tree, self, args, kwargs, backend, _Names(self))
+        return ScanningTracer(self._scanned, self, args, kwargs, backend, _Names(self))
 
     @uncompiled
-    def session(self, backend: Backend | None = None, *, remote: bool | str = False, blocking: bool = True) -> Tracer:
+    def session(
+        self,
+        backend: Backend | None = None,
+        *,
+        remote: bool | str = False,
+        blocking: bool = True,
+        tracer_cls: type[Tracer] = Tracer,
+    ) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
         Args:
             backend: Where the block runs; in this process by default.
             remote: As in :meth:`trace`, for all traces in the block: they are one job, and values go from one to the next there.
             blocking: Likewise.
+            tracer_cls: Of which class the tracer is to be.
         """
         leave_to_python("model.session()")
-        return Tracer(self._remote_backend(remote, backend, blocking))
+        return tracer_cls(self._remote_backend(remote, backend, blocking))
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:

@@ -29,6 +29,9 @@ from ..tracing.saving import saves
 #: Where traces run that do not say where, while the session around them runs elsewhere.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
 
+#: Attribute of a class of tracers: the subclass of it that traces models.
+_FOR_MODELS = "_nnsight_for_models"
+
 _CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
 
 
@@ -79,9 +82,11 @@ class ModelTracer(InterleavingTracer):
         replays = getattr(driver, "replays", None)
         if replays is None:
             return None
-        assert self.info is not None and self.scope is not None and self._frame is not None
+        assert self.info is not None and self.scope is not None and self._frame is not None and self._modules is not None
+        self.output_location = f"{self._modules.path}.output"
         attempt = replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules)
         if attempt is None:
+            self.output_location = None
             return None
         self.note_start()
         prepared = model._prepare_input(*args, **kwargs)[:2]
@@ -137,6 +142,32 @@ class ModelTracer(InterleavingTracer):
     def _close(self) -> None:
         super()._close()
         self._choose_driver = self._modules = self._attempt = None
+
+
+def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
+    """Return a subclass, made once, of ``kind`` that traces models.
+
+    Raises:
+        TypeError: If ``kind`` is no class of such tracers.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, InterleavingTracer)):
+        raise TypeError(f"tracer_cls= is a subclass of InterleavingTracer, not {kind!r}.")
+    if issubclass(kind, ModelTracer):
+        return kind
+    known: type[ModelTracer] | None = vars(kind).get(_FOR_MODELS)
+    if known is not None:
+        return known
+    own = {"execute", "replay"} & {name for base in kind.__mro__[: kind.__mro__.index(InterleavingTracer)] for name in vars(base)}
+    members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    if "execute" in own and "replay" not in own:  # it wants to see each run
+        members["replay"] = _runs_always
+    made = type(kind.__name__, (kind, ModelTracer), members)
+    setattr(kind, _FOR_MODELS, made)
+    return made
+
+
+def _runs_always(self: ModelTracer) -> None:
+    """Replay nothing."""
 
 
 def _scan_first(modules: ScannedModules, model: Batchable, driver: Driver) -> Driver:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 from typing import Any
 
+from ..config import CONFIG
 from ..runtime.tracer import InterleavingTracer
-from ..tracing import Backend
+from ..tracing import Backend, Block
+from .errors import ExecutionFailedError, InvalidProgramError
 from .execution import execute_payload
 from .limits import Limits
 from .program import Program
@@ -22,9 +26,14 @@ class ProgramBackend(Backend):
     """
 
     def __call__(self, tracer: Any) -> Any:
-        if isinstance(tracer, InterleavingTracer):
-            return self.submit(recorded_of(tracer, super().__call__))
-        return self.submit(record_session(tracer, super().__call__(tracer)))
+        try:
+            if isinstance(tracer, InterleavingTracer):
+                return self.submit(recorded_of(tracer, super().__call__))
+            return self.submit(record_session(tracer, super().__call__(tracer)))
+        except (ExecutionFailedError, InvalidProgramError) as error:
+            if CONFIG.APP.DEBUG or tracer.info is None:
+                raise
+            raise _with_line(error, tracer.info) from None
 
     def submit(self, recorded: Recorded) -> Any:
         """Have the job run and bind its results."""
@@ -57,6 +66,25 @@ class RecordingBackend(ProgramBackend):
         recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
         recorded.binding.forget()
         tracer.program = Program(recorded.job)
+
+
+_LINE = re.compile(r", line (\d+)(?= failed:|: )")
+
+
+def _with_line(error: Exception, block: Block) -> Exception:
+    """Return ``error``, which has the number of a line, with the line itself in its message if it is one of ``block``.
+
+    How the program was run is none of its causes: its own message has the reason.
+    """
+    message = str(error)
+    found = _LINE.search(message)
+    kind = InvalidProgramError if isinstance(error, InvalidProgramError) else ExecutionFailedError
+    last = max((statement.end_lineno or 0 for statement in block.body), default=0)
+    if found is None or not block.line <= int(found[1]) <= last:  # of a function that the block calls
+        return kind(message)
+    text = linecache.getline(block.filename, int(found[1])).strip()
+    message = f"{message[: found.end()]} of {block.filename}{message[found.end() :]}"
+    return kind(f"{message}\n    {text}" if text else message)
 
 
 def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:

@@ -11,6 +11,10 @@ class OutOfOrderError(MissedProviderError):
     """A location was requested after the model had passed it, or was never reached at all."""
 
 
+class UncompiledWarning(UserWarning):
+    """A call of a compiled model ran uncompiled, because torch captured nothing for it. Its results are right, and come later."""
+
+
 def passed_message(location: str, occurrence: int, visited: str | None) -> str:
     """Explain a request for a location that the run has already passed."""
     here = f" The block last stopped at `{visited}`." if visited else ""

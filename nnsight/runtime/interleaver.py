@@ -56,6 +56,8 @@ class Interleaver(InterleaverSurface):
         tree: The modules whose locations occur in this run, if they are those of one model.
         recorder: What makes data of the blocks, if they are to run elsewhere; see :mod:`nnsight.remote.recorder`.
         returns: Whether what the model returns goes to somebody else than blocks that wait for it.
+        output_location: Where the value passes that the run returns, if nothing but its one block can change it behind that place.
+            The block then gets the result there, and what it makes of it can be part of a graph.
         promises: What a driver owes to blocks that were shown an output before the model had returned it, see
             :mod:`nnsight.fx.promises`; ``None`` if the driver keeps no promises.
         uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
@@ -78,6 +80,7 @@ class Interleaver(InterleaverSurface):
         "mediators",
         "observers",
         "offer",
+        "output_location",
         "promises",
         "ready",
         "recorder",
@@ -111,6 +114,7 @@ class Interleaver(InterleaverSurface):
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
         self.check_location: Callable[[str], None] | None = None
+        self.output_location: str | None = None
         self.returns = True
         self.promises: list[Any] | None = None
         self.uncounted: set[str] = set()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import CONFIG
-from ..tracing import Tracer
+from ..tracing import Block, Tracer
 from .interleaver import Interleaver, active_interleaver
 
 if TYPE_CHECKING:
@@ -19,16 +20,20 @@ class Invoke:
     """A block that waits for its run.
 
     Attributes:
-        function: The block.
+        function: The block, ready to run.
+        block: What it was compiled from.
         args: Its input; without any the block sees the whole batch.
         kwargs: Its input, by name.
         publish: Shows the variables of the block to the others.
+        explain: Says in an error of the block what the other invokes have to do with it.
     """
 
     function: Callable[[], None]
+    block: Block
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     publish: Callable[[], None] | None = None
+    explain: Callable[[BaseException], None] | None = None
 
     @property
     def has_input(self) -> bool:
@@ -56,7 +61,37 @@ class Invoker(Tracer):
             self.scope = own = shared.copy()
             self._trace.on_end(lambda: shared.take_saved(own))
         args, kwargs = self._input
-        self._trace.add_invoke(Invoke(self.compile(), args, kwargs, publish))
+        explain = partial(explain_unbound, self.info, self._trace.invoked)
+        self._trace.add_invoke(Invoke(self.compile(), self.info, args, kwargs, publish, explain))
+
+
+def explain_unbound(block: Block, invoked: list[Block], error: BaseException) -> None:
+    """Say in ``error`` of an invoke that the variable it misses is one that another invoke assigns.
+
+    Args:
+        block: That of the invoke.
+        invoked: Those of all invokes of the trace.
+        error: What it raised.
+    """
+    if not isinstance(error, NameError):
+        return
+    name = error.name
+    others = [f"{other.filename}:{other.line}" for other in invoked if other is not block and name in other.stored]
+    if not others:
+        return
+    if name in block.stored:
+        remedy = (
+            "This invoke assigns it as well, so it has a variable of that name of its own: give the two different names."
+        )
+    elif not CONFIG.APP.CROSS_INVOKER:
+        remedy = "Invokes have variables of their own here, because nnsight.CONFIG.APP.CROSS_INVOKER is off."
+    else:
+        remedy = (
+            "Invokes run side by side, and this one got here first: at one location they take turns in the order in which they were "
+            "opened, up to the next location that each asks for. Let it wait: write `barrier = tracer.barrier(2)` before the "
+            f"invokes, and call `barrier()` in both, behind the line that assigns `{name}` and before the line that reads it."
+        )
+    error.args = (f"{error}. `{name}` is assigned in the invoke at {', '.join(others)}. {remedy}",)
 
 
 class Barrier:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.utils import _pytree as pytree
 
 from ..tracing.errors import user_position_now, user_position_of
 from ..tracing.saving import save
@@ -54,6 +55,7 @@ class Mediator(Exchange, MediatorSurface):
         batch_group: The rows that belong to this block; all by default.
         stop: How often the block runs, each time for the next passage of its locations; once by default.
         publish: Called whenever the block gives up its turn, to show its variables to others.
+        explain: Called with what the block raised, to add to its message what the trace knows about the cause.
 
     Attributes:
         waiting: Location and occurrence the block waits for, or ``None``.
@@ -70,6 +72,7 @@ class Mediator(Exchange, MediatorSurface):
         "_all_stop",
         "_deferred",
         "_error",
+        "_explain",
         "_greenlet",
         "_hooks",
         "_location",
@@ -98,6 +101,7 @@ class Mediator(Exchange, MediatorSurface):
         batch_group: BatchGroup | None = None,
         stop: int | None = None,
         publish: Callable[[], None] | None = None,
+        explain: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.intervention: Callable[[], Any] | None = intervention
         self.info = info
@@ -106,6 +110,7 @@ class Mediator(Exchange, MediatorSurface):
         self.waiting: tuple[str, int] | None = None
         self.batch_group = batch_group
         self._publish = publish
+        self._explain = explain
         self.iteration: int | None = 0
         self.loops = 0
         self.requests = 0
@@ -244,8 +249,10 @@ class Mediator(Exchange, MediatorSurface):
             self._error = self._skip_here(skip)
         except BaseException as error:
             self._error = error
+            if self._explain is not None:
+                self._explain(error)
         finally:
-            self._greenlet = None
+            self._greenlet = self._explain = None
             if self._publish is not None:
                 self._publish()
                 self._publish = None
@@ -264,9 +271,24 @@ class Mediator(Exchange, MediatorSurface):
 
     def request_once(self, location: str) -> Any:
         """Return the value at a location that occurs once in a run, whatever occurrence requests ask for."""
-        if self._location != location:
+        if self._location != location and not (location == "result" and self._has_result_early()):
             self._wait_for(location, 0)
         return self._value
+
+    def _has_result_early(self) -> bool:
+        """Go to where the result passes before it is returned, if there is such a place; whether all of it is there already."""
+        interleaver = self.interleaver
+        location = None if interleaver is None else interleaver.output_location
+        if interleaver is None or location is None:
+            return False
+        if self._location != location:
+            if interleaver.counts.get(location, 0):
+                return False
+            self._switch_to_model(location, 0)
+        if any(getattr(leaf, "is_opaque", False) for leaf in pytree.tree_leaves(self._value)):
+            return False
+        self._location, self._visited = "result", ("result", 0)
+        return True
 
     def request(self, location: str) -> Any:
         """Return the value at ``location``, letting the model run until it gets there.
@@ -430,7 +452,8 @@ class Mediator(Exchange, MediatorSurface):
                 if (location, number) == (self._location, self._occurrence):
                     return
         interleaver.check_request(location)
-        if interleaver.counts.get(location, 0) > occurrence and interleaver.at != (location, occurrence):
+        passed = interleaver.counts.get(location, 0) > occurrence
+        if passed and (interleaver.at != (location, occurrence) or self._location == "result"):
             raise _OutOfOrderError(passed_message(location, occurrence, self.last_visited))
         self._switch_to_model(location, occurrence)
 

@@ -6,6 +6,7 @@ A report holds text and numbers, never tensors, so keeping a tracer keeps no act
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +33,25 @@ class Break:
         return f"{self.filename}:{self.line}: {self.reason} at `{self.location}`"
 
 
+@dataclass(frozen=True)
+class Capture:
+    """A graph that was captured for a call, because none that was there fits it.
+
+    Attributes:
+        reason: Why, in words: "gradients are enabled now", "another length of prompt: 5 -> 9, sizes are symbolic from here on".
+        kind: What kind of reason: ``"first"``, ``"size"``, ``"value"``, ``"arguments"``, ``"type"``, ``"cache"``, ``"torch"`` (its grad
+            mode and the like), ``"model"``, ``"break"``, or ``"unknown"``.
+        guard: The condition of torch that did not hold, as torch writes it; empty if there was none.
+    """
+
+    reason: str
+    kind: str = "first"
+    guard: str = ""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 @dataclass(eq=False)
 class Report:
     """Account of one trace; ``print(tracer.report)`` shows it.
@@ -41,6 +61,8 @@ class Report:
         graphs: Captured graphs that took part in the run.
         spliced: Locations the block read or wrote in those graphs, in order.
         breaks: Where graphs were cut because a value was needed, and where the model broke them.
+        captures: Graphs that were captured for the run, and why.
+        notes: What did not run as a compiled graph although no value was needed there, and why.
         recordings: Programs recorded anew; 0 when the run followed programs that were known.
         compiles: Graphs lowered anew during the run.
         replayed: Whether the block itself did not run, because its effects were known.
@@ -52,6 +74,8 @@ class Report:
     graphs: int = 0
     spliced: list[str] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     recordings: int = 0
     compiles: int = 0
     replayed: bool = False
@@ -71,12 +95,17 @@ class Report:
             f"{len(self.breaks)} break{'s' * (len(self.breaks) != 1)}, "
             f"{self.recordings} recorded, {self.compiles} compiled",
         ]
+        if self.captures:
+            lines.append("  captured because")
+            times = Counter(map(str, self.captures))
+            lines += [f"    {reason}{f' ({count} graphs)' * (count > 1)}" for reason, count in times.items()]
         if self.spliced:
             lines.append("  spliced at")
             lines += [f"    {location}" for location in self.spliced]
         if self.breaks:
             lines.append("  cut at")
             lines += [f"    {cut}" for cut in self.breaks]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 

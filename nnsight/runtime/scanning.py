@@ -45,6 +45,7 @@ _local = threading.local()
 class ScannedModules(Protocol):
     """What a scan asks of the modules of a model; see :class:`nnsight.tree.ModuleTree`."""
 
+    path: str
     root: torch.nn.Module
     paths: dict[torch.nn.Module, str]
     fakes: Mapping[str, Any]

@@ -94,9 +94,12 @@ class InterleavingTracer(RunControls, Tracer):
 
     Attributes:
         report: What the run did.
+        invoked: The blocks of its invokes, in the order in which they were opened.
     """
 
     path = ""
+    #: Where a block that may be replayed reads the result; see :class:`~nnsight.runtime.interleaver.Interleaver`.
+    output_location: str | None = None
     runs_once = "This tracer was entered before, and is one run. Call `trace(...)` anew for another."
 
     #: What makes the blocks and the run; a recording of the trace has its own.
@@ -119,6 +122,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
         self._invokes: list[Invoke] | None = None
+        self.invoked: list[Block] = []
         self._at_end: list[Callable[[], None]] = []
 
     # -- the user's side -------------------------------------------------------------------------------------------
@@ -193,6 +197,7 @@ class InterleavingTracer(RunControls, Tracer):
         """Add a block to the run that is being prepared."""
         assert self._invokes is not None
         self._invokes.append(invoke)
+        self.invoked.append(invoke.block)
 
     def on_end(self, action: Callable[[], None]) -> None:
         """Call ``action`` when the run has ended, before saved names come home."""
@@ -208,7 +213,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._open_mentioned()
         interleaver = self.make_interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
         interleaver.tree = None if self._model is None else self._model.modules
-        interleaver.returns = False
+        interleaver.returns, interleaver.output_location = False, self.output_location
         try:
             with interleaver:
                 invokes, self._invokes = self._invokes or [], None
@@ -318,7 +323,10 @@ class InterleavingTracer(RunControls, Tracer):
             prepared, groups = self._join(model, with_input, kwargs)
         for number, invoke in enumerate(invokes):
             rows = groups.get(invoke)
-            interleaver.add(self.make_mediator(invoke.function, None, f"invoke {number}", rows, publish=invoke.publish))
+            mediator = self.make_mediator(
+                invoke.function, None, f"invoke {number}", rows, publish=invoke.publish, explain=invoke.explain
+            )
+            interleaver.add(mediator)
         return prepared[0], prepared[1]
 
     def _join(

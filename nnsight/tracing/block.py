@@ -33,7 +33,7 @@ from typing import Any
 
 from .assertions import rewritten
 from .body import GRADIENT_NAME, RESULT_NAME, SAVE_NAME, Rewriter, refuse_jumps
-from .errors import BLOCK_NAME, WithBlockNotFoundError
+from .errors import BLOCK_NAME
 from .saving import save_method, saves
 from .source import WithSite, body_lines, find_with
 
@@ -278,7 +278,7 @@ def block_at(frame: types.FrameType) -> Block:
     """Return the compiled block that ``frame`` is entering; each place in the code is compiled once.
 
     Raises:
-        WithBlockNotFoundError: If the block has no source or is on the line of its ``with``.
+        WithBlockNotFoundError: If the block has no source.
         SyntaxError: If the body contains a statement that cannot be deferred.
     """
     key = (id(frame.f_code), frame.f_lasti)
@@ -302,16 +302,9 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
         flags: Flags of that code, for the features it imports from ``__future__``.
 
     Raises:
-        WithBlockNotFoundError: If the body is on the line of its ``with``.
         SyntaxError: If the body contains a statement that cannot be deferred.
     """
     node, filename = site.node, site.filename
-    header_line = max(item.context_expr.end_lineno or 0 for item in node.items)
-    if node.body[0].lineno <= header_line:
-        raise WithBlockNotFoundError(
-            f"The body of the block at {filename}:{node.lineno} is on the line of its `with`. "
-            "Put it on lines of its own, indented, so that it can be captured."
-        )
     refuse_jumps(node, filename)
     rewriter = Rewriter(site.first_argument)
     body: list[ast.stmt] = [rewriter.visit(statement) for statement in copy.deepcopy(node.body)]

@@ -29,6 +29,9 @@ BLOCK_NAME = "__nnsight_block__"
 #: Packages whose frames only carry the run (module calls, compiled graphs), never the cause of an error.
 _CARRIERS = ("/torch/nn/modules/module.py", "/torch/_dynamo/eval_frame.py", "/torch/_dynamo/external_utils.py")
 
+#: Where torch computes on fake tensors, as in scans and in what records a block for a server.
+_FAKES = "/_subclasses/fake_tensor.py"
+
 
 class WithBlockNotFoundError(Exception):
     """The source of a ``with`` block cannot be found, or the block has a form that cannot be deferred."""
@@ -43,7 +46,7 @@ def is_internal(code: types.CodeType) -> bool:
 def clean_traceback(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Return ``traceback`` without the frames that only carried the run.
 
-    Frames of this package and of the module-call machinery of torch are dropped. When the error came out of a
+    Frames of this package, of the module-call machinery of torch and of its fake tensors are dropped. When the error came out of a
     block, the frames of the model that had stopped for it are dropped too.
     """
     kept: list[types.TracebackType] = []
@@ -55,9 +58,25 @@ def clean_traceback(traceback: types.TracebackType | None) -> types.TracebackTyp
             kept.append(traceback)
         traceback = traceback.tb_next
     result: types.TracebackType | None = None
-    for entry in reversed(kept):
+    for entry in reversed(_without_fakes(kept)):
         result = types.TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return result
+
+
+def _without_fakes(entries: list[types.TracebackType]) -> list[types.TracebackType]:
+    """Return ``entries`` without the machinery by which torch computes on fake tensors.
+
+    It is some 15 frames of dispatch and shape rules, and the line that called it says which operation failed.
+    """
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    first = next((number for number, file in enumerate(files) if file.endswith(_FAKES)), None)
+    if first is None:
+        return entries
+    library = files[first].removesuffix(_FAKES) + "/"
+    while first and files[first - 1].startswith(library) and not files[first - 1].startswith(f"{library}nn/"):
+        first -= 1
+    rest = zip(entries[first:], files[first:], strict=True)
+    return entries[:first] + [entry for entry, file in rest if not file.startswith(library)]
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

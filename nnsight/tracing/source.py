@@ -178,6 +178,8 @@ def _recovered_site(frame: types.FrameType) -> WithSite | None:
 def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
     """Return the number of the first line of a block in ``source``, and its lines.
 
+    Of a body on the line of its ``with`` the first line begins at its first statement.
+
     Args:
         source: A text, or its lines, with the ends of the lines.
         line: Where its ``with`` statement begins; the first line is 1.
@@ -186,7 +188,8 @@ def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
         WithBlockNotFoundError: If no ``with`` statement begins there.
     """
     lines = StringIO(source if isinstance(source, str) else "".join(source)).readlines()
-    tree = _parsed(dedent("".join(lines)))
+    text = dedent("".join(lines))
+    tree = _parsed(text)
     found = [] if tree is None else [node for node, _, _ in _with_statements(tree) if node.lineno == line]
     if not found:
         context = "".join(
@@ -195,8 +198,14 @@ def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
         )
         raise WithBlockNotFoundError(f"No `with` statement begins at line {line} of the source.\n{context}")
     node = found[0]
-    first = node.body[0].lineno
-    return first, lines[first - 1 : node.end_lineno]
+    statement = node.body[0]
+    first = statement.lineno
+    body = lines[first - 1 : node.end_lineno]
+    # Columns are bytes of the text that was parsed, which has lost its common indentation.
+    parsed = StringIO(text).readlines()[first - 1].encode()
+    if parsed[: statement.col_offset].strip():
+        body[0] = parsed[statement.col_offset :].decode()
+    return first, body
 
 
 def calls_for_with(frame: types.FrameType) -> bool:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from nnsight import CONFIG
+
 from .features import FEATURES
 from .models import specimens
 from .runner import MODES, Cell, Keeper
@@ -33,6 +35,8 @@ def _chosen(given: str, known: list[str]) -> list[str]:
 
 def main() -> int:
     """Run the cells that were asked for."""
+    for noisy in ("transformers", "torch._subclasses.fake_tensor", "nnsight.runtime"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     known = specimens()
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--models", default="", help="names, with commas; all by default")
@@ -50,9 +54,8 @@ def main() -> int:
     models = _chosen(options.models, list(known))
     modes = _chosen(options.modes, list(MODES))
     features = _chosen(options.features, list(FEATURES))
+    CONFIG.APP.DEBUG = options.trace  # with all frames
     torch.set_num_threads(1)
-    for noisy in ("transformers", "torch._subclasses.fake_tensor", "nnsight.runtime"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     if options.recompile_limit:
         torch._dynamo.config.recompile_limit = options.recompile_limit

@@ -195,7 +195,6 @@ def invokes(subject: Subject) -> dict[str, Any]:
 
 def invokes_by_hand(subject: Subject) -> dict[str, Any]:
     rows = next(iter(subject.arguments.values())).shape[0]
-    joined = {name: torch.cat([value, subject.others[name]]) for name, value in subject.arguments.items()}
     found: dict[str, Any] = {}
 
     def at_first(value: Any) -> None:
@@ -206,8 +205,37 @@ def invokes_by_hand(subject: Subject) -> dict[str, Any]:
         main(value)[rows:][..., 0] = 1.0
 
     one, two = subject.specimen.layers
-    out = main(subject.hooks.output(one, _once(at_first)).output(two, _once(at_second))(**joined))
+    out = main(subject.hooks.output(one, _once(at_first)).output(two, _once(at_second))(**_joined(subject)))
     return {"hidden": found["hidden"], "one": out[:rows], "two": out[rows:], "all": out}
+
+
+def barrier(subject: Subject) -> dict[str, Any]:
+    layer = subject.envoy(subject.specimen.layers[0])
+    with subject.model.trace() as tracer:
+        meet = tracer.barrier(2)
+        with tracer.invoke(**subject.arguments):
+            hidden = main(output(layer))[:, 0].mean(0)
+            meet()
+        with tracer.invoke(**subject.others):
+            meet()
+            main(output(layer))[:, -1] = hidden
+            out = main(subject.model.output).save()
+    return {"out": out}
+
+
+def barrier_by_hand(subject: Subject) -> dict[str, Any]:
+    rows = next(iter(subject.arguments.values())).shape[0]
+
+    def patch(value: Any) -> None:
+        main(value)[rows:, -1] = main(value)[:rows, 0].mean(0)
+
+    out = subject.hooks.output(subject.specimen.layers[0], _once(patch))(**_joined(subject))
+    return {"out": main(out)[rows:]}
+
+
+def _joined(subject: Subject) -> dict[str, Any]:
+    """Return the arguments of both calls as those of one."""
+    return {name: torch.cat([value, subject.others[name]]) for name, value in subject.arguments.items()}
 
 
 # -- skips and stops ------------------------------------------------------------------------------------------------------
@@ -230,11 +258,11 @@ def skip_result(subject: Subject) -> dict[str, Any]:
     with subject.model.trace(**subject.arguments) as tracer:
         second.skip(output(first))
         out = subject.model.output.save()
-    return {"out": out}
+    return {"out": main(out)}  # a cache has no entry for the layer, or one with nothing in it
 
 
 def skip_result_by_hand(subject: Subject) -> dict[str, Any]:
-    return {"out": _skipping(subject.hooks, subject)(**subject.arguments)}
+    return {"out": main(_skipping(subject.hooks, subject)(**subject.arguments))}
 
 
 def _skipping(hooks: Hooks, subject: Subject) -> Hooks:
@@ -305,6 +333,7 @@ FORWARD = [
     Feature("everything", everything, everything_by_hand),
     Feature("cache", cached, cached_by_hand),
     Feature("invokes", invokes, invokes_by_hand, needs=lambda specimen: specimen.batches),
+    Feature("barrier", barrier, barrier_by_hand, needs=lambda specimen: specimen.batches),
     Feature("skip", skip, skip_by_hand, needs=lambda specimen: specimen.skips),
     Feature("skip-result", skip_result, skip_result_by_hand, needs=lambda specimen: specimen.skips),
     Feature("stop", stop, stop_by_hand),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
 import signal
 import time
 import traceback
@@ -46,13 +47,23 @@ class Failure(Exception):
     """A cell gave something else than the reference, or did not run as it should."""
 
 
+class TooLong(BaseException):
+    """A cell took longer than it may; no ``except Exception`` of the compiler takes it for a failed lowering."""
+
+
 @dataclass
 class Cell:
     """The outcome of a cell.
 
     Attributes:
         result: "ok", "refused: <type>: <reason>" or "FAIL".
-        detail: Of a failure: the situation, the error, and where it was raised.
+        detail: Of a failure: the situation and the error.
+        trace: Its traceback.
+        seconds: How long it took.
+        cpu: Seconds of processors, those of a compiler's processes too.
+        captures: Graphs that dynamo captured for it.
+        compiles: Graphs or regions that were lowered for it.
+        breaks: Where graphs were cut.
     """
 
     model: str
@@ -62,12 +73,13 @@ class Cell:
     detail: str = ""
     trace: str = ""
     seconds: float = 0.0
+    cpu: float = 0.0
     captures: int = 0
     compiles: int = 0
     breaks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        cost = f"{self.seconds:.1f} s, {self.captures} captures, {self.compiles} compiles"
+        cost = f"{self.seconds:.1f} s, {self.cpu:.1f} s of CPU, {self.captures} captures, {self.compiles} compiles"
         return f"{self.model:16} {self.mode:10} {self.feature:20} {self.result} [{cost}] {self.detail}".rstrip()
 
 
@@ -110,7 +122,7 @@ class Keeper:
             limit: Seconds after which it fails; no limit if 0.
         """
         cell = Cell(self.specimen.name, feature.name, mode)
-        began, captures, compiles = time.perf_counter(), fx.counters.captures, fx.counters.compiles
+        began, worked, captures, compiles = time.perf_counter(), _cpu(), fx.counters.captures, fx.counters.compiles
         declared = refusal_of(cell.model, cell.feature, mode)
         situation = None
         try:
@@ -119,13 +131,13 @@ class Keeper:
                     self._check(feature, mode, situation, cell)
                 if declared is not None:
                     raise Failure(f"it works, and is declared to be refused: {declared.reason}")
-        except Exception as error:
+        except (Exception, TooLong) as error:
             known = declared if declared is not None and declared.explains(error) else None
             message = str(error) if isinstance(error, Failure) else f"{type(error).__name__}: {_short(error)}"
             cell.result = "FAIL" if known is None else f"refused: {known.error}: {known.reason}"
             cell.detail = f"{situation}: {message}"
             cell.trace = "" if isinstance(error, Failure) else "".join(traceback.format_exception(error))
-        cell.seconds = time.perf_counter() - began
+        cell.seconds, cell.cpu = time.perf_counter() - began, _cpu() - worked
         cell.captures, cell.compiles = fx.counters.captures - captures, fx.counters.compiles - compiles
         return cell
 
@@ -213,6 +225,10 @@ class Keeper:
         return self._wrapped[variant, mode]
 
 
+def _cpu() -> float:
+    return sum(os.times()[:4])
+
+
 @contextlib.contextmanager
 def _as_before(module: torch.nn.Module) -> Iterator[None]:
     """Give buffers their values back, and take gradients away."""
@@ -243,7 +259,7 @@ def _fallbacks() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     def end(*_: Any) -> None:
-        raise Failure(f"it took longer than {seconds:g} s")
+        raise TooLong(f"it took longer than {seconds:g} s")
 
     if not seconds:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .forward import _skipping
+from .forward import _joined, _skipping
 from .reference import Hooks
 from .specimen import Specimen
 from .subject import Feature, Subject, output
@@ -14,10 +14,13 @@ NEW = 3
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
-def _call(subject: Subject) -> dict[str, Any]:
+def _prompt(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
-    given = {name: value for name, value in subject.arguments.items() if not name.startswith(("decoder", "position"))}
-    return {**given, **GREEDY}
+    return {name: value for name, value in arguments.items() if not name.startswith(("decoder", "position"))}
+
+
+def _call(subject: Subject) -> dict[str, Any]:
+    return {**_prompt(subject.arguments), **GREEDY}
 
 
 def generate(subject: Subject) -> dict[str, Any]:
@@ -61,6 +64,40 @@ def generate_skip_by_hand(subject: Subject) -> dict[str, Any]:
     return {"logits": logits}
 
 
+def generate_invokes(subject: Subject) -> dict[str, Any]:
+    layer, head = subject.envoy(subject.specimen.layers[0]), subject.envoy(subject.specimen.head or "")
+    with subject.model.generate(**GREEDY) as tracer:
+        meet = tracer.barrier(2)
+        with tracer.invoke(**_prompt(subject.arguments)):
+            for _ in tracer.iter[:NEW]:
+                hidden = main(output(layer))[:, -1].mean(0)
+                meet()
+        with tracer.invoke(**_prompt(subject.others)):
+            logits = [].save()  # type: ignore[attr-defined]
+            for _ in tracer.iter[:NEW]:
+                meet()
+                main(output(layer))[:, -1] = hidden
+                logits.append(output(head)[:, -1])
+    return {"logits": logits}
+
+
+def generate_invokes_by_hand(subject: Subject) -> dict[str, Any]:
+    logits: list[Any] = []
+    rows = next(iter(subject.arguments.values())).shape[0]
+
+    def patch(value: Any, _: int) -> None:
+        main(value)[rows:, -1] = main(value)[:rows, -1].mean(0)
+
+    hooks = Hooks(subject.module, subject.module.generate).output(subject.specimen.layers[0], patch)
+    hooks.output(subject.specimen.head or "", lambda value, _: logits.append(value[rows:, -1]))
+    hooks(**_prompt(_joined(subject)), **GREEDY)
+    return {"logits": logits}
+
+
+def _generates_and_batches(specimen: Specimen) -> bool:
+    return specimen.generates and specimen.batches
+
+
 def _generates(specimen: Specimen) -> bool:
     return specimen.generates
 
@@ -70,6 +107,7 @@ def _generates_and_skips(specimen: Specimen) -> bool:
 
 
 STEPS = [
+    Feature("generate-invokes", generate_invokes, generate_invokes_by_hand, needs=_generates_and_batches),
     Feature("generate", generate, generate_by_hand, needs=_generates),
     Feature("generate-skip", generate_skip, generate_skip_by_hand, needs=_generates_and_skips),
 ]

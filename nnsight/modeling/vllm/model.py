@@ -200,6 +200,9 @@ class VLLM(MetaMixin):
 
     # -- running ---------------------------------------------------------------------------------------------
 
+    def _refuse_component(self, envoy: Envoy) -> None:
+        raise NotImplementedError(f"`{envoy.path}` cannot be run by itself: the layers of a vLLM engine run inside it only.")
+
     def trace(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> RequestTracer:
         """Run a request, with the block of the ``with`` statement reading and editing the model's internals.
 

@@ -139,9 +139,9 @@ class RequestTracer(InterleavingTracer):
                     "tracer.invoke() without a prompt: on an engine each invoke is a request of its own, and there is no "
                     "batch that one could see as a whole. Give it a prompt."
                 )
-            run = self._run_of(
-                [Mediator(invoke.function, None, f"invoke {number}", publish=invoke.publish)], f"invoke {number}"
-            )
+            name = f"invoke {number}"
+            mediator = Mediator(invoke.function, None, name, publish=invoke.publish, explain=invoke.explain)
+            run = self._run_of([mediator], name)
             requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
         return [self._begun(request) for request in requests]
 

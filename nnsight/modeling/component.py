@@ -1,0 +1,203 @@
+"""A module of a wrapped model, traced by itself.
+
+``with model.unet.trace(sample, timestep):`` calls only that module. Its locations have the paths that they have in the whole
+model, so envoys, caches and edits name them as ever; ``tracer.result`` is what the module returned. The input is the arguments of
+the module itself: what the model does to text, or to the inputs of several invokes, is not done here.
+
+A component loads the weights of its model. It is compiled if the model is, with the same options, as a graph of its own; layers that
+are alike in both are lowered once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..envoy import Envoy
+from ..runtime.editing import EditingTracer
+from ..runtime.interleaver import active_interleaver
+from ..runtime.scanning import ScannedModules
+from ..runtime.tracer import Driver
+from ..runtime.uncompiled import leave_to_python, uncompiled
+from ..tracing import Backend
+from ..tree import ModuleTree
+from .base import NNsight
+from .tracing import ModelTracer, session_backend
+
+if TYPE_CHECKING:
+    from ..fx.driver import CompiledDriver
+
+
+class Subtree:
+    """The modules of a model, seen from one of them: that is what a run calls. All else is the whole tree's.
+
+    Args:
+        whole: The tree of the model.
+        path: Path of the module.
+    """
+
+    def __init__(self, whole: ModuleTree, path: str) -> None:
+        self.whole = whole
+        self.path = path
+        self._known: tuple[int, torch.nn.Module] | None = None
+
+    @property
+    def root(self) -> torch.nn.Module:
+        """The module that is at the path now."""
+        version = self.whole.version
+        if self._known is None or self._known[0] != version:
+            module = self.whole.module_at(self.path)
+            if module is None:
+                raise ValueError(
+                    f"`{self.path}` is no module of the model, or not any more, so it cannot be run by itself."
+                )
+            self._known = version, module
+        return self._known[1]
+
+    @property
+    def fakes(self) -> Any:
+        """What passed each location in the latest scan."""
+        return self.whole.fakes
+
+    @fakes.setter
+    def fakes(self, seen: Any) -> None:
+        self.whole.fakes = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+
+class Component(NNsight):
+    """The root of the traces of one module of a model; :meth:`Envoy.trace` and its like make it.
+
+    Args:
+        envoy: The envoy of the module.
+    """
+
+    _subtree: Subtree
+    _followed: CompiledDriver | None
+
+    def __init__(self, envoy: Envoy) -> None:
+        self.__dict__.update(
+            _subtree=Subtree(envoy._tree, envoy._path),
+            _edits=[],
+            _rename={},
+            _compiled=None,
+            _followed=None,
+            _compile_by_default=False,
+            _whole=lambda: None,
+        )
+        self._mirror_as(envoy)
+
+    def _mirror_as(self, envoy: Envoy) -> None:
+        """Have the children and names that ``envoy`` has now."""
+        own = {name: value for name, value in envoy.__dict__.items() if name != "_component"}
+        self.__dict__.update(own, _children=dict(envoy._children), _aliases=set(envoy._aliases))
+
+    def _model(self) -> NNsight | None:
+        """Return the model, if it still is there: nothing here keeps it alive."""
+        found: NNsight | None = self.__dict__["_whole"]()
+        if found is None:
+            roots: list[Any] = sorted(self._tree.roots, key=lambda root: len(root._edits))
+            mine = set(map(id, self._children.values()))
+            has_mine = (root for root in roots if not mine.isdisjoint(map(id, Envoy.modules(root))))
+            found = next(has_mine, roots[0] if roots else None)
+            if found is not None:
+                self.__dict__["_whole"] = weakref.ref(found)
+        return found
+
+    def _driver(self, compile: bool | str | None, function: Any = None) -> Driver:
+        self._follow()
+        return super()._driver(compile, function)
+
+    def _follow(self) -> None:
+        """Load the model, take its module at this path, and run compiled if it does."""
+        model = self._model()
+        dispatch = getattr(type(model), "dispatch", None)
+        if dispatch is not None:
+            dispatch(model)
+        self._tree.refresh()
+        module = self._subtree.root
+        if module is not self._module:
+            self._update(module)
+        if model is not None and self._followed is not model._compiled:
+            self.__dict__.update(_followed=model._compiled, _compiled=None)
+        if model is not None and self._compiled is None:
+            self.__dict__["_compile_by_default"] = model._compile_by_default
+
+    def _compiled_driver(self) -> CompiledDriver:
+        if self._compiled is None and self._followed is not None:
+            return self._make_driver(self._followed.options)
+        return super()._compiled_driver()
+
+    def _make_driver(self, options: dict[str, Any]) -> CompiledDriver:
+        from ..fx.driver import CompiledDriver
+
+        tree: Any = self._subtree
+        driver = self.__dict__["_compiled"] = CompiledDriver(tree, options)
+        if self._followed is not None and self._followed.options == options:
+            driver.share_regions(self._followed)
+        return driver
+
+    @property
+    def _scanned(self) -> ScannedModules:
+        tree: Any = self._subtree
+        return tree
+
+    def _tracer(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compile: Any,
+        backend: Any,
+        tracer_cls: Any = None,
+        **options: bool,
+    ) -> ModelTracer:
+        if backend is None and session_backend.get() is not None:
+            self._refuse_remote()
+        return super()._tracer(function, args, kwargs, compile, backend, tracer_cls, **options)
+
+    def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
+        if remote is not False:
+            self._refuse_remote()
+        return super()._remote_backend(remote, backend, blocking)
+
+    def _refuse_remote(self) -> None:
+        raise ValueError(
+            f"`{self._path}` is a module of a model, and servers run whole models: trace the model itself remotely, or this module here."
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if active_interleaver() is None:
+            self._follow()
+        return super().__call__(*args, **kwargs)
+
+    @uncompiled
+    def edit(self, *, inplace: bool = False) -> EditingTracer:
+        leave_to_python("model.edit()")
+        edited = self
+        if not inplace:
+            edited = object.__new__(type(self))
+            edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
+            edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
+        return EditingTracer(edited._edits, edited)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"`{self._path}` is a module of a model: copy or pickle the model.")
+
+
+def component_of(envoy: Envoy) -> Component:
+    """Return ``envoy`` as the root of traces of its own; each envoy has one."""
+    found: Component | None = envoy.__dict__.get("_component")
+    if found is None:
+        for root in envoy._tree.roots:
+            refuse = getattr(type(root), "_refuse_component", None)
+            if refuse is not None:
+                refuse(root, envoy)
+        found = envoy.__dict__["_component"] = Component(envoy)
+    elif found._module is not envoy._module or found._version != envoy._version:
+        found._mirror_as(envoy)
+    return found

@@ -1,0 +1,211 @@
+"""A wait of more than two seconds is explained by a line, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import CONFIG, NNsight
+from nnsight.fx import progress
+
+X = torch.ones(2, 4)
+
+
+class Shown:
+    """Lines that were shown: text, steps done, steps in all."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, int]] = []
+        self.formats: list[str] = []
+        self.made = self.closed = 0
+        self.changed = threading.Condition()
+
+    def wait_for(self, condition: Callable[[tuple[str, int, int]], bool]) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: any(map(condition, self.lines)), timeout=60)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
+    """Bars, at once and without a terminal. No thread is left when the test is over."""
+    found = Shown()
+
+    class Bar:
+        disable = False
+
+        def __init__(self, total: int, leave: bool, bar_format: str) -> None:
+            assert not leave
+            self.n, self.total, self.text, self.start_t = 0, total, "", 0.0
+            self.bar_format = bar_format
+            found.made += 1
+
+        def set_description_str(self, text: str, refresh: bool) -> None:
+            self.text = text
+
+        def refresh(self) -> None:
+            with found.changed:
+                found.lines.append((self.text, self.n, self.total))
+                found.formats.append(self.bar_format)
+                found.changed.notify_all()
+
+        def close(self) -> None:
+            found.closed += 1
+
+    monkeypatch.setattr(progress, "_Bar", Bar)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "_INTERVAL", 0.001)
+    CONFIG.APP.PROGRESS = True
+    yield found
+    assert "nnsight-progress" not in [thread.name for thread in threading.enumerate()]
+
+
+def layers(count: int) -> torch.nn.Sequential:
+    def layer() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.ReLU())
+
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), *(layer() for _ in range(count)), torch.nn.Linear(4, 2))
+
+
+def waiting(condition: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a backend that lowers when ``condition`` has been met."""
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        condition()
+        return graph_module.forward
+
+    return backend
+
+
+def traced(model: NNsight) -> torch.Tensor:
+    with model.trace(X):
+        model[0].output *= 2
+        out = model.output.save()
+    return out
+
+
+def test_regions_that_are_lowered_are_counted(shown: Shown) -> None:
+    net = layers(3).eval()
+    backend = waiting(lambda: shown.wait_for(lambda line: "lowering" in line[0]))
+    model = NNsight(net, compile={"backend": backend, "regions": True})
+    out = traced(model)
+    torch.testing.assert_close(out, net[1:](net[0](X) * 2))
+    lines = [line for line in shown.lines if line[0].startswith("nnsight: lowering Sequential")]
+    assert lines
+    assert all(total > done >= 1 for _, done, total in lines[:1])  # the capture is done
+    assert any("compile(regions=False, background=True)" in shape for shape in shown.formats)
+    assert shown.closed == shown.made >= 1
+
+
+def test_a_capture_is_shown(shown: Shown) -> None:
+    class Slow(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return slow(x)
+
+    met = []
+
+    @torch.library.custom_op("nnsight_tests::slow_to_capture", mutates_args=())
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @slow.register_fake
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        met.append(shown.wait_for(lambda line: line[0] == "nnsight: capturing Slow"))
+        met.append(not any("compile(" in shape for shape in shown.formats))
+        return torch.empty_like(x)
+
+    model = NNsight(Slow(), compile={"backend": "eager"})
+    with model.trace(X):
+        out = model.output.save()
+    assert all(met[:2]) and torch.equal(out, X + 1)
+
+
+def test_nothing_is_shown_before_the_delay(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY", 3600.0)
+    traced(NNsight(layers(2), compile={"backend": "eager", "regions": True}))
+    assert shown.formats == []
+
+
+def test_the_time_of_several_steps_of_one_call_is_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+
+    class Line:
+        state = ("", 0, 0)
+
+        def __init__(self, call: Any) -> None:
+            self.before = call.seconds
+            delays.append(progress.DELAY - call.seconds)
+
+        def close(self) -> float:
+            return self.before + 0.75
+
+    monkeypatch.setattr(progress, "_Line", Line)
+    CONFIG.APP.PROGRESS = True
+    for _ in range(2):
+        with progress.call("the model"):
+            for _ in range(3):
+                with progress.step("lowering"):
+                    pass
+    assert delays == [2.0, 1.25, 0.5] * 2
+
+
+@pytest.mark.parametrize("way", ["option", "logger", "thread"])
+def test_it_can_be_switched_off(shown: Shown, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(progress, "_Line", started.append)
+    if way == "option":
+        CONFIG.APP.PROGRESS = False
+    if way == "logger":
+        monkeypatch.setattr(logging.getLogger("nnsight.fx"), "level", logging.ERROR)
+        logging.getLogger("nnsight.fx").manager._clear_cache()  # type: ignore[attr-defined]
+    model = NNsight(layers(2), compile={"backend": "eager"})
+    if way == "thread":
+        thread = threading.Thread(target=traced, args=(model,))
+        thread.start()
+        thread.join()
+    else:
+        traced(model)
+    logging.getLogger("nnsight.fx").manager._clear_cache()  # type: ignore[attr-defined]
+    assert started == []
+
+
+def test_a_failure_leaves_nothing(shown: Shown) -> None:
+    with pytest.raises(KeyError), progress.call("m"), progress.expected(3), progress.step("lowering"):
+        assert shown.wait_for(lambda line: line == ("nnsight: lowering m (3 left)", 0, 3))
+        raise KeyError
+    assert (progress._here.depth, progress._here.line, progress._here.left) == (0, None, 0)
+
+
+def test_a_stream_that_cannot_be_written_to_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "_INTERVAL", 0.001)
+    tried = threading.Event()
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            tried.set()
+            raise ValueError("closed")
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    with progress.step("lowering"):
+        assert tried.wait(60)
+    assert threading.active_count() == len(threading.enumerate())
+
+
+def test_the_line_as_tqdm_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "_INTERVAL", 0.001)
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stderr", written)
+    before = set(threading.enumerate())
+    with progress.call("GPT2LMHeadModel", "`hint`"), progress.expected(14), progress.step("lowering"):
+        while "left" not in written.getvalue():
+            threading.Event().wait(0.001)
+    assert "nnsight: lowering GPT2LMHeadModel (14 left): 0/14 |" in written.getvalue()
+    assert "`hint`" in written.getvalue()
+    assert set(threading.enumerate()) <= before

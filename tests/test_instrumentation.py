@@ -12,7 +12,7 @@ import torch
 from nnsight import NNsight
 from nnsight.runtime import Instrumentation
 
-from .conftest import Hooks, assert_no_instrumentation, both
+from .conftest import Hooks, assert_no_instrumentation, both, close
 
 X = torch.ones(2, 3)
 
@@ -242,3 +242,20 @@ def test_a_trace_inside_a_block_is_a_run_of_its_own(model: NNsight, compile: boo
     assert torch.equal(hidden, model._module.linear(X))
     assert torch.equal(inner, other._module(torch.ones(1, 3)))
     assert torch.equal(plain, -hidden)
+
+
+@both
+def test_an_encoder_that_torch_computes_in_one_kernel(compile: bool) -> None:
+    """Without gradients torch passes by the modules of an encoder's layer, unless they have hooks; a trace sees them as hooks do."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    net, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 8)
+    seen: list[torch.Tensor] = []
+    handle = net.layers[1].linear1.register_forward_hook(lambda _, __, out: seen.append(out))
+    model = NNsight(net, compile={"backend": "eager"} if compile else False)
+    with torch.no_grad():
+        net(x)
+        handle.remove()
+        with model.trace(x):
+            found = model.layers[1].linear1.output.save()
+    close(found, seen[0])
+    assert torch.backends.mha.get_fastpath_enabled()

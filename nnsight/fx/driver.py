@@ -211,8 +211,8 @@ class CompiledDriver:
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function; where the model fails on fakes, before anything has run, call the model as Python.
 
-        Dynamo looks at all of the model, also at a module that a block skips and that would fail, because an earlier step has skipped it and
-        stored no keys for it. And an error that the model itself raises is better seen where it raises it.
+        Dynamo follows all of the model, also a module that a block skips and that would fail if it ran, because an earlier step has
+        skipped it and stored no keys for it. And an error of the model itself is best raised by the model.
         """
         try:
             return function(self.tree.root, args, kwargs)

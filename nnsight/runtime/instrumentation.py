@@ -76,6 +76,37 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
 INTERCEPTED_CODE = next(constant for constant in intercepted.__code__.co_consts if isinstance(constant, types.CodeType))
 
 
+class _OneKernel:
+    """Keeps torch from computing a ``TransformerEncoderLayer`` in one kernel, past its modules, while somebody uses this.
+
+    Without gradients torch does so, unless a module has hooks. The switch is torch's own, and for all threads; results are those that hooks
+    see.
+    """
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._before = True
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Switch the kernel off."""
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._users += 1
+
+    def end(self) -> None:
+        """Switch it on again, if nobody else is left."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_one_kernel = _OneKernel()
+
+
 class Instrumentation:
     """Intercepts the calls of a tree of modules while entered.
 
@@ -94,6 +125,7 @@ class Instrumentation:
                 call = call.__self__  # of another tree that is installed right now
             # A method bound to the call it intercepts.
             self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
+        self._has_one_kernel = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
         self._installed: set[tuple[int, str]] = set()
         self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
@@ -126,6 +158,8 @@ class Instrumentation:
                         namespace[_COMPILED] = None
                 for replacement in replacements:
                     self._install(*replacement)
+                if self._has_one_kernel:
+                    _one_kernel.begin()
             self._users += 1
         return self
 
@@ -143,6 +177,8 @@ class Instrumentation:
                     namespace.pop(INTERCEPTED_METHOD, None)
                 if self._shadowed:
                     self._restore()
+                if self._has_one_kernel:
+                    _one_kernel.end()
 
     def _restore(self) -> None:
         for namespace, name, value in self._shadowed:

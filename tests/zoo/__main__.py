@@ -23,6 +23,7 @@ from nnsight import CONFIG
 from .features import FEATURES
 from .models import specimens
 from .runner import MODES, Cell, Keeper
+from .table import record
 
 
 def _chosen(given: str, known: list[str]) -> list[str]:
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="wrap the model anew for each feature")
     parser.add_argument("--failures", action="store_true", help="print failures only")
     parser.add_argument("--trace", action="store_true", help="print tracebacks")
+    parser.add_argument("--record", action="store_true", help="keep the outcomes for the table in docs/compile.md")
     parser.add_argument("--json", type=Path, help="file for all outcomes")
     options = parser.parse_args()
     models = _chosen(options.models, list(known))
@@ -77,6 +79,8 @@ def main() -> int:
                     keeper.close(mode)
             keeper.close(mode)
             gc.collect()
+        if options.record:
+            record(cells)
         if options.json:
             options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1))
     counts = Counter(cell.result.partition(":")[0] for cell in cells)

@@ -1,25 +1,54 @@
-"""The table of cells in docs/compile.md: ``python -m tests.zoo.table`` writes it.
+"""The table of cells in docs/compile.md, and the outcomes it is made of: ``python -m tests.zoo.table`` writes it.
 
-A cell either works or is refused as :mod:`.refusals` says, and the tests hold it to that, so the table follows from what is declared.
+``python -m tests.zoo --record`` keeps what each cell came to in ``outcomes.json``. A cell that was never run is in neither.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from .features import FEATURES
 from .models import specimens
-from .refusals import Refusal, refusal_of
-from .runner import MODES
+from .runner import MODES, Cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "compile.md"
+OUTCOMES = Path(__file__).with_name("outcomes.json")
 BEGIN, END = "<!-- zoo: written by python -m tests.zoo.table -->", "<!-- end of zoo -->"
+
+#: How the table calls the modes.
+LETTERS = {"eager": "e", "aot_eager": "a", "inductor": "i", "whole": "w"}
+
+#: Outcomes by model, feature and mode.
+Outcomes = dict[str, dict[str, dict[str, str]]]
+
+
+def outcomes() -> Outcomes:
+    """Return what was recorded."""
+    found: Outcomes = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+    return found
+
+
+def record(cells: Iterable[Cell]) -> None:
+    """Keep what cells came to, in place of what was kept of them before."""
+    kept = outcomes()
+    for cell in cells:
+        result = cell.result if cell.result != "FAIL" else f"fails: {cell.detail.splitlines()[0][:160]}"
+        kept.setdefault(cell.model, {}).setdefault(cell.feature, {})[cell.mode] = result
+    ordered = {
+        model: {feature: kept[model][feature] for feature in FEATURES if feature in kept[model]}
+        for model in specimens()
+        if model in kept
+    }
+    lines = [f"{json.dumps(model)}: {json.dumps(features)}" for model, features in ordered.items()]
+    OUTCOMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def table() -> str:
-    """Return the table: a model in each row, a feature in each column, what is refused below."""
-    notes: dict[str, int] = {}
+    """Return the table: a model in each row, a feature in each column, what does not work below."""
+    kept, notes = outcomes(), dict[str, int]()
     lines = [
         "| model | what it is | " + " | ".join(FEATURES) + " |",
         "|---|---" + "|---" * len(FEATURES) + "|",
@@ -27,21 +56,14 @@ def table() -> str:
     for name, specimen in specimens().items():
         cells = []
         for feature in FEATURES.values():
-            if not feature.fits(specimen):
-                cells.append("-")
-                continue
-            refused = {mode: refusal_of(name, feature.name, mode) for mode in MODES}
-            numbers = sorted({notes.setdefault(_note(one, refused), len(notes) + 1) for one in refused.values() if one})
-            cells.append(", ".join(map(str, numbers)) or "ok")
+            found = kept.get(name, {}).get(feature.name, {})
+            worked = "".join(LETTERS[mode] for mode in MODES if found.get(mode) == "ok")
+            others = {f"{text} ({mode})" for mode, text in found.items() if text != "ok"}
+            numbers = sorted(notes.setdefault(note, len(notes) + 1) for note in others)
+            cells.append(" ".join([worked, *map(str, numbers)]).strip() if feature.fits(specimen) else "-")
         lines.append(f"| {name} | {specimen.kind} | " + " | ".join(cells) + " |")
     lines += [""] + [f"{number}. {note}" for note, number in notes.items()] if notes else []
     return "\n".join(lines)
-
-
-def _note(refusal: Refusal, refused: dict[str, Refusal | None]) -> str:
-    modes = [mode for mode, one in refused.items() if one is refusal]
-    where = "" if len(modes) == len(MODES) else f" ({', '.join(modes)})"
-    return f"`{refusal.error}`: {refusal.reason}{where}"
 
 
 def with_table(page: str) -> str:

@@ -55,12 +55,15 @@ class IteratorTracer(Tracer):
     def __iter__(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
         before, visited = mediator.begin_loop()
+        is_open = isinstance(self._steps, itertools.count)
         try:
             for step in self._steps:
+                if is_open and step:
+                    mediator.await_step(step)
                 mediator.point_at(step)
                 requests = mediator.requests
                 yield step
-                if mediator.requests > requests or not isinstance(self._steps, itertools.count):
+                if mediator.requests > requests or not is_open:
                     continue
                 if not mediator.keep_pace(step, visited):  # an endless loop that never waits for the model would never end
                     warnings.warn(

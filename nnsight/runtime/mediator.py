@@ -155,7 +155,8 @@ class Mediator(Exchange, MediatorSurface):
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
         """Give ``value`` to the block, let it run until it waits for something else, and return the value then."""
         if self.awaits_step:
-            self.proceed()
+            self._stop_waiting()
+            self._resume(location)
             return value
         self._stop_waiting()
         if location == self._disregarded:
@@ -167,18 +168,19 @@ class Mediator(Exchange, MediatorSurface):
         self._visited = (location, occurrence)
         if self.iteration == occurrence != 0:
             self.iteration = None
-        assert self._greenlet is not None
-        if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
-            self._turn(self._greenlet.switch)
-        else:
-            self._turn_in_checkpoint(CheckpointVisit(location, self._value, user_position_of(self._greenlet.gr_frame)))
+        self._resume(location)
         if self._on_leave:
             self._send_views_back()
         left, self._value, self._location = self._value, None, None
         return left if view is None else view.widen(left)
 
-    def _turn_in_checkpoint(self, visit: CheckpointVisit) -> None:
+    def _resume(self, location: str) -> None:
+        """Let the block run on at ``location``; autograd keeps what it computes there, inside a checkpoint of the model as well."""
         assert self._greenlet is not None
+        if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
+            self._turn(self._greenlet.switch)
+            return
+        visit = CheckpointVisit(location, self._value, user_position_of(self._greenlet.gr_frame))
         with visit.apart():
             self._turn(self._greenlet.switch)
         visit.warn_if_edited(self._value)

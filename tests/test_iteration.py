@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from nnsight import NNsight
+from nnsight.fx.counters import counters
 from nnsight.runtime import OutOfOrderError
 
 from .conftest import Rows, agree, assert_no_instrumentation, both, same
+from .guide import PARIS, language_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -156,6 +159,198 @@ def test_an_open_loop_from_a_step(model: NNsight, net: Recurrent, x: torch.Tenso
                 out_traced = model.output.save()
     assert steps == [3, 4]
     same(out_traced, out)
+
+
+@both
+@pytest.mark.parametrize(("path", "calls"), [("cell", STEPS), ("gate", STEPS // 2 + 1), ("head", 1)])
+def test_an_open_loop_has_no_body_for_a_call_that_is_not_made(
+    model: NNsight, x: torch.Tensor, path: str, calls: int, compile: bool
+) -> None:
+    begun: list[int] = []
+    with pytest.warns(UserWarning, match=rf"`model\.{path}\.output\.i{calls}`, {ENDED}"):
+        with model.trace(x, compile=compile) as tracer:
+            for step in tracer.iter[:]:
+                begun.append(step)
+                model.get(path).output.save()
+    assert begun == list(range(calls))
+
+
+@both
+def test_a_body_begins_for_a_call_of_any_module(x: torch.Tensor, compile: bool) -> None:
+    """Whether the body is going to ask for that module is not known before it runs."""
+
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(3, 3)
+            self.act = torch.nn.Tanh()
+            self.last = torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.act(self.act(self.first(x))))
+
+    model = NNsight(Shared(), compile={"backend": "eager"})
+    net = model._module
+    begun: list[int] = []
+    with pytest.warns(UserWarning, match=ENDED):
+        with model.trace(x, compile=compile) as tracer:
+            for step in tracer.iter[:]:
+                begun.append(step)
+                value = (model.first if step == 0 else model.act).output.save()
+    assert begun == [0, 1]
+    same(value, net.first(x).tanh().tanh())
+    begun.clear()
+    with pytest.warns(UserWarning, match=ENDED):
+        with model.trace(x, compile=compile) as tracer:
+            for step in tracer.iter[:]:
+                begun.append(step)
+                value = model.last.output.save()
+    assert begun == [0]
+    same(value, net(x))
+
+
+def _steps_of_a_generation(how: str, read: Callable[[Any, int], Any], compile: bool, tokens: int = 3) -> list[int]:
+    lm, begun = language_model(), []
+    with pytest.warns(UserWarning, match=ENDED):
+        with lm.generate(PARIS, max_new_tokens=tokens, do_sample=False, compile=compile) as tracer:
+            if how == "with":
+                with tracer.iter[:] as step:
+                    begun.append(step)
+                    read(lm, step)
+            else:
+                for step in tracer.iter[:] if how == "iter" else tracer.all():
+                    begun.append(step)
+                    read(lm, step)
+    return begun
+
+
+READS: dict[str, Callable[[Any, int], Any]] = {
+    "first layer": lambda lm, _: lm.transformer.wte.output,
+    "input of the model": lambda lm, _: lm.inputs,
+    "last layer": lambda lm, _: lm.lm_head.output,
+    "output of the model": lambda lm, _: lm.output,
+    "one step": lambda lm, step: lm.lm_head.output if step == 1 else None,
+    "no step": lambda *_: None,
+    "back and forth": lambda lm, step: (lm.lm_head if step % 2 else lm.transformer.wte).output,
+}
+
+
+@both
+@pytest.mark.parametrize("how", ["iter", "all", "with"])
+@pytest.mark.parametrize("what", READS)
+def test_an_open_loop_has_a_body_for_each_token(what: str, how: str, compile: bool) -> None:
+    assert _steps_of_a_generation(how, READS[what], compile) == [0, 1, 2]
+
+
+@both
+def test_an_open_loop_over_one_token_has_one_body(compile: bool) -> None:
+    assert _steps_of_a_generation("iter", READS["last layer"], compile, tokens=1) == [0]
+
+
+@both
+def test_an_open_loop_may_read_the_streamer(compile: bool) -> None:
+    """It has the prompt, too, so it occurs once more than there are calls, and before the call of its number."""
+    lm = language_model()
+    seen: list[Any] = []
+
+    def note() -> None:
+        seen.append(lm.generator.streamer.output)
+        lm.lm_head.output.save()
+
+    with pytest.warns(UserWarning, match=ENDED):
+        with lm.generate(PARIS, max_new_tokens=3, do_sample=False, compile=compile) as tracer:
+            for step in tracer.iter[:]:
+                if step > 0:
+                    seen.append(lm.generator.streamer.output)  # noqa: PERF401
+    assert len(seen) == 3
+    seen.clear()
+    with pytest.warns(UserWarning, match=ENDED):
+        with lm.generate(PARIS, max_new_tokens=3, do_sample=False, compile=compile) as tracer:
+            for _ in tracer.iter[:]:
+                note()
+    assert len(seen) == 4
+
+
+@both
+def test_open_loops_of_invokes_have_bodies_of_their_own(compile: bool) -> None:
+    lm, begun = language_model(), {"all": [], "later": [], "every second": []}
+    with pytest.warns(UserWarning, match=ENDED):
+        with lm.generate(max_new_tokens=4, do_sample=False, compile=compile) as tracer:
+            with tracer.invoke(PARIS):
+                for step in tracer.iter[:]:
+                    begun["all"].append(step)
+                    lm.transformer.h[0].output[:] = 0
+            with tracer.invoke(PARIS):
+                for step in tracer.iter[2:]:
+                    begun["later"].append(step)
+                    lm.lm_head.output.save()
+            with tracer.invoke():
+                for step in tracer.iter[::2]:
+                    begun["every second"].append(step)
+                    lm.lm_head.output.save()
+    assert begun == {"all": [0, 1, 2, 3], "later": [2, 3], "every second": [0, 2]}
+
+
+@both
+def test_an_open_loop_goes_on_where_another_has_stopped(
+    model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool
+) -> None:
+    seen, _ = reference(net, x)
+    begun: list[int] = []
+    with pytest.warns(UserWarning, match=ENDED):
+        with model.trace(x, compile=compile) as tracer:
+            values = [].save()
+            for _ in tracer.iter[:2]:
+                model.cell.input.save()
+            for step in tracer.iter[1:]:
+                begun.append(step)
+                values.append(model.cell.output)
+    assert begun == [1, 2, 3, 4]
+    same(values, seen[1:])
+
+
+@both
+@pytest.mark.parametrize("how", ["error", "stop", "break"])
+def test_a_body_may_end_the_loop_before_it_asks_for_anything(how: str, compile: bool) -> None:
+    lm, begun = language_model(), []
+    with contextlib.ExitStack() as expected:
+        if how == "error":
+            expected.enter_context(pytest.raises(KeyError, match="mistake"))
+        with lm.generate(PARIS, max_new_tokens=3, do_sample=False, compile=compile) as tracer:
+            logits = [].save()
+            for step in tracer.iter[:]:
+                begun.append(step)
+                if step == 1 and how == "error":
+                    raise KeyError("mistake")
+                if step == 1 and how == "stop":
+                    tracer.stop()
+                if step == 1:
+                    break
+                logits.append(lm.lm_head.output)
+            later = lm.lm_head.next().output.save()
+    assert begun == [0, 1] and len(logits) == 1
+    assert ("later" in locals()) == (how == "break")
+
+
+def test_waiting_for_a_step_leaves_nothing_in_the_program() -> None:
+    """A generation with an open loop is compiled as often as one with a bounded loop."""
+    lm = language_model()
+
+    def bounded() -> None:
+        with lm.generate(PARIS, max_new_tokens=4, do_sample=False, compile=True) as tracer:
+            for _ in tracer.iter[:4]:
+                lm.transformer.h[0].output[:] *= 0.5
+
+    def unbounded() -> None:
+        with pytest.warns(UserWarning, match=ENDED):
+            with lm.generate(PARIS, max_new_tokens=4, do_sample=False, compile=True) as tracer:
+                for _ in tracer.iter[:]:
+                    lm.transformer.h[0].output[:] *= 0.5
+
+    bounded()
+    before = counters.compiles, counters.recordings
+    unbounded()
+    assert (counters.compiles, counters.recordings) == before
 
 
 @both

@@ -32,7 +32,7 @@ import torch
 
 from ..runtime.errors import UncompiledWarning
 from ..runtime.instrumentation import INTERCEPTED_CODE, INTERCEPTED_METHOD
-from ..runtime.interleaver import Interleaver, active_interleaver
+from ..runtime.interleaver import ANYWHERE, Interleaver, active_interleaver
 from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
 from ..tracing.errors import user_position_now
@@ -401,6 +401,8 @@ class _CaptureBackend:
             run: Interleaver | None = active
             if run is None or run.current is not None:
                 return run_plain(graph, actual)
+            if is_whole and graph.taps and ANYWHERE in run.waited:  # so that what waits for a call leaves nothing in the program
+                run.begin_step(graph.taps[0].location)
             journal = journal_of_run.get()
             if not run.waited and journal is None:
                 return run_plain(graph, actual)

@@ -42,6 +42,8 @@ class Generation:
 
     #: Occurs once for each token.
     pace = "model.output"
+    #: Occurs once for the prompt and once for each token.
+    surplus = "model.generator.streamer.output"
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -118,7 +120,7 @@ class Streamer:
     def put(self, value: torch.Tensor) -> None:
         run = active_interleaver()
         if run is not None:
-            run.handle("model.generator.streamer.output", value)
+            run.handle(Generation.surplus, value)
 
     def end(self) -> None:
         """Nothing is left to offer."""

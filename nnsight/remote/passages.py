@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..runtime.carriers import is_carrier, on_tensors
-from ..runtime.interleaver import Interleaver, active_run
+from ..runtime.interleaver import Everywhere, Interleaver, active_run
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType)
 
@@ -76,13 +76,6 @@ class Anew:
 def fake_like(known: FakeTensor) -> torch.Tensor:
     """Return a new fake of the same size and type."""
     return Anew(frozenset())._make(known)
-
-
-class Everywhere(dict[str, int]):
-    """Says of every location that somebody waits there."""
-
-    def __contains__(self, location: object) -> bool:
-        return True
 
 
 class Passing(Interleaver):

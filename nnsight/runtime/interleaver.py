@@ -30,6 +30,39 @@ active_run: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", d
 active_interleaver = active_run.get
 
 
+#: What a block waits for that goes on at whatever location occurs next with a certain number.
+ANYWHERE = ""
+
+
+class Waited(dict[str, int]):
+    """How many wait at each location; one that is not in it has nobody to offer a value to."""
+
+    __slots__ = ()
+
+    def add(self, location: str) -> None:
+        """Note that one more waits at ``location``."""
+        self[location] = self.get(location, 0) + 1
+        if location == ANYWHERE:
+            self.__class__ = Everywhere
+
+    def remove(self, location: str) -> None:
+        """Note that one of those who wait at ``location`` does not any more."""
+        self[location] -= 1
+        if not self[location]:
+            del self[location]
+            if location == ANYWHERE:
+                self.__class__ = Waited
+
+
+class Everywhere(Waited):
+    """The same while somebody may wait at any location."""
+
+    __slots__ = ()
+
+    def __contains__(self, location: object) -> bool:
+        return True
+
+
 class Interleaver(InterleaverSurface):
     """One run: a model, the mediators of its blocks, and whose turn it is.
 
@@ -119,7 +152,7 @@ class Interleaver(InterleaverSurface):
         self.promises: list[Any] | None = None
         self.uncounted: set[str] = set()
         self._on_blocks_done = on_blocks_done
-        self.waited: dict[str, int] = {}
+        self.waited = Waited()
         self.counts: dict[str, int] = {}
         self.current: Mediator | None = None
         self.at: tuple[str, int] | None = None
@@ -158,10 +191,12 @@ class Interleaver(InterleaverSurface):
         Returns:
             The value with which the model continues.
         """
+        if not iterate:
+            location = self._numbered(location)
         occurrence = self.counts.get(location, 0)
         self.counts[location] = occurrence + 1
         if location not in self.waited:
-            return value if iterate else self._handle_numbered(location, value)
+            return value
         outer, self.at = self.at, (location, occurrence)
         served = True
         while served and location in self.waited:  # one visit can lead another block to ask for the same location
@@ -193,14 +228,22 @@ class Interleaver(InterleaverSurface):
         self.at = outer
         return value
 
-    def _handle_numbered(self, provider: str, value: Any) -> Any:
-        """Handle a location that may have the number of its passage."""
+    def begin_step(self, location: str) -> None:
+        """Let those go on who wait for what begins with the next passage of ``location``, and are not to be given its value."""
+        passage = location, self.counts.get(location, 0)
+        outer, self.at = self.at, passage
+        for mediator in self.mediators:
+            if mediator.awaits_step and mediator.waits_at(*passage):
+                mediator.proceed()
+                self.run_ready()
+        self.at = outer
+
+    def _numbered(self, provider: str) -> str:
+        """Return the location that ``provider`` names, which is at the passage whose number it may have."""
         location, occurrence = split_requester(provider)
-        if occurrence is None:
-            return value
-        del self.counts[provider]
-        self.counts[location] = occurrence
-        return self.handle(location, value)
+        if occurrence is not None:
+            self.counts[location] = occurrence
+        return location
 
     def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
         """Let ``observer`` look at each value that leaves ``location`` from now on.
@@ -210,7 +253,7 @@ class Interleaver(InterleaverSurface):
         mediator = mediator or self.current
         assert mediator is not None
         self.observers.setdefault(location, []).append((mediator, observer))
-        self.waited[location] = self.waited.get(location, 0) + 1
+        self.waited.add(location)
 
     def check_request(self, location: str) -> None:
         """Raise if this run can never offer ``location``."""

@@ -4,8 +4,11 @@
 step waits for it, later ones take whatever comes next. It can be written as a ``for`` loop, or as a ``with`` block
 that runs once for each step.
 
-A loop without an end has no way to know that the model is about to finish. It waits for a step that never comes, and
-is ended then, with a warning. A step in which the body asks nothing of the model, as in ``if step == 2: ...``, waits for
+A loop without an end does not know how many steps there are. Each step but step 0 waits until something of it occurs, that is until
+any location occurs for the time that the step says: nothing of the step can be missed before, and there would be nothing to ask for.
+Where the model finishes first, the loop is ended, with a warning. A location that occurs more often than the one the body asks for
+(a module that several layers share) begins a step, too; the body then waits for what does not come, and is ended there.
+A step in which the body asks nothing of the model, as in ``if step == 2: ...``, waits for
 the end of the call of the model in a generation, and elsewhere for the location that the loop waited for last; where there
 is none, nothing tells how many steps there are, and the loop ends with a warning.
 """
@@ -55,12 +58,15 @@ class IteratorTracer(Tracer):
     def __iter__(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
         before, visited = mediator.begin_loop()
+        is_open = isinstance(self._steps, itertools.count)
         try:
             for step in self._steps:
+                if is_open and step:
+                    mediator.await_step(step)
                 mediator.point_at(step)
                 requests = mediator.requests
                 yield step
-                if mediator.requests > requests or not isinstance(self._steps, itertools.count):
+                if mediator.requests > requests or not is_open:
                     continue
                 if not mediator.keep_pace(step, visited):  # an endless loop that never waits for the model would never end
                     warnings.warn(

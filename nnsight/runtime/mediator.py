@@ -13,6 +13,8 @@ switch.
 from __future__ import annotations
 
 import contextvars
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ from .errors import MissedProviderError as _MissedProviderError
 from .errors import OutOfOrderError as _OutOfOrderError
 from .errors import passed_message, replacement_message
 from .exchange import Exchange
+from .interleaver import ANYWHERE
 from .mediator_surface import MediatorSurface
 from .sides import Sides
 from .surface import RETURNED, EarlyStopException, SkipException, split_requester
@@ -71,6 +74,7 @@ class Mediator(Exchange, MediatorSurface):
     __slots__ = (
         "_all_stop",
         "_deferred",
+        "_disregarded",
         "_error",
         "_explain",
         "_greenlet",
@@ -118,6 +122,7 @@ class Mediator(Exchange, MediatorSurface):
         self._sides = Sides()
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
+        self._disregarded: str | None = None  # at which no step begins
         self._location: str | None = None  # of the current visit
         self._occurrence = 0
         self._value: Any = None
@@ -131,17 +136,31 @@ class Mediator(Exchange, MediatorSurface):
     def start(self, interleaver: Interleaver) -> None:
         """Run the block up to its first request."""
         self.interleaver = interleaver
+        self._disregarded = getattr(interleaver.tracer, "surplus", None)
         worker = self._greenlet = borrow()
         worker.gr_context = contextvars.copy_context()
         self._turn(worker.switch, self._main)
 
     def waits_at(self, location: str, occurrence: int) -> bool:
         """Whether the block waits for this passage of ``location``."""
-        return self.waiting is not None and self.waiting[0] == location and self.waiting[1] == occurrence
+        if self.waiting is None or self.waiting[1] != occurrence:
+            return False
+        return self.waiting[0] == location or (self.waiting[0] == ANYWHERE and location != self._disregarded)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the block waits for a step to begin, and for no value."""
+        return self.waiting is not None and self.waiting[0] == ANYWHERE
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
         """Give ``value`` to the block, let it run until it waits for something else, and return the value then."""
+        if self.awaits_step:
+            self._stop_waiting()
+            self._resume(location)
+            return value
         self._stop_waiting()
+        if location == self._disregarded:
+            self._disregarded = None
         group = self.batch_group
         view = None if group is None else group.view(location, occurrence, value)
         self._location, self._occurrence = location, occurrence
@@ -149,18 +168,19 @@ class Mediator(Exchange, MediatorSurface):
         self._visited = (location, occurrence)
         if self.iteration == occurrence != 0:
             self.iteration = None
-        assert self._greenlet is not None
-        if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
-            self._turn(self._greenlet.switch)
-        else:
-            self._turn_in_checkpoint(CheckpointVisit(location, self._value, user_position_of(self._greenlet.gr_frame)))
+        self._resume(location)
         if self._on_leave:
             self._send_views_back()
         left, self._value, self._location = self._value, None, None
         return left if view is None else view.widen(left)
 
-    def _turn_in_checkpoint(self, visit: CheckpointVisit) -> None:
+    def _resume(self, location: str) -> None:
+        """Let the block run on at ``location``; autograd keeps what it computes there, inside a checkpoint of the model as well."""
         assert self._greenlet is not None
+        if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
+            self._turn(self._greenlet.switch)
+            return
+        visit = CheckpointVisit(location, self._value, user_position_of(self._greenlet.gr_frame))
         with visit.apart():
             self._turn(self._greenlet.switch)
         visit.warn_if_edited(self._value)
@@ -186,6 +206,8 @@ class Mediator(Exchange, MediatorSurface):
         """End the block in the loop where it waits for an occurrence that does not come."""
         assert self.waiting is not None and self._greenlet is not None
         location, occurrence = self.waiting
+        if self.awaits_step:
+            location = "model.input" if self._visited is None else self._visited[0]
         filename, line = user_position_of(self._greenlet.gr_frame)
         self._stop_waiting()
         self._go(self._greenlet.throw, GreenletExit)
@@ -260,12 +282,8 @@ class Mediator(Exchange, MediatorSurface):
     def _stop_waiting(self) -> None:
         if self.waiting is None or self.interleaver is None:
             return
-        location, waited = self.waiting[0], self.interleaver.waited
+        self.interleaver.waited.remove(self.waiting[0])
         self.waiting = None
-        if waited[location] == 1:
-            del waited[location]
-        else:
-            waited[location] -= 1
 
     # -- the block's side ---------------------------------------------------------------------------------------
 
@@ -384,6 +402,21 @@ class Mediator(Exchange, MediatorSurface):
         """Let requests ask for ``occurrence``; see :attr:`iteration`."""
         self.iteration = occurrence
 
+    def await_step(self, step: int) -> None:
+        """Let the model run until anything of it occurs for the time that ``step`` says, so that there is something to ask for.
+
+        A location that occurs more often than there are steps does not tell, unless the block asks for it.
+        """
+        run = self.interleaver
+        assert run is not None
+        if run.recorder is not None or not getattr(run.tracer, "awaits_steps", False):
+            return
+        if run.at is not None and run.at[1] >= step:
+            return
+        if self._disregarded is not None and _is_named(self._disregarded.split(".")[-2]):
+            self._disregarded = None
+        self._switch_to_model(ANYWHERE, step)
+
     def keep_pace(self, step: int, visited: object) -> bool:
         """Let the model run through ``step`` of a loop, in which the block has asked for nothing.
 
@@ -461,9 +494,19 @@ class Mediator(Exchange, MediatorSurface):
         interleaver = self.interleaver
         assert interleaver is not None
         self.waiting = (location, occurrence)
-        interleaver.waited[location] = interleaver.waited.get(location, 0) + 1
+        interleaver.waited.add(location)
         model = getcurrent().parent
         assert model is not None
         if self._publish is not None:
             self._publish()
         model.switch()
+
+
+def _is_named(name: str) -> bool:
+    """Whether the code that is running in this block has an attribute of this ``name``."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if name in frame.f_code.co_names:
+            return True
+        frame = frame.f_back
+    return False

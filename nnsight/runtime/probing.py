@@ -21,7 +21,7 @@ from .batch_dims import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
 from .carriers import is_carrier, on_tensors
 from .fakes import Guesses, fake_argument, fake_modules, isolated
 from .instrumentation import Instrumentation
-from .interleaver import Interleaver, active_run
+from .interleaver import Everywhere, Interleaver, active_run
 from .row_order import MIXED, RowOrder, outer_of
 
 logger = logging.getLogger("nnsight.runtime")
@@ -78,13 +78,6 @@ class _Finished(BaseException):
     """Ends a probe once the root module has returned; no ``except Exception`` of a model stops it."""
 
 
-class _Everywhere(dict[str, int]):
-    """Says of every location that somebody waits there."""
-
-    def __contains__(self, location: object) -> bool:
-        return True
-
-
 class _Probe(Interleaver):
     """A run that looks at all locations."""
 
@@ -95,7 +88,7 @@ class _Probe(Interleaver):
         self._root = f"{root_path}.output"
         self.seen = seen
         self.offer = lambda run, location, value: run.handle(location, value)
-        self.waited = _Everywhere()
+        self.waited = Everywhere()
 
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
         shapes = {}

@@ -100,6 +100,8 @@ class InterleavingTracer(RunControls, Tracer):
     path = ""
     #: Where a block that may be replayed reads the result; see :class:`~nnsight.runtime.interleaver.Interleaver`.
     output_location: str | None = None
+    #: Whether a step of a loop without an end waits until something of the step occurs; it may be that there is no such step.
+    awaits_steps = True
     runs_once = "This tracer was entered before, and is one run. Call `trace(...)` anew for another."
 
     #: What makes the blocks and the run; a recording of the trace has its own.
@@ -119,6 +121,8 @@ class InterleavingTracer(RunControls, Tracer):
         self.report = Report()
         #: A location that a run of several steps passes at the end of each; None for one that has no steps of its own.
         self.pace: str | None = getattr(type(model), "pace", None)
+        #: A location that such a run passes once more than it has steps.
+        self.surplus: str | None = getattr(type(model), "surplus", None)
         self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
         self._invokes: list[Invoke] | None = None

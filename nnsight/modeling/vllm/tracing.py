@@ -62,6 +62,8 @@ class RequestTracer(InterleavingTracer):
         named: Knows the names and the edits of the model.
     """
 
+    awaits_steps = False  # whether an engine goes on with a request is known to nobody before it does
+
     def __init__(
         self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None, named: Any
     ) -> None:

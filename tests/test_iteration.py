@@ -14,8 +14,6 @@ from nnsight.runtime import OutOfOrderError
 
 from .conftest import Rows, agree, assert_no_instrumentation, both, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 STEPS = 5
 ENDED = "which did not occur: the model had finished"
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
     [
         ("breaks.py --quick --backend eager", "a cut at every layer / eager with hooks"),
         ("overhead.py --quick --only tiny", "trace, 12 saves"),
+        ("notebook.py --quick --cells every_layer generation", "second process / compiled"),
         ("remote.py --quick", "together_over_alone"),
     ],
 )

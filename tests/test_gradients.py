@@ -238,19 +238,129 @@ def test_an_input_that_goes_on_beside_an_edit_of_something_else(backend: str | N
 
 
 @backends
-def test_a_cut_that_knew_of_no_gradient(backend: str | None) -> None:
-    """Printing a value cuts the graph; what has gone into one piece by then, autograd cannot tell apart."""
+def test_a_cut_before_the_backward_pass(backend: str | None) -> None:
+    """Printing a value cuts the graph: what the block holds is shown to autograd there, too, because a backward pass comes later."""
+    model, by_autograd = shared(backend)
+    expected = by_autograd(lambda made: made)
+    with model.trace(X):
+        made = model.make.output
+        late = model.late.output
+        print(float(late.detach().sum()))
+        with model.output.pow(2).sum().backward():
+            found = made.grad.clone().save()
+    torch.testing.assert_close(found, expected)
+
+
+@backends
+def test_a_backward_pass_that_the_text_of_the_block_does_not_show(backend: str | None) -> None:
+    """What has gone into one piece by then, autograd cannot tell apart; the error says how to let it."""
     model, by_autograd = shared(backend)
     expected = by_autograd(lambda made: made)
     error = contextlib.nullcontext() if backend is None else pytest.raises(ValueError, match="cannot be told")
+
+    def gradient_of(tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        (found,) = torch.autograd.grad(loss, tensor)
+        return found
+
     with error:
         with model.trace(X):
             made = model.make.output
             late = model.late.output
             print(float(late.detach().sum()))
-            with model.output.pow(2).sum().backward():
-                found = made.grad.clone().save()
+            found = gradient_of(made, model.output.pow(2).sum()).save()
         torch.testing.assert_close(found, expected)
+
+
+class Normalized(torch.nn.Module):
+    """A layer, batch normalisation and a head: what the graph shows of the second is that it may edit what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 3, 3)
+        self.norm = torch.nn.BatchNorm2d(3)
+        self.head = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("train", [False, True])
+@modes
+def test_batch_normalisation_behind_the_tensor(backend: str | None, train: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Normalized().train(train), torch.randn(2, 2, 6, 6)
+    seen: dict[str, torch.Tensor] = {}
+    handle = module.conv.register_forward_hook(lambda _, __, out: seen.update(out=out))
+    (expected,) = torch.autograd.grad(module(x)[:, 1].sum(), seen["out"])
+    handle.remove()
+    model = NNsight(module, compile=False if backend is None else {"backend": backend})
+    with model.trace(x) as tracer:
+        activation = model.conv.output
+        with model.output[:, 1].sum().backward():
+            found = activation.grad.save()
+    torch.testing.assert_close(found, expected)
+    assert not tracer.report.notes
+
+
+class Broken(torch.nn.Module):
+    """Two parts with a break of the graph between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (torch.nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.one(x).tanh())
+        torch._dynamo.graph_break()
+        return self.three(x.tanh())
+
+
+@modes
+def test_a_model_of_several_graphs(backend: str | None) -> None:
+    torch.manual_seed(0)
+    module = Broken()
+    one = module.one(X)
+    two = module.two(one.tanh())
+    expected = torch.autograd.grad(module.three(two.tanh()).pow(2).sum(), [one, two])
+    model = NNsight(module, compile=False if backend is None else {"backend": backend})
+    with model.trace(X):
+        first, second = model.one.output, model.two.output
+        with model.output.pow(2).sum().backward():
+            of_second = second.grad.save()
+            of_first = first.grad.save()
+    torch.testing.assert_close((of_first, of_second), expected)
+
+
+@modes
+def test_a_second_backward_pass(backend: str | None) -> None:
+    model, module = make(backend), make()._module
+    with model.trace(X):
+        loss = model.output.pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    with model.trace(X):
+        out = model.output.save()
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    for scale, plain in ((2.0, module(X).pow(2).sum()), (2.0, module(X).sum())):
+        (scale * plain).backward()
+    for found, expected in zip(model._module.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+@modes
+def test_an_edit_of_what_a_backward_pass_would_need(backend: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """ReLU keeps its result for the backward pass. Without that pass the edit is allowed, and the graph is lowered."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU(), torch.nn.Linear(6, 6))
+    model = NNsight(module, compile=False if backend is None else {"backend": backend})
+    with model.trace(X):
+        model[1].output[:, 0] = 0.0
+        out = model.output.save()
+    hidden = module[1](module[0](X)).detach().clone()
+    hidden[:, 0] = 0.0
+    torch.testing.assert_close(out, module[2](hidden))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @real_graph

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import nnsight
 from nnsight import NNsight
 from nnsight.runtime import OutOfOrderError
 
@@ -187,9 +189,57 @@ def test_layers_of_a_transformers_model(gpt2: Case) -> None:
     assert not torch.equal(expected, gpt2.module(**inputs).logits)
     # With a key-value cache the layers do something beside their output, which the model returns.
     agree(run, expected)
-    with pytest.raises(ValueError, match="cannot be skipped in this compiled trace"), model.trace(**inputs, compile=True) as tracer:
-        model.transformer.h[1].skip(model.transformer.h[0].output)
-        result = tracer.result.save()
+
+
+def test_layers_with_a_cache_of_keys_and_values(gpt2: Case) -> None:
+    """A skipped layer stores nothing in the cache that the model returns, and the next call goes on from there.
+
+    There the layer would fail if it ran, as torch.compile finds out. It does not run, so the call goes on as Python, and says so.
+    """
+    model, inputs = NNsight(gpt2.module, compile={"backend": "eager"}), gpt2.inputs()
+    following = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": torch.ones(1, inputs["input_ids"].shape[1] + 1)}
+
+    def run(compile: bool) -> list[Any]:
+        with model.trace(**inputs, compile=compile) as tracer:
+            model.transformer.h[1].skip(model.transformer.h[0].output)
+            first = model.output.save()
+        assert tracer.report.mode == ("compiled" if compile else "eager")
+        keys = [layer.keys for layer in first.past_key_values.layers]
+        stored = [0 if of_layer is None else of_layer.numel() for of_layer in keys]
+        said = pytest.warns(nnsight.UncompiledWarning, match="on fake tensors") if compile else contextlib.nullcontext()
+        with said, model.trace(**following, past_key_values=first.past_key_values, compile=compile):
+            model.transformer.h[1].skip(model.transformer.h[0].output)
+            second = model.output.logits.save()
+        return [first.logits, second, stored]
+
+    eager, compiled = run(False), run(True)
+    same(compiled[:2], eager[:2])
+    assert compiled[2] == eager[2]
+    assert eager[2][1] == 0 < eager[2][0]
+
+
+class Keeping(torch.nn.Module):
+    """Stores something made of its input in itself."""
+
+    state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = x.tanh()
+        return x + self.state
+
+
+def test_a_state_that_is_made_anew_is_refused(a: torch.Tensor) -> None:
+    """What was stored before cannot be told from the graph; the error says what to do, and what it says helps."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), Keeping())
+    model = NNsight(net, compile={"backend": "eager"})
+    with pytest.raises(ValueError, match=r"cannot be skipped in this compiled trace.*compile=False"), model.trace(a):
+        model[1].skip(model[0].output)
+        out = model.output.save()
+    with model.trace(a, compile=False):
+        model[1].skip(model[0].output)
+        out = model.output.save()
+    same(out, net[0](a))
+    assert net[1].state is None
 
 
 # -- invokes ----------------------------------------------------------------------------------------------------------

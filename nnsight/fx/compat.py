@@ -31,6 +31,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 
 from ..tracing.block import is_bound
+from . import backward
 
 __all__ = [
     "BackendCallable",
@@ -78,8 +79,15 @@ def resolve_backend(
 ) -> BackendCallable:
     """Return the callable that ``torch.compile`` would use for these arguments."""
     if backend == "inductor":
-        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        return _Inductor(mode, options, dynamic)
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+class _Inductor(torch._TorchCompileInductorWrapper):
+    """Inductor with the options of ``torch.compile``; it lowers backward passes when they first run."""
+
+    def __call__(self, model_: torch.fx.GraphModule, inputs_: list[Any], **_: Any) -> Callable[..., Any]:
+        return backward.lower(model_, inputs_, self.config)
 
 
 def backend_name(backend: BackendCallable) -> str:

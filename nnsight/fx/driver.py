@@ -205,8 +205,27 @@ class CompiledDriver:
             if self._specializes(args, kwargs):
                 # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
                 with torch._dynamo.config.patch(specialize_float=True):
-                    return function(tree.root, args, kwargs)
-            return function(tree.root, args, kwargs)
+                    return self._call(function, args, kwargs)
+            return self._call(function, args, kwargs)
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the compiled function; where the model fails on fakes, before anything has run, call the model as Python.
+
+        Dynamo looks at all of the model, also at a module that a block skips and that would fail, because an earlier step has skipped it and
+        stored no keys for it. And an error that the model itself raises is better seen where it raises it.
+        """
+        try:
+            return function(self.tree.root, args, kwargs)
+        except torch._dynamo.exc.TorchRuntimeError as error:
+            if self.fullgraph or not self._captures.ran_nothing:
+                raise
+            reason = str(error).strip().rpartition("\n")[2]
+        output = self.tree.root._call_impl(*args, **kwargs)
+        self._note_uncompiled(
+            f"it failed where torch.compile followed it on fake tensors: {reason}",
+            "If a module that is skipped is the reason, skip it in the calls before, too, or trace with `compile=False`.",
+        )
+        return output
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -262,7 +281,7 @@ class CompiledDriver:
         def routed_call(*args: Any, **kwargs: Any) -> Any:
             if _routed.get() is self:
                 with self._surrounded(active_interleaver()), self._watched():
-                    output = compiled(root, args, kwargs)
+                    output = self._call(compiled, args, kwargs)
                 run = active_interleaver()
                 return returned(run, output) if isinstance(run, Interleaver) else output
             return root._call_impl(*args, **kwargs)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .effects import Kind, Memory, effects, is_basic_index, is_differentiated, kind_of, may_fail
+from .effects import Kind, Memory, edited, effects, is_basic_index, is_differentiated, kind_of, may_fail
 
 logger = logging.getLogger("nnsight.fx.passes")
 
@@ -116,6 +116,29 @@ class PassRun(NamedTuple):
     after: int
 
 
+def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let each edit in place of a value that the graph computes edit a copy, which all other calls take from then on, too.
+
+    What attention or ReLU returns is needed as it was by their backward pass. Ahead-of-time autograd traces that pass, whether or not it
+    will run, and lowers no graph that edits such a value. This is not one of :data:`PASSES`: it is for graphs that failed so.
+    """
+    graph = graph_module.graph
+    bases: dict[torch.fx.Node, None] = {}
+    for node in graph.nodes:
+        source = base = edited(node)
+        while source is not None:
+            base, source = source, edited(source) or _viewed(source)
+        if base is not None and base.op not in ("placeholder", "get_attr"):
+            bases[base] = None
+    for base in bases:
+        with graph.inserting_after(base):
+            copied = graph.call_method("clone", (base,))
+        copied.meta = dict(base.meta)
+        base.replace_all_uses_with(copied)
+        copied.args = (base,)
+    return _finished(graph_module, len(bases))
+
+
 def run_passes(
     graph_module: torch.fx.GraphModule, passes: Sequence[Pass] = PASSES
 ) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
@@ -137,6 +160,17 @@ def _finished(graph_module: torch.fx.GraphModule, changes: int) -> torch.fx.Grap
         graph_module.graph.lint()
         graph_module.recompile()
     return graph_module
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the tensor of which ``node`` is a view, or may be one."""
+    if kind_of(node) not in (Kind.VIEW, Kind.READ) or not node.all_input_nodes:
+        return None
+    source = node.all_input_nodes[0]
+    one, other = (item.meta.get("example_value") for item in (node, source))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return source if one.untyped_storage()._cdata == other.untyped_storage()._cdata else None
+    return source
 
 
 def _is_self_copy(node: torch.fx.Node) -> bool:

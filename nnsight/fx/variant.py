@@ -29,6 +29,7 @@ from .counters import counters
 from .effects import Kind, edits_of_inputs, kind_of, may_fail, uses_inputs_around_an_edit, writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, sharing_of
+from .passes import copy_edited_values
 from .program import External, Input, Program, Value
 from .region_plan import Plan
 from .regions import KnownRegions, lower_in_regions
@@ -110,6 +111,7 @@ class Variant:
         # Positions on which the choice of a lowering depends, and the choice for each of their values.
         self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})
         self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
+        self._copies = False  # whether values are copied before they are edited, for a backward pass
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
         found = edits_of_inputs(self.spliced.graph_module.graph) if self._writes_to_inputs else ()
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
@@ -250,7 +252,10 @@ class Variant:
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> Prepared:
         symbols = [symbol for _, symbol in self._graph.symbols]
-        return prepare(self.spliced.copy(), arguments, symbols, binding, self._fixed, placement)
+        graph_module = self.spliced.copy()
+        if self._copies:
+            copy_edited_values(graph_module)
+        return prepare(graph_module, arguments, symbols, binding, self._fixed, placement)
 
     def _partial(self, made: Lowered | None = None) -> frozenset[int]:
         """What lacks a part of its gradient if the graph is lowered as a whole; node by node if it is not lowered at all."""
@@ -294,8 +299,18 @@ class Variant:
             made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
             return made and replace(made, placement=placement)
         except Exception as error:
+            if self._needs_copies(error):
+                return self._in_regions(binding, arguments, placement)
             logger.warning("lowering a region failed, so the graph is lowered as a whole: %s", _summary(error))
             return None
+
+    def _needs_copies(self, error: Exception) -> bool:
+        """Whether a lowering failed because a value is edited that the backward pass needs as it was, and copies may mend that."""
+        if self._copies or "modified by an inplace operation" not in str(error):
+            return False
+        logger.debug("edited values are copied: %s", _summary(error))
+        self._copies = True
+        return True
 
     def _as_a_whole(
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
@@ -307,6 +322,8 @@ class Variant:
                 made = lower_prepared(self._prepared(binding, arguments, placement), self._graph.backend)
                 return replace(made, partial=self._partial(made))
             except Exception as error:
+                if self._needs_copies(error):
+                    continue
                 if kinds <= self._fixed:
                     # A backend's own failure must not change what a trace computes.
                     logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))

@@ -1,0 +1,110 @@
+"""Backward passes that Inductor lowers when they first run.
+
+With gradients enabled, ahead-of-time autograd makes two graphs, and most forward passes of a notebook are never followed by a
+backward pass. Of graphs with plain sizes it lowers the second one when it is first needed. Of graphs with symbolic sizes it lowers it
+at once, because what Inductor assumes about the sizes there would come too late for dynamo's guards. That doubles the time to
+the first result of every prompt of a second length.
+
+:func:`lower` puts it off for these, too. Autograd goes on if Inductor fails to lower a backward pass early, and tries again when
+the pass runs, so the early lowering is made to fail. What Inductor assumes about sizes in the late one is checked in each run
+(:class:`_Conditional`). Where it does not hold, the backward pass runs node by node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
+from torch._guards import detect_fake_mode
+
+logger = logging.getLogger("nnsight.fx")
+
+
+class _NotYet(Exception):
+    """Ends a lowering that nobody has asked for so far."""
+
+
+def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Lower a graph with Inductor, as ``torch.compile`` does, and its backward pass when it first runs.
+
+    Args:
+        graph_module: The graph.
+        inputs: Its fake inputs.
+        options: Inductor's, by name.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    is_forward = not functorch_config.force_non_lazy_backward_lowering
+
+    def compile_inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
+        if not settings.get("is_backward"):
+            return compile_fx_inner(graph, example_inputs, **settings)
+        if is_forward:
+            raise _NotYet
+        mode = detect_fake_mode(example_inputs)
+        environment = None if mode is None else mode.shape_env
+        if environment is None:
+            return compile_fx_inner(graph, example_inputs, **settings)
+        known, as_it_is = len(environment.guards), copy.deepcopy(graph)
+        compiled = compile_fx_inner(graph, example_inputs, **settings)
+        assumed = [guard.expr for guard in environment.guards[known:]]
+        return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
+
+    try:
+        with _silent():
+            return cast("Callable[..., Any]", compile_fx(graph_module, inputs, compile_inner, options))
+    finally:
+        is_forward = False
+
+
+class _Conditional:
+    """A backward pass that was lowered under assumptions about sizes, and runs node by node where they do not hold.
+
+    Args:
+        compiled: Lowered.
+        graph_module: Not lowered.
+        example_inputs: The symbolic sizes and fakes it was lowered with.
+        assumed: What must hold, as expressions over the symbols of ``example_inputs``.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        graph_module: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        assumed: list[Any],
+    ) -> None:
+        self._boxed_call = True  # it takes a list and empties it
+        self._compiled, self._graph_module, self._assumed = compiled, graph_module, assumed
+        sizes = [(number, place) for number, place in enumerate(example_inputs) if isinstance(place, torch.SymInt)]
+        self._symbols = {number: size.node.expr for number, size in sizes}
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        sizes = {symbol: arguments[number] for number, symbol in self._symbols.items()}
+        # An assumption about a size that is not among the arguments stays an expression, and does not hold.
+        if all(assumption.xreplace(sizes) == True for assumption in self._assumed):  # noqa: E712 - sympy's truth
+            return self._compiled(arguments)
+        logger.debug("a backward pass runs node by node: sizes %s, assumed %s", sizes, self._assumed)
+        taken = list(arguments)
+        arguments.clear()
+        return self._graph_module(*taken)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep autograd from warning of a backward pass that was put off. To be used while holding the compile lock."""
+
+    def tells_something(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], _NotYet))
+
+    graph_compile.log.addFilter(tells_something)
+    try:
+        yield
+    finally:
+        graph_compile.log.removeFilter(tells_something)

@@ -17,8 +17,6 @@ from nnsight.runtime.probing import counts
 
 from .conftest import Hooks, agree, assert_no_instrumentation, both, close, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 class Along(NNsight):
     """Joins the inputs of several invokes along the dimension ``along``."""
@@ -59,6 +57,7 @@ class SequenceFirst(torch.nn.Module):
         return self.mlp(x + mixed)
 
 
+@pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("length", [4, 3, 6], ids=["other length", "as many as rows", "multiple of rows"])
 def test_rows_in_the_middle_are_read_and_edited(length: int) -> None:
     torch.manual_seed(0)

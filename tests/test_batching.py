@@ -15,8 +15,6 @@ from nnsight.runtime.errors import ReplacementShapeError
 
 from .conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 class Pair(torch.nn.Module):
     """Returns a tuple: something with rows, something without, and no tensor."""

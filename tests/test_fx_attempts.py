@@ -17,8 +17,6 @@ from nnsight import NNsight, fx
 from nnsight.fx.attempts import catcher
 from nnsight.fx.recording import GraphBreakError
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 @pytest.fixture
 def net() -> torch.nn.Module:

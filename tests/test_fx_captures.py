@@ -15,8 +15,6 @@ from .conftest import Hooks, same
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 @pytest.fixture
 def interceptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -14,8 +14,6 @@ from nnsight import NNsight, fx
 
 from .conftest import Hooks, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 VECTOR = torch.tensor([0.5, -1.0, 2.0, 0.25])
 
 

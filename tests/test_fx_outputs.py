@@ -15,8 +15,6 @@ from nnsight import NNsight, demo_model
 
 from .conftest import close, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
 

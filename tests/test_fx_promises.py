@@ -12,8 +12,6 @@ from nnsight import NNsight, demo_model, fx
 
 from .conftest import both, close, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 TEXT, TOKENS = "Paris is in the city of", 8
 
 

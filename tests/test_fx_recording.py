@@ -804,7 +804,6 @@ def _needs_buffers(model: Any, net: Counting, x: torch.Tensor, compile: bool) ->
     return (found, out), tracer
 
 
-@pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("block", [_reads_buffers, _needs_buffers])
 def test_buffers_that_the_model_edits(block: Any, backend: str) -> None:

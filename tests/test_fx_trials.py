@@ -12,8 +12,6 @@ import torch
 
 from nnsight import NNsight, fx
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 NO_SUCH_KERNELS: list[Callable[[torch.Tensor], Any]] = [
     lambda hidden: hidden.bitwise_not(),
     lambda hidden: hidden & 1,

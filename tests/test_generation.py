@@ -16,8 +16,6 @@ from nnsight.runtime import OutOfOrderError
 
 from .conftest import both, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 LONG = "The Colosseum is in the city of"
 SHORT = "The Eiffel Tower is in the"
 NEW = 4

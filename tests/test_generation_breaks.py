@@ -15,8 +15,6 @@ from nnsight.fx.recording import GraphBreakError
 from .conftest import assert_no_instrumentation, same
 from .guide import PARIS, ROME, new_language_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 NEW = 4
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 

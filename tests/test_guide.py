@@ -30,9 +30,6 @@ from .guide import (
     zero_hidden,
 )
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
-
 # -- wrapping and tracing ---------------------------------------------------------------------------------------------
 
 
@@ -591,7 +588,7 @@ def test_debug_shows_the_frames_of_the_package(model: Any, monkeypatch: pytest.M
 
 @both
 def test_other_activations_than_gradients_in_a_backward_pass(model: Any, compile: bool) -> None:
-    with torch.enable_grad(), pytest.raises(ValueError, match="in a backwards tracer"):
+    with pytest.raises(ValueError, match="in a backwards tracer"):
         with model.trace(ids(), compile=compile):
             hidden = model.layers[1].output[0]
             hidden.requires_grad_(True)

@@ -34,8 +34,6 @@ from .guide import (
 from .guide import Attention as AttentionModule
 from .guide import Block as BlockModule
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 class HiddenEnvoy(Envoy):
     """``hidden`` is the first element of what a layer returns."""
@@ -65,7 +63,8 @@ class HeadsEnvoy(Envoy):
     @heads.preprocess
     def heads(self, value: Any) -> Any:
         batch, length, width = value[0].shape
-        return list(value[0].view(batch, length, self.num_heads, width // self.num_heads).unbind(dim=2))
+        split = value[0].view(batch, length, self.num_heads, width // self.num_heads)
+        return [split[:, :, head] for head in range(self.num_heads)]
 
     @eproperty(key="input")
     @requires_input

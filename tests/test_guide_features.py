@@ -28,8 +28,6 @@ from .guide import (
     zero_hidden,
 )
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 def zero_second(value: Any) -> Any:
     changed = value[0].clone()
@@ -258,7 +256,7 @@ def test_a_cache_keeps_values_after_interventions(model: Any, compile: bool) -> 
 
 @both
 def test_options_of_a_cache(model: Any, compile: bool) -> None:
-    with torch.enable_grad(), model.trace(ids(), compile=compile) as tracer:
+    with model.trace(ids(), compile=compile) as tracer:
         plain = tracer.cache(modules=[model.head])
         attached = tracer.cache(modules=[model.head], detach=False)
         half = tracer.cache(modules=[model.head], dtype=torch.float16, device="cpu")

@@ -14,8 +14,6 @@ from nnsight import LanguageModel
 
 from .guide import PARIS, ROME, WIDTH, both, close, demo_model, encoded, ids, language_model, new_tower, same, tower
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 GREEDY = {"do_sample": False}
 NEW = 4
 

@@ -30,17 +30,13 @@ from .guide import (
     same,
 )
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
-
 # -- where a block can stand ------------------------------------------------------------------------------------------
 
 
 @both
 def test_several_contexts_in_one_header(model: Any, compile: bool) -> None:
-    with torch.enable_grad():
-        with model.trace(ids(), compile=compile), torch.no_grad():
-            first = (model.layers[0].output[0] * 2).save()
+    with model.trace(ids(), compile=compile), torch.no_grad():
+        first = (model.layers[0].output[0] * 2).save()
     assert not first.requires_grad
     close(first, hooked(model, ids())[1]["layers.0"][0] * 2)
 

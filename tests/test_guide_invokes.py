@@ -14,8 +14,6 @@ from nnsight.intervention.interleaver import OutOfOrderError
 
 from .guide import PARIS, ROME, both, close, encoded, hooked, ids, language_model, new_tower, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 SHORT = "The Eiffel Tower is"
 
 

@@ -27,9 +27,6 @@ from .guide import (
     same,
 )
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
-
 # -- activation patching ----------------------------------------------------------------------------------------------
 
 
@@ -175,17 +172,16 @@ def test_a_low_rank_adapter_learns(compile: bool) -> None:
     torch.manual_seed(1)
     model.lora = LowRank(torch.nn.Identity(), WIDTH, 2)
     losses = []
-    with torch.enable_grad():
-        optimizer = torch.optim.SGD([model.lora._module.down, model.lora._module.up], lr=0.01)
-        for _ in range(3):
-            with model.trace(ids(), compile=compile):
-                mlp = model.layers[1].mlp
-                mlp.output = model.lora(mlp.input, mlp.output, hook=True)
-                loss = torch.nn.functional.cross_entropy(model.head.output[0], torch.zeros(5, dtype=torch.long)).save()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    optimizer = torch.optim.SGD([model.lora._module.down, model.lora._module.up], lr=0.01)
+    for _ in range(3):
+        with model.trace(ids(), compile=compile):
+            mlp = model.layers[1].mlp
+            mlp.output = model.lora(mlp.input, mlp.output, hook=True)
+            loss = torch.nn.functional.cross_entropy(model.head.output[0], torch.zeros(5, dtype=torch.long)).save()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     assert losses[0] > losses[1] > losses[2]
 
 

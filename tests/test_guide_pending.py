@@ -36,8 +36,6 @@ from .guide import (
     tower,
 )
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 ROOT = Path(__file__).parent.parent
 PLAIN = {**os.environ, "TERM": "dumb", "NO_COLOR": "1", "PYTHON_BASIC_REPL": "1"}
 

@@ -21,9 +21,6 @@ from nnsight.intervention.interleaver import Mediator, MissedProviderError, OutO
 from .guide import PARIS, WIDTH, both, close, encoded, hooked, ids, new_tower, same, tower
 from .test_language import CHAT, TEMPLATE, word_tokenizer
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
-
 # -- what comes back --------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +151,7 @@ def test_an_edit_binds_the_copy(model: Any, compile: bool) -> None:
 
 @both
 def test_keys_and_values_of_a_cache(model: Any, compile: bool) -> None:
-    with torch.enable_grad(), model.trace(ids(), compile=compile) as tracer:
+    with model.trace(ids(), compile=compile) as tracer:
         cache = tracer.cache()
         model.embed.output[:] = 0
     assert {key.split(".")[0] for key in cache} == {"model"}
@@ -254,19 +251,18 @@ def test_an_index_far_out(lm: LanguageModel, compile: bool) -> None:
 
 
 def test_backward_with_and_without_a_block() -> None:
-    with torch.enable_grad():
-        x = torch.rand(3, requires_grad=True)
-        first = x * 2
-        second = first**2
-        with second.sum().backward(retain_graph=True):
-            of_second = second.grad.save()
-            first.grad = first.grad * 10
-            of_first = first.grad.save()
-        same((of_second, of_first), (torch.ones(3), (2 * first * 10).detach()))
-        same(x.grad, (2 * first * 10 * 2).detach())
-        x.grad = None
-        second.sum().backward()
-        same(x.grad, (2 * first * 2).detach())
+    x = torch.rand(3, requires_grad=True)
+    first = x * 2
+    second = first**2
+    with second.sum().backward(retain_graph=True):
+        of_second = second.grad.save()
+        first.grad = first.grad * 10
+        of_first = first.grad.save()
+    same((of_second, of_first), (torch.ones(3), (2 * first * 10).detach()))
+    same(x.grad, (2 * first * 10 * 2).detach())
+    x.grad = None
+    second.sum().backward()
+    same(x.grad, (2 * first * 2).detach())
 
 
 # -- wrapping survives ------------------------------------------------------------------------------------------------------
@@ -346,7 +342,7 @@ def test_saved_values_are_all_that_a_trace_holds(model: Any) -> None:
             references.append(weakref.ref(note))
             hidden = model.layers[0].output[0]
             references.append(weakref.ref(hidden))
-            kept = model.layers[1].output[0].save()
+            kept = model.layers[1].output[0].detach().save()  # without the graph of autograd, which holds more
         assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()

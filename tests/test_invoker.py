@@ -15,8 +15,6 @@ from nnsight.runtime import OutOfOrderError
 
 from .conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 @pytest.fixture
 def model() -> Rows:

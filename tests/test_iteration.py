@@ -17,8 +17,6 @@ from nnsight.runtime import OutOfOrderError
 from .conftest import Rows, agree, assert_no_instrumentation, both, same
 from .guide import PARIS, language_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 STEPS = 5
 ENDED = "which did not occur: the model had finished"
 

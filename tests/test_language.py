@@ -18,8 +18,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 import nnsight
 from nnsight import LanguageModel, demo_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 TEXT = "the cat sat on the mat"
 SHORT = "a dog ran"
 TEXTS = [TEXT, SHORT, "the dog"]

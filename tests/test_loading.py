@@ -21,8 +21,6 @@ from nnsight.modeling.mixins import LoadableMixin, LoadingError, MetaMixin
 
 from .conftest import Case, Hooks
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 PROMPT = "The Eiffel Tower is in the city of"
 
 Module = torch.nn.Module

@@ -12,7 +12,6 @@ from nnsight import NNsight, fx
 from .conftest import Case, Hooks, assert_no_instrumentation, output_of
 
 pytestmark = [
-    pytest.mark.usefixtures("no_grad"),
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers"),
 ]
 

@@ -12,8 +12,6 @@ from nnsight import LanguageModel, NNsight
 
 from .guide import PARIS, ROME, WIDTH, Hooks, both, close, encoded, hooked, ids, new_tower, same, tower
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 @both
 def test_some_neurons_are_set_and_the_prediction_read(lm: LanguageModel, compile: bool) -> None:
@@ -94,16 +92,15 @@ def test_sizes_before_any_computation(lm: LanguageModel) -> None:
 @both
 def test_gradients_of_a_prediction(compile: bool) -> None:
     model = tower()
-    with torch.enable_grad():
-        with model.trace(ids(), compile=compile):
-            hidden = model.layers[1].output[0]
-            hidden.requires_grad_(True)
-            loss = model.output[0, -1, 2]
-            with loss.backward():
-                gradient = hidden.grad.save()
-        module = model._module
-        state = hooked(model, ids())[1]["layers.1"][0].detach().requires_grad_(True)
-        module.head(module.norm(module.layers[2](state)[0]))[0, -1, 2].backward()
+    with model.trace(ids(), compile=compile):
+        hidden = model.layers[1].output[0]
+        hidden.requires_grad_(True)
+        loss = model.output[0, -1, 2]
+        with loss.backward():
+            gradient = hidden.grad.save()
+    module = model._module
+    state = hooked(model, ids())[1]["layers.1"][0].detach().requires_grad_(True)
+    module.head(module.norm(module.layers[2](state)[0]))[0, -1, 2].backward()
     close(gradient, state.grad)
 
 
@@ -124,17 +121,16 @@ def test_training_in_a_session(compile: bool) -> None:
             losses.append(loss.item())
         return losses
 
-    with torch.enable_grad():
-        with model.session():
-            losses = [].save()
-            vector = torch.zeros(WIDTH, requires_grad=True)
-            for _ in range(3):
-                with model.trace(ids(), compile=compile):
-                    model.layers[1].output = (model.layers[1].output[0] + vector, model.layers[1].output[1])
-                    loss = torch.nn.functional.cross_entropy(model.output[0], target)
-                loss.backward()
-                losses.append(loss.item())
-                vector = (vector - 0.5 * vector.grad).detach().requires_grad_(True)
-        expected = by_hand(3)
+    with model.session():
+        losses = [].save()
+        vector = torch.zeros(WIDTH, requires_grad=True)
+        for _ in range(3):
+            with model.trace(ids(), compile=compile):
+                model.layers[1].output = (model.layers[1].output[0] + vector, model.layers[1].output[1])
+                loss = torch.nn.functional.cross_entropy(model.output[0], target)
+            loss.backward()
+            losses.append(loss.item())
+            vector = (vector - 0.5 * vector.grad).detach().requires_grad_(True)
+    expected = by_hand(3)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[0] > losses[1] > losses[2]

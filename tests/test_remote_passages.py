@@ -15,7 +15,6 @@ from nnsight.remote.counts import counts
 
 from .conftest import same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
 PROMPT = "The Eiffel Tower is in the city of"
 
 

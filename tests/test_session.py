@@ -12,8 +12,6 @@ from nnsight import NNsight, fx
 
 from .conftest import Hooks, assert_no_instrumentation, both, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 @pytest.fixture
 def model() -> NNsight:

@@ -15,8 +15,6 @@ from nnsight.runtime import OutOfOrderError
 
 from .conftest import Case, Hooks, Layer, Rows, agree, assert_no_instrumentation, both, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 class Stack(torch.nn.Module):
     def __init__(self) -> None:
@@ -126,7 +124,7 @@ def test_compiled_the_region_leaves_the_graph(model: Rows, a: torch.Tensor) -> N
 def test_compiled_what_is_skipped_is_not_computed(net: Stack, a: torch.Tensor) -> None:
     """Weights that would poison the result are never used."""
     model = NNsight(net, compile={"backend": "eager"})
-    net.second.inner.weight.fill_(float("nan"))
+    torch.nn.init.constant_(net.second.inner.weight, float("nan"))
     for compile in (False, True):
         with model.trace(a, compile=compile):
             hidden = model.first.output

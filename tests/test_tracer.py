@@ -13,8 +13,6 @@ from nnsight.runtime import OutOfOrderError
 
 from .conftest import Hooks, agree, assert_no_instrumentation, both, same
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 
 class Counted(torch.nn.Module):
     """Two layers; the second one is counted in Python when it runs eagerly."""

@@ -66,7 +66,6 @@ class Views:
         self.report = report
 
 
-@torch.no_grad()
 def look(model: Any, text: str) -> Views:
     """Run `text` and read the residual stream after every block, and what the unembedding makes of it."""
     with model.trace(text) as tracer:
@@ -76,7 +75,6 @@ def look(model: Any, text: str) -> Views:
     return Views(hidden, lens, int(token), tracer.report)
 
 
-@torch.no_grad()
 def patched(model: Any, text: str, layer: int, position: int, value: Tensor) -> int:
     """Run `text` with the residual stream after block `layer` replaced at one position; return the next token."""
     with model.trace(text):
@@ -85,7 +83,6 @@ def patched(model: Any, text: str, layer: int, position: int, value: Tensor) -> 
     return int(token)
 
 
-@torch.no_grad()
 def steered(model: Any, text: str, layer: int, shift: Tensor) -> tuple[int, Report]:
     """Run `text` with `shift` added to the residual stream after block `layer`; return the next token."""
     with model.trace(text) as tracer:
@@ -137,7 +134,7 @@ def steer(model: Any) -> tuple[Tensor, Report]:
         torch.stack([look(model, text).hidden[layer, -1] for text in texts]).mean(0)
         for texts in demo.labelled_prefixes(EXAMPLES)
     )
-    direction = demo.STEERING_COEFFICIENT * (positive - negative)
+    direction = (demo.STEERING_COEFFICIENT * (positive - negative)).detach()
     print(f"  direction: mean state of {EXAMPLES} positive texts minus that of {EXAMPLES} negative ones, block {layer}")
     with compiling(f"the model with a shift after block {layer}"):
         _, report = steered(model, OPENERS[0], layer, direction)
@@ -221,7 +218,6 @@ def arguments_of(model: Any, text: str) -> dict[str, Tensor]:
     return arguments
 
 
-@torch.no_grad()
 def measure(model: Any, direction: Tensor, options: dict[str, Any]) -> None:
     """Print the time of a steered trace relative to the hand-edited model under `torch.compile`."""
     heading("What it costs, against the same edit written into the model's source")

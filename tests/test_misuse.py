@@ -949,11 +949,6 @@ def awaits_in_a_block(case: Case) -> None:
         started.send(None)
 
 
-@mistake(WithBlockNotFoundError, "on the line of its `with`", "lines of its own")
-def writes_a_block_on_one_line(case: Case) -> None:
-    with case.trace(case.x): case.model.output.save()  # fmt: skip  # noqa: E701  # wrong
-
-
 @mistake(WithBlockNotFoundError, "`with` statement", "ExitStack")
 def enters_by_an_exit_stack(case: Case) -> None:
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
 """The zoo: every feature on every model in every mode, against plain hooks and autograd.
 
-By default a sample runs. The slow tests run, of the cells that are recorded to work (``tests/zoo/outcomes.json``), all eager ones and, since
+By default a sample runs. The slow tests run those cells that are recorded to work (``tests/zoo/outcomes.json``): all eager ones and, since
 a cell that compiles takes seconds, a share of those of the compiled modes. ``ZOO=all make test-slow`` runs all of them, and
 ``python -m tests.zoo`` any.
 """

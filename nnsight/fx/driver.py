@@ -202,10 +202,6 @@ class CompiledDriver:
         """Call the compiled model where nothing is being recorded."""
         tree, function = self.tree, self._compiled()
         with tree.instrumentation, self._watched():
-            if self._specializes(args, kwargs):
-                # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
-                with torch._dynamo.config.patch(specialize_float=True):
-                    return self._call(function, args, kwargs)
             return self._call(function, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,8 +210,13 @@ class CompiledDriver:
         Dynamo follows all of the model, also a module that a block skips and that would fail if it ran, because an earlier step has
         skipped it and stored no keys for it. And an error of the model itself is best raised by the model.
         """
+        # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
+        specialized: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._specializes(args, kwargs):
+            specialized = torch._dynamo.config.patch(specialize_float=True)
         try:
-            return function(self.tree.root, args, kwargs)
+            with specialized:
+                return function(self.tree.root, args, kwargs)
         except torch._dynamo.exc.TorchRuntimeError as error:
             if self.fullgraph or not self._captures.ran_nothing:
                 raise

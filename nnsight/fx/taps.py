@@ -35,9 +35,6 @@ OPAQUE_MARK = "\0opaque:"
 
 _TUPLE, _DICT = "builtins:tuple", "builtins:dict"
 
-#: How the arguments of a call with one tensor nest.
-_ONE_TENSOR = f"({_TUPLE!r},None,(({_TUPLE!r},None,(None,)),({_DICT!r},[],()),))"
-
 #: Containers that can be changed, and what a description has of them, and of what ``pytree`` gives back as a tuple.
 _FILLED = (list, dict, OrderedDict, defaultdict, deque)
 _KEPT = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in _FILLED], "'torch:Size'")
@@ -95,15 +92,7 @@ def tapped_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Make a call between two taps; runs while dynamo traces, which is why common values take a short way.
-
-    Most modules take one tensor and return one. For these dynamo traces a third of the frames that other values need.
-    """
-    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
-        output = call(tap(input_location, [args[0]], _ONE_TENSOR)[0])
-        if isinstance(output, torch.Tensor):
-            return tap(output_location, [output], "None")[0]
-        return tapped(output_location, output, [_flattened(args[0])])
+    """Make a call between two taps; runs while dynamo traces, which is why common values take a short way."""
     parts = [_flattened(value) for value in args]
     named = [_flattened(value) for value in kwargs.values()]
     described = "".join([part[2] for part in parts]), "".join([part[2] for part in named])

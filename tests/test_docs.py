@@ -354,9 +354,6 @@ class Mistakes:
     def save_outside(self) -> None:
         nnsight.save(self.x)
 
-    def body_on_the_line(self) -> None:
-        with self.trace(self.x): self.model.output.save()  # fmt: skip  # noqa: E701
-
     def no_source(self) -> None:
         exec("with trace(x):\n    y = 1\n", {"trace": self.trace, "x": self.x})
 
@@ -898,7 +895,6 @@ RAISED_BY: dict[str, str] = {
     "has no attribute": "no_attribute",
     "is out of range": "out_of_range",
     "save() was called outside a trace": "save_outside",
-    "is on the line of its": "body_on_the_line",
     "cannot be read": "no_source",
     "No `with` statement was found": "no_with_statement",
     "would leave a block": "jump_out",

@@ -303,7 +303,7 @@ class Mediator(Exchange, MediatorSurface):
             if interleaver.counts.get(location, 0):
                 return False
             self._switch_to_model(location, 0)
-        if any(getattr(leaf, "is_opaque", False) for leaf in pytree.tree_leaves(self._value)):
+        if any(hasattr(type(leaf), "is_opaque") for leaf in pytree.tree_leaves(self._value)):
             return False
         self._location, self._visited = "result", ("result", 0)
         return True

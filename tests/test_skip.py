@@ -228,9 +228,18 @@ class Keeping(torch.nn.Module):
         return x + self.state
 
 
-def test_a_state_that_is_made_anew_is_refused(a: torch.Tensor) -> None:
+class KeepingBoth(Keeping):
+    """What it stores is a concatenation, but not one with what was stored before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = torch.cat([x.tanh(), x])
+        return x + self.state[: x.shape[0]]
+
+
+@pytest.mark.parametrize("kind", [Keeping, KeepingBoth])
+def test_a_state_that_is_made_anew_is_refused(kind: type[Keeping], a: torch.Tensor) -> None:
     """What was stored before cannot be told from the graph; the error says what to do, and what it says helps."""
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), Keeping())
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), kind())
     model = NNsight(net, compile={"backend": "eager"})
     with pytest.raises(ValueError, match=r"cannot be skipped in this compiled trace.*compile=False"), model.trace(a):
         model[1].skip(model[0].output)

@@ -468,10 +468,16 @@ class _Splicer:
 
 
 def _appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return what was stored before ``node``: a concatenation with new entries, perhaps a part or another layout of it."""
+    """Return what was stored before ``node``: a concatenation of it with new entries, perhaps a part or another layout of that.
+
+    What was stored before comes from outside, or has no entries yet. Any other concatenation is the module's own.
+    """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)) and isinstance(node.args[0][0], torch.fx.Node):
-        return node.args[0][0]
+        first = node.args[0][0]
+        example = first.meta.get("example_value")
+        is_empty = isinstance(example, torch.Tensor) and 0 in [size for size in example.shape if isinstance(size, int)]
+        return first if first.op == "placeholder" or is_empty else None
     passed_on = node.target is operator.getitem or name in ("contiguous", "clone", "to", "detach")
     source = node.args[0] if passed_on and node.args else None
     return source if isinstance(source, torch.fx.Node) and _appended_to(source) is not None else None

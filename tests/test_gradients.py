@@ -332,6 +332,23 @@ def test_a_model_of_several_graphs(backend: str | None) -> None:
 
 
 @modes
+def test_a_backward_pass_in_an_invoke_behind_a_cut(backend: str | None) -> None:
+    """The text that shows the backward pass is that of the invoke."""
+    model, module = make(backend), make()._module
+    first = module.first(X)
+    hidden = module.norm(first + module.branch(first))
+    (expected,) = torch.autograd.grad(module.last(hidden).pow(2).sum(), first)
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            early = model.first.output
+            late = model.norm.output
+            print(float(late.detach().sum()))
+            with model.output.pow(2).sum().backward():
+                found = early.grad.clone().save()
+    torch.testing.assert_close(found, expected)
+
+
+@modes
 def test_a_second_backward_pass(backend: str | None) -> None:
     model, module = make(backend), make()._module
     with model.trace(X):

@@ -317,13 +317,17 @@ class NNsight(Envoy):
             ...     model.output[:] = 0
         """
         leave_to_python("model.edit()")
-        edited = self
-        if not inplace:
-            edited = object.__new__(type(self))
-            edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
-            edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
-            edited._tree.roots.add(edited)
+        edited = self if inplace else self._edited_copy()
         return EditingTracer(edited._edits, edited)
+
+    def _edited_copy(self) -> NNsight:
+        """Return a copy with edits of its own, which shares modules, weights and compiled graphs with this object."""
+        edited = object.__new__(type(self))
+        edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
+        edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
+        if self in self._tree.roots:  # one that stands for a part of a model is not
+            edited._tree.roots.add(edited)
+        return edited
 
     def apply(self, program: Any) -> Any:
         """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..envoy import Envoy
-from ..runtime.editing import EditingTracer
 from ..runtime.interleaver import active_interleaver
 from ..runtime.scanning import ScannedModules
 from ..runtime.tracer import Driver
-from ..runtime.uncompiled import leave_to_python, uncompiled
 from ..tracing import Backend
 from ..tree import ModuleTree
 from .base import NNsight
@@ -174,16 +172,6 @@ class Component(NNsight):
         if active_interleaver() is None:
             self._follow()
         return super().__call__(*args, **kwargs)
-
-    @uncompiled
-    def edit(self, *, inplace: bool = False) -> EditingTracer:
-        leave_to_python("model.edit()")
-        edited = self
-        if not inplace:
-            edited = object.__new__(type(self))
-            edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
-            edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
-        return EditingTracer(edited._edits, edited)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"`{self._path}` is a module of a model: copy or pickle the model.")

@@ -98,7 +98,7 @@ class Captures:
         if len(missed.entries) >= self._limit * (1 if is_function else self._alike):
             return self._refuse(reason, len(missed.entries))
         breaks = graph_breaks_seen() if is_function else {}
-        with progress.step("capturing"), without_limit() if self.count else contextlib.nullcontext():
+        with progress.step("capturing"), without_limit():
             result = capture()
         if is_function:
             if result.guarded_code is None:

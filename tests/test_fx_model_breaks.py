@@ -247,6 +247,20 @@ def test_more_modules_of_a_class_break_the_graph_than_dynamo_compiles_a_function
     assert torch._dynamo.config.recompile_limit == count - 2
 
 
+def test_many_models_share_the_code_behind_a_break() -> None:
+    """The first capture of a model meets what dynamo has compiled of the same classes for other models."""
+    count = torch._dynamo.config.recompile_limit + 2
+    models = [NNsight(torch.nn.Sequential(Branching()), compile={"backend": "eager"}) for _ in range(count)]
+    for model in models:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), model.trace(X.clone()) as tracer:
+            model[0].a.output *= 1.5
+            out = model.output.save()
+        hooks = Hooks(model._module)
+        hooks.output("0.a", lambda out: out * 1.5)
+        torch.testing.assert_close(out, hooks(X.clone()), rtol=0.0, atol=0.0)
+        assert tracer.report.graphs == 2
+
+
 def test_breaks_of_the_model_are_logged_when_they_are_captured(caplog: pytest.LogCaptureFixture) -> None:
     model = NNsight(Whole(Branching()), compile={"backend": "eager"})
     with caplog.at_level(logging.INFO, logger="nnsight.fx"), torch.no_grad():

@@ -40,6 +40,7 @@ _FILLED = (list, dict, OrderedDict, defaultdict, deque)
 _KEPT = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in _FILLED], "'torch:Size'")
 
 _CONSTANTS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool)
+_SIMPLE = (torch.Tensor, type(None), *_CONSTANTS)
 
 
 class Opaque:
@@ -93,15 +94,44 @@ def tapped_call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Make a call between two taps; runs while dynamo traces, which is why common values take a short way."""
-    parts = [_flattened(value) for value in args]
-    named = [_flattened(value) for value in kwargs.values()]
-    described = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
-    structure = f"({_TUPLE!r},None,(({_TUPLE!r},None,({described[0]})),({_DICT!r},{list(kwargs)!r},({described[1]})),))"
-    given = [*parts, *named]
-    values = _through(input_location, given, structure)
-    args = tuple(values[: len(parts)])
-    kwargs = dict(zip(kwargs, values[len(parts) :]))  # noqa: B905 - dynamo is slower with `strict`
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return tapped(output_location, call(tap(input_location, [args[0]], _ONE_TENSOR)[0]))
+    plain = _structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
+    behind = _short_way(input_location, [*args, *kwargs.values()], plain)
+    given: list[tuple[list[Any], Any, str]] = []
+    if behind is None:
+        parts = [_flattened(value) for value in args]
+        named = [_flattened(value) for value in kwargs.values()]
+        texts = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
+        given = [*parts, *named]
+        behind = _through(input_location, given, _structure_of_call(texts[0], list(kwargs), texts[1]))
+    args = tuple(behind[: len(args)])
+    kwargs = dict(zip(kwargs, behind[len(args) :]))  # noqa: B905 - dynamo is slower with `strict`
     return tapped(output_location, call(*args, **kwargs), given)
+
+
+#: Of the arguments of a call ``module(tensor)``, as :func:`describe` has it.
+_ONE_TENSOR = f"({_TUPLE!r},None,(({_TUPLE!r},None,(None,)),({_DICT!r},[],()),))"
+
+
+def _structure_of_call(args: str, names: list[str], named: str) -> str:
+    return f"({_TUPLE!r},None,(({_TUPLE!r},None,({args})),({_DICT!r},{names!r},({named})),))"
+
+
+def _short_way(location: str, values: list[Any], structure: str) -> list[Any] | None:
+    """Pass ``values`` through a tap if each is a tensor or a constant; ``None`` if one is not. Every line costs dynamo time."""
+    for value in values:
+        if not isinstance(value, _SIMPLE):
+            return None
+    tensors = tap(location, values, structure)
+    behind, position = [], 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            behind.append(tensors[position])
+            position += 1
+        else:
+            behind.append(value)
+    return behind
 
 
 def tapped(location: str, value: Any, given: Sequence[Any] = ()) -> Any:
@@ -109,6 +139,9 @@ def tapped(location: str, value: Any, given: Sequence[Any] = ()) -> Any:
     if isinstance(value, torch.Tensor):
         return tap(location, [value], "None")[0]
     if type(value) is tuple:
+        behind = _short_way(location, list(value), f"({_TUPLE!r},None,({'None,' * len(value)}))")
+        if behind is not None:
+            return tuple(behind)
         parts = [_flattened(item, given) for item in value]
         structure = f"({_TUPLE!r},None,({''.join([part[2] for part in parts])}))"
         return tuple(_through(location, parts, structure))
@@ -152,7 +185,7 @@ def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any
 
 
 def _is_simple(value: Any) -> bool:
-    return value is None or isinstance(value, (torch.Tensor, *_CONSTANTS))
+    return isinstance(value, _SIMPLE)
 
 
 def _flattened_leaf(value: Any, given: Sequence[Any] | None) -> tuple[list[Any], str]:
@@ -257,7 +290,7 @@ def _is_made_anew(value: Any, given: Sequence[Any] | None) -> bool:
 
 def _marked(leaf: Any) -> Any:
     """Return ``leaf`` as a graph can hold it."""
-    if leaf is None or isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+    if isinstance(leaf, _SIMPLE):
         return leaf
     kind = type(leaf)
     return OPAQUE_MARK + kind.__module__ + "." + kind.__qualname__

@@ -57,7 +57,6 @@ class SequenceFirst(torch.nn.Module):
         return self.mlp(x + mixed)
 
 
-@pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("length", [4, 3, 6], ids=["other length", "as many as rows", "multiple of rows"])
 def test_rows_in_the_middle_are_read_and_edited(length: int) -> None:
     torch.manual_seed(0)

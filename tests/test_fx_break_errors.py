@@ -17,8 +17,6 @@ from nnsight import NNsight, fx
 from .conftest import assert_no_instrumentation, same
 from .guide import PARIS, new_language_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 Notes = list[Any]
 
@@ -287,7 +285,7 @@ def test_an_error(model: Any, error: Callable[[Any, bool, Notes], None]) -> None
             raised = type(found), str(found), type(found.__cause__), type(found.__context__), lines
         gc.collect()
         assert_no_instrumentation(net)
-        assert not torch.overrides._get_current_function_mode_stack() and not torch.is_grad_enabled()
+        assert not torch.overrides._get_current_function_mode_stack() and torch.is_grad_enabled()
         return notes, raised
 
     expected = run(False)
@@ -398,7 +396,7 @@ def test_an_interrupt_in_any_piece_leaves_nothing_behind(run: Callable[[Any, Not
                 trouble.clear()
             assert its_notes == notes[: len(its_notes)]
             assert_no_instrumentation(net)
-            assert not torch.overrides._get_current_function_mode_stack() and not torch.is_grad_enabled()
+            assert not torch.overrides._get_current_function_mode_stack() and torch.is_grad_enabled()
             again: Notes = []
             same(run(model, again), expected)
             assert again == notes

@@ -553,7 +553,6 @@ _PROGRAM = """
 {imports}
 import torch
 from nnsight import NNsight
-torch.set_grad_enabled(False)
 model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), compile={{"backend": "eager"}})
 with model.trace(torch.ones(1, 2)):
     hidden = model[0].output

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..runtime.report import Capture
 from . import progress
-from .compat import Missed, graph_breaks_seen, left_uncompiled, without_limit
+from .compat import Missed, capturing, graph_breaks_seen, left_uncompiled
 from .counters import counters
 from .reasons import REMEDIES, Situation, reason_of
 
@@ -98,7 +98,7 @@ class Captures:
         if len(missed.entries) >= self._limit * (1 if is_function else self._alike):
             return self._refuse(reason, len(missed.entries))
         breaks = graph_breaks_seen() if is_function else {}
-        with progress.step("capturing"), without_limit():
+        with progress.step("capturing"), capturing():
             result = capture()
         if is_function:
             if result.guarded_code is None:

@@ -40,6 +40,7 @@ __all__ = [
     "allow_code",
     "backend_name",
     "caller_of_compiled",
+    "capturing",
     "compile_lock",
     "compiled_entries",
     "forget_entries",
@@ -60,7 +61,6 @@ __all__ = [
     "watch_captures",
     "why_it_ends",
     "with_backward_repeatable",
-    "without_limit",
     "without_view_replay",
 ]
 
@@ -440,12 +440,17 @@ def watch_captures(function: Callable[..., Any], around: Callable[[Missed, Calla
     return True
 
 
-def without_limit() -> contextlib.AbstractContextManager[Any]:
-    """Let dynamo compile a function as often as it is asked to, in this context, in which nobody else compiles."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(compile_lock)  # the setting is one of the process: two contexts that overlap would leave it changed
-    stack.enter_context(torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize))
-    return stack
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Have dynamo capture a function as this package needs it, in this context, in which nobody else compiles.
+
+    It does so as often as it is asked to. And it takes Python floats for constants: of a float it makes a symbol otherwise, which only
+    its own pipeline can lower.
+    """
+    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    # The settings are those of the process: two contexts that overlap would leave them changed.
+    with compile_lock, torch._dynamo.config.patch(**unlimited, specialize_float=True):
+        yield
 
 
 def left_uncompiled() -> Any:

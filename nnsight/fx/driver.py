@@ -121,7 +121,6 @@ class CompiledDriver:
         self.tree = tree
         self.options = dict(options)
         self.fullgraph = bool(options.get("fullgraph", False))
-        self._is_dynamic = bool(options.get("dynamic"))
         lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
         self._guard_filter: Callable[..., Any] | None = None
         if "guard_filter_fn" in (options.get("options") or {}):  # dynamo's, and no backend's
@@ -186,7 +185,7 @@ class CompiledDriver:
         captures, call_compiled = self._captures, self._call_compiled
         if call_compiled is None or self._version != self.tree.version:
             return self.call_captured(args, kwargs)
-        if not captures.suffice or self._specializes(args, kwargs):
+        if not captures.suffice:
             return self.call_captured(args, kwargs)
         known = captures.count
         try:
@@ -210,13 +209,8 @@ class CompiledDriver:
         Dynamo follows all of the model, also a module that a block skips and that would fail if it ran, because an earlier step has
         skipped it and stored no keys for it. And an error of the model itself is best raised by the model.
         """
-        # Dynamo would make symbols of Python floats, which only its own pipeline can lower.
-        specialized: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self._specializes(args, kwargs):
-            specialized = torch._dynamo.config.patch(specialize_float=True)
         try:
-            with specialized:
-                return function(self.tree.root, args, kwargs)
+            return function(self.tree.root, args, kwargs)
         except torch._dynamo.exc.TorchRuntimeError as error:
             if self.fullgraph or not self._captures.ran_nothing:
                 raise
@@ -252,9 +246,6 @@ class CompiledDriver:
             name = type(self.tree.root).__name__
             message = f"A call of the compiled model {name} runs uncompiled: {reason}. {remedy}"
             warnings.warn_explicit(message, UncompiledWarning, filename, line)
-
-    def _specializes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._is_dynamic or float in map(type, args) or (bool(kwargs) and float in map(type, kwargs.values()))
 
     def around(self, function: Callable[..., Any]) -> Driver:
         """Return a driver that calls ``function``, in which each call of the model runs compiled."""

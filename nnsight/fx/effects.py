@@ -330,7 +330,7 @@ class Memory:
 
 def _is_number(node: torch.fx.Node) -> bool:
     """Whether the value of a node is known to have no memory."""
-    return isinstance(node.meta.get("example_value"), _NUMBERS)
+    return isinstance(node.meta.get("example_value"), _NUMBERS) or "number" in node.meta
 
 
 def writes_to_inputs(graph: torch.fx.Graph) -> bool:
@@ -358,7 +358,7 @@ def edits_of_inputs(
         nodes: The calls to look at; by default all.
     """
     if inputs is None:
-        inputs = {node: position for position, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
+        inputs = _placeholders(graph)
     given = {node: frozenset({position}) for node, position in inputs.items()}
     follows, nothing = True, frozenset[int]()
     for node in graph.nodes if nodes is None else nodes:
@@ -379,12 +379,16 @@ def edits_of_inputs(
             given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
 
 
+def _placeholders(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """Return the inputs of a graph that have memory, with their positions."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return {node: position for position, node in enumerate(placeholders) if not _is_number(node)}
+
+
 def uses_inputs_around_an_edit(graph: torch.fx.Graph) -> bool:
     """Whether a graph uses the values of an input, edits it in place and uses its values again."""
-    given: dict[torch.fx.Node, frozenset[int]] = {}
     nothing, used, changed = frozenset[int](), frozenset[int](), frozenset[int]()
-    for position, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
-        given[node] = frozenset({position})
+    given = {node: frozenset({position}) for node, position in _placeholders(graph).items()}
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue

@@ -65,7 +65,8 @@ class Lowered:
         partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.borders.partial_results`.
         node_by_node: Whether the graph itself runs, so that autograd sees which input of it is edited through another.
         regions: How many graphs it calls one after the other.
-        shows_all: Whether it runs node by node because autograd has to see tensors that no lowering can show it.
+        uncompiled: Why its nodes run one by one although it was to be compiled, and the remedy; empty if it is compiled, or if nobody
+            need know.
     """
 
     function: Callable[..., Any]
@@ -76,7 +77,7 @@ class Lowered:
     partial: frozenset[int] = frozenset()
     node_by_node: bool = False
     regions: int = 1
-    shows_all: bool = False
+    uncompiled: str = ""
 
     @cached_property
     def direct(self) -> Direct:

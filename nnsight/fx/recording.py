@@ -60,13 +60,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nnsight.fx")
 
 
-#: Why a piece that ends at a location runs node by node.
-_SHOWS_ALL = (
-    "the graph up to {} ran operation by operation: the block holds tensors whose gradients no compiled graph can show. Hold only "
-    "those whose gradients are read"
-)
-
-
 class GraphBreakError(RuntimeError):
     """A block needed a concrete value in a trace that must be one graph (``fullgraph=True``)."""
 
@@ -231,7 +224,7 @@ class Recording(CallRecorder):
                 reference = Value(len(self.fakes) - 1)
             references.append(reference)
         before = len(self.requires_grad)
-        self.requires_grad += [False] * len(fresh)
+        self.requires_grad += [node.meta["example_value"].requires_grad for node in nodes]  # as captured, until it is known
         state = self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
         if state.wanting is None:
             state.wanting = tuple(wanting_at(self, node) for node in nodes)
@@ -537,8 +530,6 @@ class Recording(CallRecorder):
         arguments += map(as_argument, self.numbers)
         lowered, made = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
         self.report.compiles += made
-        if lowered.shows_all:
-            self.report.notes.append(_SHOWS_ALL.format("the end" if cut is None else f"`{cut.location}`"))
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         self.failed_to_run = True
         computed = run_lowered(self.report, ran, arguments)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import linecache
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..runtime.errors import UncompiledWarning
 from ..runtime.report import Report
 from ..tracing.errors import PACKAGE_DIRECTORY
 from . import debug
@@ -47,6 +49,8 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
         arguments: Its inputs, then its externals.
     """
     report.pieces.append(ran)
+    if ran.lowered.uncompiled:
+        _note_uncompiled(report, ran)
     function, filename = debug.dumped(report, ran)
     grad = torch.is_grad_enabled()
     try:
@@ -63,6 +67,20 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
         if isinstance(error, Exception):
             note_position(error, ran.variant.spliced, filename)
         raise
+
+
+def _note_uncompiled(report: Report, ran: RanPiece) -> None:
+    """Say in the report, and in a warning at the line of the trace, that a piece of the graph is not compiled, and why."""
+    end = "the end" if ran.cut is None else f"`{ran.cut.location}`"
+    note = f"the graph up to {end} ran operation by operation: {ran.lowered.uncompiled}"
+    report.notes.append(note)
+    filename, _, line = report.where.rpartition(":")
+    if line.isdigit():  # the filters of Python show it once for a line
+        warnings.warn_explicit(f"In this compiled trace {note}", UncompiledWarning, filename, int(line), registry=_warned)
+
+
+#: What was warned of, for the filters of Python.
+_warned: dict[Any, Any] = {}
 
 
 def note_position(error: BaseException, spliced: SplicedGraph, filename: str | None = None) -> None:

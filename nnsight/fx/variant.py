@@ -39,6 +39,14 @@ from .strides import Layout, layout_of
 
 logger = logging.getLogger("nnsight.fx")
 
+#: Why a graph runs node by node, and the remedy.
+_SHOWS_ALL = "the block holds tensors whose gradients no compiled graph can show. Hold only those whose gradients are read."
+_RECOMPUTED = (
+    "it uses an input before and after an edit in place, and the compiled backward pass would compute the first use from the edited "
+    "values. Replace the value instead of editing it in place."
+)
+_FAILED = "the backend cannot lower it ({}). Read the values that need it in a trace with `compile=False`, or choose another backend."
+
 #: For how many combinations of sizes and numbers the lowering is looked up rather than found by its conditions.
 _KEPT_BINDINGS = 1024
 
@@ -164,17 +172,19 @@ class Variant:
 
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
-        if (self._edited and self._is_forbidden(binding, arguments)) or self._is_recomputed(arguments):
+        if self._edited and self._is_forbidden(binding, arguments):
             return self.unlowered(), 0
+        if self._is_recomputed(arguments):
+            return self.unlowered(_RECOMPUTED), 0
         found = self.find(binding, self.placement(arguments))
         if found is not None:
             return found, 0
         with stage("lower"):
             return self.lower(binding, arguments)
 
-    def unlowered(self) -> Lowered:
-        """Return the spliced graph as it is: its nodes run one by one."""
-        return Lowered(self.spliced.graph_module.forward, (), (), 0)
+    def unlowered(self, reason: str = "") -> Lowered:
+        """Return the spliced graph as it is: its nodes run one by one, for a reason that the user has to know."""
+        return Lowered(self.spliced.graph_module.forward, (), (), 0, uncompiled=reason)
 
     def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return a lowering for these sizes and numbers, and how many graphs were compiled for it now.
@@ -286,7 +296,7 @@ class Variant:
             return replace(made, placement=placement)
         logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be asked for")
         every = Symbols(symbols, binding).symbols
-        return Lowered(self.spliced.graph_module.forward, (), every, 0, placement, node_by_node=True, shows_all=True)
+        return Lowered(self.spliced.graph_module.forward, (), every, 0, placement, node_by_node=True, uncompiled=_SHOWS_ALL)
 
     def _in_regions(
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
@@ -328,7 +338,7 @@ class Variant:
                     # A backend's own failure must not change what a trace computes.
                     logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))
                     made = lower_prepared(self._prepared(binding, arguments, placement), run_as_is)
-                    return replace(made, partial=self._partial(made))
+                    return replace(made, partial=self._partial(made), uncompiled=_FAILED.format(_summary(error)))
                 self._fixed |= {float} if float in kinds - self._fixed else kinds
                 logger.debug("numbers become constants: %s", _summary(error))
 
@@ -354,7 +364,9 @@ class Variant:
                 self._keep(replace(result, partial=self._partial(result)), binding)
                 return
             logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
-            self._keep(self._first_stages[binding, placement], binding)
+            first = self._first_stages[binding, placement]
+            reason = "" if first.compiles else _FAILED.format(_summary(result))
+            self._keep(replace(first, uncompiled=reason), binding)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
         """Return the value of each wanted item."""

@@ -12,7 +12,7 @@ class OutOfOrderError(MissedProviderError):
 
 
 class UncompiledWarning(UserWarning):
-    """A call of a compiled model ran uncompiled, because torch captured nothing for it. Its results are right, and come later."""
+    """A call of a compiled model, or a part of it, ran uncompiled. Its results are right, and take longer."""
 
 
 def passed_message(location: str, occurrence: int, visited: str | None) -> str:

@@ -221,7 +221,12 @@ class Keeper:
     def _model(self, variant: str, mode: str) -> Any:
         if (variant, mode) not in self._wrapped:
             kind = LanguageModel if self.specimen.language else Rows
-            self._wrapped[variant, mode] = kind(self._build(variant), compile=MODES[mode])
+            options = MODES[mode]
+            if variant in DTYPES and mode in ("inductor", "whole"):
+                # Inductor keeps more bits than torch between operations, which sends a token to another expert now and then.
+                rounded = {"emulate_precision_casts": True}
+                options = {"options": rounded} if options is True else {**options, "options": rounded}
+            self._wrapped[variant, mode] = kind(self._build(variant), compile=options)
         return self._wrapped[variant, mode]
 
 

@@ -447,7 +447,7 @@ def capturing() -> Iterator[None]:
     It does so as often as it is asked to. And it takes Python floats for constants: of a float it makes a symbol otherwise, which only
     its own pipeline can lower.
     """
-    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    unlimited: dict[str, Any] = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
     # The settings are those of the process: two contexts that overlap would leave them changed.
     with compile_lock, torch._dynamo.config.patch(**unlimited, specialize_float=True):
         yield

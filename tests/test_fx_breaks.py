@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, UncompiledWarning, fx
 from nnsight.fx.recording import GraphBreakError
 
 from .conftest import assert_no_instrumentation, same
@@ -745,7 +745,8 @@ def test_a_piece_that_cannot_be_lowered_runs_node_by_node(caplog: pytest.LogCapt
         lowered.clear()
         caplog.clear()
         for _ in range(2):
-            with caplog.at_level(logging.WARNING, logger="nnsight.fx"), torch.no_grad(), model.trace(X):
+            said = pytest.warns(UncompiledWarning, match="no relu here")
+            with caplog.at_level(logging.WARNING, logger="nnsight.fx"), said, model.trace(X) as tracer:
                 first = model[0].output
                 if first.sum() > -1e9:
                     model[0].output = torch.relu(first)
@@ -753,8 +754,8 @@ def test_a_piece_that_cannot_be_lowered_runs_node_by_node(caplog: pytest.LogCapt
                 if model[1].output.sum() > -1e9:
                     model[1].output += 1.0
                 out = model.output.save()
-        with torch.no_grad():
-            assert torch.equal(out, net[2](torch.relu(net[1](torch.relu(net[0](X)))) + 1.0))
+        assert torch.equal(out, net[2](torch.relu(net[1](torch.relu(net[0](X)))) + 1.0))
+        assert len(tracer.report.notes) == 1 and tracer.report.notes[0].startswith("the graph up to `model.1.output` ran operation by")
         assert lowered, "other pieces are lowered"
         warned = [message for message in caplog.messages if "lowering" in message]
         assert warned and all("NotImplementedError: no relu here" in message for message in warned)

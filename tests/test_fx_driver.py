@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, UncompiledWarning, fx
 from nnsight.fx import driver
 
 from .conftest import Hooks, assert_no_instrumentation, same
@@ -443,12 +443,15 @@ def test_a_backend_that_fails_changes_no_result(caplog: pytest.LogCaptureFixture
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     model = NNsight(net, compile={"backend": broken})
     x = torch.ones(2, 4)
-    with model.trace(x) as tracer:
-        model[0].output[:] += 1.0
-        out = model.output.save()
-    assert torch.equal(out, torch.relu(net[0](x) + 1.0))
-    assert tracer.report.compiles == 1
-    assert "RuntimeError: no kernel for this" in caplog.text
+    with pytest.warns(UncompiledWarning, match="the graph up to the end ran .*RuntimeError: no kernel for this") as said:
+        for _ in range(3):
+            with model.trace(x) as tracer:
+                model[0].output[:] += 1.0
+                out = model.output.save()
+            assert torch.equal(out, torch.relu(net[0](x) + 1.0))
+            assert len(tracer.report.notes) == 1
+    assert {(warning.filename, warning.lineno) for warning in said} == {(__file__, int(tracer.report.where.rpartition(":")[2]))}
+    assert tracer.report.replayed
 
 
 def test_an_edit_behind_a_dropout_reaches_what_the_dropout_was_given() -> None:

@@ -62,11 +62,11 @@ _METHODS = dict.fromkeys(
     "float double half bfloat16 int long short bool cpu cuda size dim numel stride type".split(), Kind.READ
 )
 
-#: Methods that look at no value.
-_ABOUT_SIZES = frozenset("size dim numel stride".split())
-
 #: Operators that are made of others, so that their schema does not say that they return new memory.
-_NEW = frozenset("linear matmul layer_norm rms_norm group_norm softmax log_softmax".split())
+_NEW = frozenset(
+    "linear matmul outer layer_norm rms_norm group_norm softmax log_softmax where max min square absolute negative clip multiply subtract "
+    "divide true_divide greater greater_equal less less_equal not_equal concat concatenate hstack vstack dstack".split()
+)
 
 #: Operators that edit their statistics without saying so in their schema.
 _EDITING = frozenset(
@@ -358,7 +358,8 @@ def edits_of_inputs(
         nodes: The calls to look at; by default all.
     """
     if inputs is None:
-        inputs = _placeholders(graph)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        inputs = {node: position for position, node in enumerate(placeholders) if not _is_number(node)}
     given = {node: frozenset({position}) for node, position in inputs.items()}
     follows, nothing = True, frozenset[int]()
     for node in graph.nodes if nodes is None else nodes:
@@ -377,33 +378,6 @@ def edits_of_inputs(
             if kind_of(node) in (Kind.READ, Kind.VIEW):
                 sources = node.all_input_nodes
             given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
-
-
-def _placeholders(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """Return the inputs of a graph that have memory, with their positions."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    return {node: position for position, node in enumerate(placeholders) if not _is_number(node)}
-
-
-def uses_inputs_around_an_edit(graph: torch.fx.Graph) -> bool:
-    """Whether a graph uses the values of an input, edits it in place and uses its values again."""
-    nothing, used, changed = frozenset[int](), frozenset[int](), frozenset[int]()
-    given = {node: frozenset({position}) for node, position in _placeholders(graph).items()}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        edits, kind = all_edited(node), kind_of(node)
-        edited_inputs = nothing.union(*(given.get(source, nothing) for source in edits))
-        if kind is not Kind.VIEW and node.target not in _ABOUT_SIZES:
-            others = (source for source in node.all_input_nodes if source not in edits)
-            now = nothing.union(*(given.get(source, nothing) for source in others))
-            if now & changed:
-                return True
-            changed |= edited_inputs & used
-            used |= now
-        sources = node.all_input_nodes if kind in (Kind.READ, Kind.VIEW) else edits
-        given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
-    return False
 
 
 def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:

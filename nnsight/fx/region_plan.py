@@ -195,6 +195,23 @@ class Plan:
         value = self.values.get(node)
         return memory_of(value) if isinstance(value, torch.Tensor) else None
 
+    def uses_inputs_around_an_edit(self) -> bool:
+        """Whether the graph uses the values of an input, edits it in place and uses its values again."""
+        used, edited = set[int | None](), set[int | None]()
+        for node in self.stretch:
+            if node.op == "output" or node.target in _SIZE_METHODS:
+                continue
+            written = {self.memory(source) for source in self.written.get(node, ())}
+            looked_at = {self.memory(source) for source in node.all_input_nodes} - written
+            if not written:
+                looked_at.discard(self.memory(node))  # a view looks at no value
+            looked_at &= self._outside.keys()
+            if looked_at & edited:
+                return True
+            edited |= written & used
+            used |= looked_at
+        return False
+
     def is_tensor(self, node: torch.fx.Node) -> bool:
         return isinstance(self.values[node], torch.Tensor)
 

@@ -26,7 +26,7 @@ from .blocks import copy_stretches
 from .borders import mark_borders, partial_results
 from .compat import BackendCallable
 from .counters import counters
-from .effects import Kind, edits_of_inputs, kind_of, may_fail, uses_inputs_around_an_edit, writes_to_inputs
+from .effects import Kind, edits_of_inputs, kind_of, may_fail, writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, sharing_of
 from .passes import copy_edited_values
@@ -45,7 +45,7 @@ _RECOMPUTED = (
     "it uses an input before and after an edit in place, and the compiled backward pass would compute the first use from the edited "
     "values. Replace the value instead of editing it in place."
 )
-_FAILED = "the backend cannot lower it ({}). Read the values that need it in a trace with `compile=False`, or choose another backend."
+_FAILED = "the backend cannot lower it ({}). Another backend may, and `trace(..., compile=False)` runs the trace eagerly."
 
 #: For how many combinations of sizes and numbers the lowering is looked up rather than found by its conditions.
 _KEPT_BINDINGS = 1024
@@ -123,7 +123,8 @@ class Variant:
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
         found = edits_of_inputs(self.spliced.graph_module.graph) if self._writes_to_inputs else ()
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
-        self._uses_around_edits = self._writes_to_inputs and uses_inputs_around_an_edit(self.spliced.graph_module.graph)
+        #: Whether a backward pass might compute something from an edited input, by which inputs share memory.
+        self._recomputed: dict[tuple[int, ...], bool] = {}
         #: Whether autograd forbids one of these edits, by which inputs are leaves.
         self._forbidden: dict[tuple[int, ...], bool] = {}
         #: What runs until the whole graph is lowered.
@@ -174,9 +175,10 @@ class Variant:
         """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
         if self._edited and self._is_forbidden(binding, arguments):
             return self.unlowered(), 0
-        if self._is_recomputed(arguments):
+        placement = self.placement(arguments)
+        if self._writes_to_inputs and self._is_recomputed(binding, arguments, placement):
             return self.unlowered(_RECOMPUTED), 0
-        found = self.find(binding, self.placement(arguments))
+        found = self.find(binding, placement)
         if found is not None:
             return found, 0
         with stage("lower"):
@@ -217,13 +219,26 @@ class Variant:
                 self._keep(made, binding)
             return made, made.compiles
 
-    def _is_recomputed(self, arguments: Sequence[Any]) -> bool:
+    def _is_recomputed(
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
+    ) -> bool:
         """Whether a backward pass might compute something again from an input that has been edited by then.
 
         Ahead-of-time autograd keeps the input rather than two values made of it, one from before the edit and one from behind, and
         takes it to be as it was. Such a graph runs node by node.
         """
-        return self._uses_around_edits and torch.is_grad_enabled() and any(map(_wants_grad, arguments))
+        if not (torch.is_grad_enabled() and any(map(_wants_grad, arguments))):
+            return False
+        found = self._recomputed.get(placement.sharing)
+        if found is None:
+            with self._graph.lock:
+                try:
+                    found = Plan(self._prepared(binding, arguments, placement)).uses_inputs_around_an_edit()
+                except Exception as error:
+                    logger.debug("a graph cannot be run on fakes: %s", _summary(error))
+                    found = True
+                self._recomputed[placement.sharing] = found
+        return found
 
     def _is_forbidden(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
         """Whether autograd forbids an edit that the graph makes, because it is one of a leaf.

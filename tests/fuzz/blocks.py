@@ -209,7 +209,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
     if place.access != "H":
         tensor = f"t{author.prefix}{number}"
         statements.append(f"{tensor} = {place.access.replace('H', value)}")
-    if not passage.floating:
+    if not place.floating:
         noted = [f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"]
         statements.append(f"{author.fresh('s')} = {tensor}.clone().save()" if author.plain else draw(st.sampled_from(noted)))
         if draw(st.booleans()):
@@ -253,13 +253,13 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool
         last = position == len(kinds) - 1
         for order, number in enumerate(chosen):
             passage = passages[number]
-            mark = end == "gradient" and kinds == ["trace"] and passage.floating
+            mark = end == "gradient" and kinds == ["trace"]
             segment, tensor = _segment(author, passage, order, mark)
             segments.append(segment)
             if mark and tensor:
                 marked = True
                 gradients.append(tensor)
-            if end == "skip" and kinds == ["trace"] and _can_skip(passages, number, segment):
+            if end == "skip" and kinds == ["trace"] and tensor and _can_skip(passages, number):
                 segments[-1], after = _skipping(author, passages, number, segment, tensor)
                 segments += [
                     _segment(author, passages[later], order + 1 + more, False)[0]
@@ -281,12 +281,13 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool
     )
 
 
-def _can_skip(passages: tuple[Passage, ...], number: int, segment: Segment) -> bool:
+def _can_skip(passages: tuple[Passage, ...], number: int) -> bool:
     passage = passages[number]
-    if passage.key != "input" or not passage.floating or ".source." in passage.path:
+    if passage.key != "input" or ".source." in passage.path:
         return False
     output = passages[_end_of(passages, number)]
-    return len(output.places) == len(re.findall(r"\bE\b", output.whole))  # all of the shape that expressions have
+    usable = sum(place.floating for place in output.places)
+    return usable == len(re.findall(r"\bE\b", output.whole)) and bool(output.whole)  # all of the shape that expressions have
 
 
 def _end_of(passages: tuple[Passage, ...], number: int) -> int:

@@ -24,8 +24,9 @@ from nnsight import NNsight, fx
 from ..conftest import assert_no_instrumentation
 from . import reference
 from .blocks import BlockPlan
-from .nets import Net, Spec, build, chooses, is_broken, make_input
+from .nets import Spec, build, chooses, is_broken, make_input
 from .source import compiled, text_of, total_of
+from .stock import opened
 from .world import Outcome, World, differences
 
 
@@ -61,7 +62,7 @@ class Case:
     """A model and blocks for it.
 
     Attributes:
-        spec: The body of the model.
+        spec: The body of the model, or a decoder.
         ids: Whether its input is token ids.
         returns: What the model returns.
         grad: Whether gradients are enabled.
@@ -151,9 +152,9 @@ def run_case(case: Case) -> None:
                         raise Disagreement("\n".join(["", *head, "", case.program(number, round)]))
             with _clean(net, pristine), torch.set_grad_enabled(case.grad):
                 x = make_input(case.ids, 3, 5, 9)
-                out = torch.utils._pytree.tree_leaves(model(x.clone()))
+                out = torch.utils._pytree.tree_leaves(opened(model(x.clone())))
                 net.load_state_dict(pristine)
-                wanted = torch.utils._pytree.tree_leaves(net(x.clone()))
+                wanted = torch.utils._pytree.tree_leaves(opened(net(x.clone())))
                 for one, other in zip(out, wanted, strict=True):
                     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
             assert_no_instrumentation(net)
@@ -161,7 +162,7 @@ def run_case(case: Case) -> None:
 
 
 @contextlib.contextmanager
-def _clean(net: Net, pristine: dict[str, torch.Tensor]) -> Any:
+def _clean(net: torch.nn.Module, pristine: dict[str, torch.Tensor]) -> Any:
     """Give the model its first weights and buffers, without gradients."""
     net.load_state_dict(pristine)
     net.zero_grad()
@@ -222,7 +223,7 @@ replays = 0
 
 
 def _observe(
-    net: Net, pristine: dict[str, torch.Tensor], case: Case, plan: BlockPlan, round: Round, way: Any
+    net: torch.nn.Module, pristine: dict[str, torch.Tensor], case: Case, plan: BlockPlan, round: Round, way: Any
 ) -> Outcome:
     """Run a block once: by the reference without ``way``, else with ``(model, function, compile)``."""
     global _report, _fallbacks, replays
@@ -272,7 +273,7 @@ def _observe(
             "cache": cache,
             "random": torch.rand(1),
         }
-        return Outcome(error, w.log, values)
+        return Outcome(error, w.log, opened(values))
 
 
 def _read(cache: Any) -> dict[str, Any]:
@@ -285,7 +286,7 @@ def _read(cache: Any) -> dict[str, Any]:
 
 
 def _complaints(
-    net: Net, case: Case, plan: BlockPlan, round: Round, found: Outcome, expected: Outcome, compile: bool
+    net: torch.nn.Module, case: Case, plan: BlockPlan, round: Round, found: Outcome, expected: Outcome, compile: bool
 ) -> list[str]:
     if isinstance(expected.values["gradients"], Exception):  # torch itself refuses; a backend may not
         expected.values["gradients"] = found.values["gradients"]

@@ -13,6 +13,7 @@ import torch
 
 from .blocks import Actor, BlockPlan, Segment
 from .passages import Passage
+from .stock import opened
 
 
 def envoy(passage: Passage, model: str = "model") -> str:
@@ -96,9 +97,9 @@ def text_of(plan: BlockPlan) -> str:
 
 
 def total_of(value: Any) -> torch.Tensor:
-    """Return a loss of everything in a value."""
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return sum(leaf.pow(2).mean() for leaf in leaves)  # type: ignore[return-value]
+    """Return a loss of everything in a value, also of what caches hold."""
+    leaves = torch.utils._pytree.tree_leaves(opened(value))
+    return sum(leaf.pow(2).mean() for leaf in leaves if isinstance(leaf, torch.Tensor))  # type: ignore[return-value]
 
 
 _numbers = iter(range(10**9))

@@ -66,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=20_000, help="blocks to run, shared among the seeds")
     parser.add_argument("--seeds", default="0:100", help="a range of seeds, the end excluded")
-    parser.add_argument("--backends", default=",".join(LONG_BACKENDS), help="backends, by commas; one that comes twice is drawn twice as often")
+    parser.add_argument("--backends", default=",".join(LONG_BACKENDS), help="separated by commas; one that comes twice is drawn more")
     parser.add_argument("--survey", action="store_true", help="print each failing program as it is drawn")
     parser.add_argument("--backward", action="store_true", help="blocks with a backward pass only")
     parser.add_argument("--stock", action="store_true", help="models with a stock part, or that are a decoder, only")

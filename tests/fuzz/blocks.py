@@ -136,8 +136,8 @@ class _Author:
     def expression(self, here: str) -> str:
         return self.fill(self.draw(st.sampled_from(PLAIN_EXPRESSIONS if self.plain else EXPRESSIONS)), here)
 
-    def statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
-        lines = self._statement(here, place, value, writable)
+    def statement(self, here: str, place: Place, value: str) -> list[str]:
+        lines = self._statement(here, place, value)
         around = PLAIN_AROUND if self.plain else [*AROUND, *AROUND_TRIES] if self.cutting else AROUND
         if any(".save()" in line for line in lines) or self.draw(st.integers(0, 7)):
             return lines
@@ -145,7 +145,7 @@ class _Author:
         self.cuts = self.cuts or template in AROUND_TRIES
         return [surrounded(re.sub(r"\bN\b", self.fresh("i"), template), lines)]
 
-    def _statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
+    def _statement(self, here: str, place: Place, value: str) -> list[str]:
         kinds = ["read", "edit", "write", "new", "part", "fill"]
         kinds += [] if self.plain else ["try"]
         kinds += ["cut", "value"] if self.cutting else []
@@ -161,7 +161,7 @@ class _Author:
                 template = "T += 1.0"
             return [self.fill(template, here)]
         if kind in ("write", "fill"):
-            if not writable:
+            if not place.writable:
                 return [f"w.log.append(tuple({here}.shape))"]
             if kind == "fill" and "{**H" in place.rebuild and place.access.count("[") == 1 and ".input" not in value:
                 return [f"{place.access.replace('H', value)} = {self.expression(here)}"]
@@ -212,7 +212,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
     if not place.floating:
         noted = [f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"]
         statements.append(f"{author.fresh('s')} = {tensor}.clone().save()" if author.plain else draw(st.sampled_from(noted)))
-        if draw(st.booleans()):
+        if place.writable and draw(st.booleans()):
             filled = put(place.rebuild, f"{tensor}.flip(1)").replace("H", value)
             statements.append(f"AT = {filled}")
         return Segment(passage, value, inputs, tuple(statements)), ""
@@ -220,7 +220,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
         statements.append(f"{tensor}.requires_grad_()")
         author.cuts = True
     for _ in range(draw(st.integers(1, 3))):
-        statements += author.statement(tensor, place, value, True)
+        statements += author.statement(tensor, place, value)
     author.full.append(tensor)
     return Segment(passage, value, inputs, tuple(statements)), tensor
 

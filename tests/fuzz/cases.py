@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .blocks import blocks
-from .nets import broken_specs, decoders, specs, stock_specs
+from .nets import broken_specs, decoders, is_broken, specs, stock_specs
 from .passages import passages_of
 from .runner import ROUNDS, Case
 
@@ -29,10 +29,8 @@ def cases(draw: Any, backends: tuple[str, ...] = BACKENDS, backward: bool = Fals
     ids = draw(st.booleans())
     whole = ids and not draw(st.integers(0, 1 if stock else 7))
     broken = not whole and draw(st.sampled_from([False] * 9 + [True]))  # several graphs take long to capture
-    if broken:
-        spec = draw(broken_specs(stock))
-    else:
-        spec = draw(decoders if whole else stock_specs() if stock else specs)
+    usual = stock_specs() if stock else specs
+    spec = draw(decoders if whole else broken_specs(stock) if broken else usual)
     returns = draw(st.sampled_from(["tensor", "tuple", "dict"]))
     grad = backward or draw(st.sampled_from([True, True, True, False]))
     backend = draw(st.sampled_from(backends))
@@ -41,7 +39,7 @@ def cases(draw: Any, backends: tuple[str, ...] = BACKENDS, backward: bool = Fals
     drawn = [draw(kinds)]
     cheap = backend == "eager"
     # Many, as a capture costs more than a block; a smaller case has one.
-    while len(drawn) < (2 if broken or not cheap else 8) and draw(st.integers(0, 7)):
+    while len(drawn) < (2 if is_broken(spec) or not cheap else 4 if whole else 8) and draw(st.integers(0, 7)):
         drawn.append(draw(kinds))
     rounds = ROUNDS if cheap else draw(st.sampled_from([ROUNDS[:3], ROUNDS[:3], ROUNDS]))
     return Case(spec, ids, returns, grad, backend, tuple(drawn), rounds)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 
 from .sizes import VOCABULARY, WIDTH
-from .stock import DECODERS, STOCK, Language
+from .stock import BREAKING_STOCK, DECODERS, STOCK, Language
 
 Spec = Any
 
@@ -373,7 +373,7 @@ def broken_specs(draw: Any, stock: bool = False) -> Spec:
 def is_broken(spec: Spec) -> bool:
     """Whether the model breaks its graph."""
     kind, *children = spec
-    return kind in BREAKING or any(is_broken(child) for child in children)
+    return kind in BREAKING or kind in BREAKING_STOCK or any(is_broken(child) for child in children)
 
 
 def chooses(spec: Spec) -> bool:

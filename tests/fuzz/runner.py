@@ -26,7 +26,7 @@ from . import reference
 from .blocks import BlockPlan
 from .nets import Spec, build, chooses, is_broken, make_input
 from .source import compiled, text_of, total_of
-from .stock import opened
+from .stock import closed, opened
 from .world import Outcome, World, differences
 
 
@@ -136,6 +136,8 @@ def run_case(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        # Models of transformers cache functions that have no effects.
+        warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`-wrapped function")
         # Inductor uses parts of torch that torch itself has deprecated; an error would keep it from lowering anything.
         for category in (DeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", message="`torch.", category=category)
@@ -252,7 +254,7 @@ def _observe(
             error = raised
         if error is None and case.grad and not plan.stops and not plan.gradients:
             try:
-                loss = total_of(out)
+                loss = total_of(opened(out))  # what is in a cache has gradients, too
                 if loss.requires_grad:
                     loss.backward()
                 gradients = {name: value.grad for name, value in net.named_parameters()}
@@ -270,7 +272,7 @@ def _observe(
             "box": vars(w.box),
             "buffers": {name: value.clone() for name, value in net.named_buffers()},
             "gradients": gradients,
-            "cache": cache,
+            "cache": closed(cache),
             "random": torch.rand(1),
         }
         return Outcome(error, w.log, opened(values))

@@ -13,7 +13,6 @@ import torch
 
 from .blocks import Actor, BlockPlan, Segment
 from .passages import Passage
-from .stock import opened
 
 
 def envoy(passage: Passage, model: str = "model") -> str:
@@ -97,8 +96,8 @@ def text_of(plan: BlockPlan) -> str:
 
 
 def total_of(value: Any) -> torch.Tensor:
-    """Return a loss of everything in a value, also of what caches hold."""
-    leaves = torch.utils._pytree.tree_leaves(opened(value))
+    """Return a loss of all tensors in a value, but for those in objects: a compiled block cannot look into a cache."""
+    leaves = torch.utils._pytree.tree_leaves(value)
     return sum(leaf.pow(2).mean() for leaf in leaves if isinstance(leaf, torch.Tensor))  # type: ignore[return-value]
 
 

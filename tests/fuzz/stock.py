@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from nnsight.fx.taps import Opaque
+
 from .sizes import VOCABULARY, WIDTH
 
 #: What most configurations call the sizes.
@@ -57,7 +59,8 @@ class BatchNorm(torch.nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+        # Of an input that is not contiguous the kernel has other strides than its fake, so a backend may fail.
+        return self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 class Recurrent(torch.nn.Module):
@@ -170,6 +173,9 @@ STOCK: dict[str, Callable[[], torch.nn.Module]] = {
     "mamba": lambda: _drawn(MambaMixer(t.MambaConfig(**MAMBA), layer_idx=0)),
 }
 
+#: Parts that dynamo does not trace: it breaks the graph at recurrent cells of torch.
+BREAKING_STOCK = ("lstm", "gru")
+
 
 def _gpt2() -> torch.nn.Module:
     sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": VOCABULARY}
@@ -221,6 +227,15 @@ def opened(value: Any) -> Any:
         return [opened(held(layer)) for layer in leaf.layers]
 
     return torch.utils._pytree.tree_map(layers, value)
+
+
+def closed(value: Any) -> Any:
+    """Return ``value`` with a word for each cache, and for what stands for one in a compiled trace."""
+
+    def word(leaf: Any) -> Any:
+        return "cache" if isinstance(leaf, (t.Cache, Opaque)) else leaf
+
+    return torch.utils._pytree.tree_map(word, value)
 
 
 def held(layer: Any) -> dict[str, Any]:

@@ -666,3 +666,21 @@ def test_a_view_of_what_a_graph_computes_from_inputs_that_share_memory_can_be_us
         (found,) = torch.autograd.grad((columns * later[0, 0]).sum(), [net.first.weight], retain_graph=True)
         (due,) = torch.autograd.grad(((total * 2.0)[:, :2] * (total * 2.0)[1, 0]).sum(), [net.first.weight], retain_graph=True)
         torch.testing.assert_close(found, due)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_tensors_that_are_only_like_another_one_require_no_gradient(compile: bool) -> None:
+    net, model = _model()
+    with model.trace(torch.randn(3, 4), compile=compile) as tracer:
+        hidden = model.body.output
+        made = torch.zeros_like(hidden)
+        alone = [made.requires_grad, hidden.new_ones(3).requires_grad, torch.detach(hidden).requires_grad].save()  # type: ignore[attr-defined]
+        leaf = torch.ones_like(hidden, requires_grad=True).requires_grad.save()  # type: ignore[attr-defined]
+        model.body.output = made.scatter(-1, hidden.topk(2, dim=-1).indices, 1.0)
+        before = model.head.input.requires_grad.save()  # type: ignore[attr-defined]
+        model.head.input.add_(hidden)
+        behind = model.head.input.requires_grad.save()  # type: ignore[attr-defined]
+        out = model.output.save()
+    assert alone == [False, False, False] and leaf and not before and behind and out.requires_grad
+    if compile:
+        assert not tracer.report.breaks

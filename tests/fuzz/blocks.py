@@ -161,8 +161,6 @@ class _Author:
                 template = "T += 1.0"
             return [self.fill(template, here)]
         if kind in ("write", "fill"):
-            if not place.writable:
-                return [f"w.log.append(tuple({here}.shape))"]
             if kind == "fill" and "{**H" in place.rebuild and place.access.count("[") == 1 and ".input" not in value:
                 return [f"{place.access.replace('H', value)} = {self.expression(here)}"]
             made = self.fresh("n")
@@ -212,7 +210,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
     if not place.floating:
         noted = [f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"]
         statements.append(f"{author.fresh('s')} = {tensor}.clone().save()" if author.plain else draw(st.sampled_from(noted)))
-        if place.writable and draw(st.booleans()):
+        if draw(st.booleans()):
             filled = put(place.rebuild, f"{tensor}.flip(1)").replace("H", value)
             statements.append(f"AT = {filled}")
         return Segment(passage, value, inputs, tuple(statements)), ""

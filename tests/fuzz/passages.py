@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,13 +25,11 @@ class Place:
         access: Expression of the tensor; ``H`` is the value.
         rebuild: Expression of the value with ``E`` in place of the tensor.
         floating: Whether it is hidden states, and not ids.
-        writable: Whether another tensor can be put there.
     """
 
     access: str
     rebuild: str
     floating: bool = True
-    writable: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,21 +60,22 @@ ROWS, POSITIONS = 2, 3
 def places_in(value: Any, access: str = "H", rebuild: str = "E", seen: tuple[int, ...] = ()) -> list[Place]:
     """Return where the tensors of ``value`` are that statements can use: hidden states and ids.
 
-    Others, such as the states of a recurrent cell, rotary embeddings and masks, have shapes that statements do not fit.
+    Others, such as the states of a recurrent cell, rotary embeddings and masks, have shapes that statements do not fit. A tensor
+    that is there more than once is left out, too: attention asks whether queries, keys and values are the same object, and a
+    captured graph has the answer of its capture.
 
     Args:
         value: At a passage.
         access, rebuild: As in :class:`Place`.
-        seen: Tensors of the whole value, by identity. One that is there more than once is not replaced: modules ask whether
-            arguments are the same object, and a captured graph has the answer of its capture.
+        seen: Tensors of the whole value, by identity.
     """
     if not seen:
         leaves = torch.utils._pytree.tree_leaves(value)
         seen = tuple(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     if isinstance(value, torch.Tensor):
         floating = value.is_floating_point()
-        usable = value.shape == ((ROWS, POSITIONS, WIDTH) if floating else (ROWS, POSITIONS))
-        return [Place(access, rebuild, floating, seen.count(id(value)) < 2)] if usable else []
+        fits = value.shape == ((ROWS, POSITIONS, WIDTH) if floating else (ROWS, POSITIONS))
+        return [Place(access, rebuild, floating)] if fits and seen.count(id(value)) == 1 else []
     found = []
     if isinstance(value, (tuple, list)):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
@@ -130,11 +129,8 @@ def passages_of(spec: Spec, ids: bool, returns: str) -> tuple[Passage, ...]:
         first = ()
         if key == "input":
             args, kwargs = value
-            all_of = places_in(value)
-            argument = "H[0][0]" if args else f"H[1][{next(iter(kwargs))!r}]"
-            first = tuple(places_in(args[0] if args else next(iter(kwargs.values()))))
-            if any(place.access == argument and not place.writable for place in all_of):
-                first = tuple(replace(place, writable=False) for place in first)
+            seen = tuple(id(leaf) for leaf in torch.utils._pytree.tree_leaves(value))
+            first = tuple(places_in(args[0] if args else next(iter(kwargs.values())), seen=seen))
         whole = whole_of(value) if is_plain(value) else ""
         found.append(Passage(path, key, occurrence, tuple(places_in(value)), first, whole))
         return value

@@ -125,24 +125,13 @@ def run(net: torch.nn.Module, plan: BlockPlan, w: Any, inputs: list[torch.Tensor
             cache.setdefault(f"model.{path}".rstrip("."), {}).setdefault(key, []).append(entry)
         return value
 
-    with watched(net, visit), _skippable(net, plan, asked), _in_parts():
+    with watched(net, visit), _skippable(net, plan, asked):
         try:
             out = net(joined)
         except Stopped:
             out = None
     saved = {name: names[name] for name in plan.saved if name in names}
     return out, cache if plan.caches else None, saved
-
-
-@contextlib.contextmanager
-def _in_parts() -> Iterator[None]:
-    """Keep torch from computing attention in one kernel, which traces do not use either: the last bit may differ."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

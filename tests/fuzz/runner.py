@@ -26,7 +26,7 @@ from . import reference
 from .blocks import BlockPlan
 from .nets import Spec, build, chooses, is_broken, make_input
 from .source import compiled, text_of, total_of
-from .stock import closed, opened
+from .stock import INEXACT, closed, opened
 from .world import Outcome, World, differences
 
 
@@ -129,6 +129,7 @@ def run_case(case: Case) -> None:
         Disagreement: If one differs.
     """
     torch._dynamo.reset()
+    torch.backends.mha.set_fastpath_enabled(False)  # attention in one kernel has other last bits than in parts
     net = build(case.spec, case.ids, case.returns)
     by_hand = build(case.spec, case.ids, case.returns, by_hand=True)
     pristine = {name: value.clone() for name, value in net.state_dict().items()}
@@ -295,7 +296,7 @@ def _complaints(
     if expected.values["cache"] is not None and found.values["cache"] is not None:
         for outcome in (found, expected):
             outcome.values["cache"] = dict(sorted(outcome.values["cache"].items()))
-    exact = not compile or case.backend == "eager"
+    exact = not compile or (case.backend == "eager" and case.spec[0] not in INEXACT)
     if not exact and isinstance(expected.values["gradients"], dict):
         # Ahead-of-time autograd gives zeros where autograd gives nothing.
         for outcome in (found, expected):

@@ -684,3 +684,30 @@ def test_tensors_that_are_only_like_another_one_require_no_gradient(compile: boo
     assert alone == [False, False, False] and leaf and not before and behind and out.requires_grad
     if compile:
         assert not tracer.report.breaks
+
+
+class Batched(torch.nn.Module):
+    """Calls ``torch.vmap``, as the scan of a compiled Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.vmap(torch.tanh)(self.body(x)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_are_asked_for_behind_a_vmap_of_the_model(backend: str) -> None:
+    """The graph cannot be cut for gradients, and the attempt left the block inside of the ``vmap``."""
+    net = Batched()
+    model = NNsight(net, compile={"backend": backend})
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        with model.trace(x):
+            hidden = model.head.input.requires_grad_()
+            with model.output.square().sum().backward():
+                gradient = hidden.grad.save()
+        hidden = torch.tanh(net.body(x)).detach().requires_grad_()
+        (expected,) = torch.autograd.grad(net.head(hidden).square().sum(), hidden)
+        torch.testing.assert_close(gradient, expected)

@@ -666,3 +666,48 @@ def test_a_view_of_what_a_graph_computes_from_inputs_that_share_memory_can_be_us
         (found,) = torch.autograd.grad((columns * later[0, 0]).sum(), [net.first.weight], retain_graph=True)
         (due,) = torch.autograd.grad(((total * 2.0)[:, :2] * (total * 2.0)[1, 0]).sum(), [net.first.weight], retain_graph=True)
         torch.testing.assert_close(found, due)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_tensors_that_are_only_like_another_one_require_no_gradient(compile: bool) -> None:
+    net, model = _model()
+    with model.trace(torch.randn(3, 4), compile=compile) as tracer:
+        hidden = model.body.output
+        made = torch.zeros_like(hidden)
+        alone = [made.requires_grad, hidden.new_ones(3).requires_grad, torch.detach(hidden).requires_grad].save()  # type: ignore[attr-defined]
+        leaf = torch.ones_like(hidden, requires_grad=True).requires_grad.save()  # type: ignore[attr-defined]
+        model.body.output = made.scatter(-1, hidden.topk(2, dim=-1).indices, 1.0)
+        before = model.head.input.requires_grad.save()  # type: ignore[attr-defined]
+        model.head.input.add_(hidden)
+        behind = model.head.input.requires_grad.save()  # type: ignore[attr-defined]
+        out = model.output.save()
+    assert alone == [False, False, False] and leaf and not before and behind and out.requires_grad
+    if compile:
+        assert not tracer.report.breaks
+
+
+class Batched(torch.nn.Module):
+    """Calls ``torch.vmap``, as the scan of a compiled Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.vmap(torch.tanh)(self.body(x)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_are_asked_for_behind_a_vmap_of_the_model(backend: str) -> None:
+    """The graph cannot be cut for gradients, and the attempt left the block inside of the ``vmap``."""
+    net = Batched()
+    model = NNsight(net, compile={"backend": backend})
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        with model.trace(x):
+            hidden = model.head.input.requires_grad_()
+            with model.output.square().sum().backward():
+                gradient = hidden.grad.save()
+        hidden = torch.tanh(net.body(x)).detach().requires_grad_()
+        (expected,) = torch.autograd.grad(net.head(hidden).square().sum(), hidden)
+        torch.testing.assert_close(gradient, expected)

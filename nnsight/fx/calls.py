@@ -29,7 +29,7 @@ from . import control
 from .attempts import catcher, may_fail_by_values
 from .control import ControlOperator, Inside
 from .demands import name_of
-from .following import Followed, is_edited, some, wants_grad
+from .following import Followed, is_apart, is_edited, some, wants_grad
 from .functions import (
     ABOUT_GRADIENTS,
     CARRIED,
@@ -669,8 +669,10 @@ class CallRecorder(TorchFunctionMode):
 
     def _follows(self, call: Call) -> bool | None:
         """Whether autograd would follow this call, if that is known."""
-        if not (self.grad_enabled if call.grad is None else call.grad) or call.function is torch.Tensor.detach:
+        if not (self.grad_enabled if call.grad is None else call.grad):
             return False
+        if is_apart(getattr(call.function, "__name__", "")):
+            return ("requires_grad", Constant(bool, True)) in call.kwargs
         return some(wants_grad(self, reference) for reference in references(call))
 
     def _is_like(self, outcome: Outcome, known: State | None, lifted: Lifted) -> bool:

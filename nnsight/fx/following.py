@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 _APART = ("detach", "_like", "new_")
 
 
+def is_apart(name: str) -> bool:
+    """Whether the results of a call of this name require no gradient, whatever it is given."""
+    return name.endswith(_APART) or name.startswith(_APART)
+
+
 @dataclass
 class Followed:
     """What is known of the views in a piece of a program, up to ``state``.
@@ -177,8 +182,7 @@ def wanting_at(recording: Recording, node: torch.fx.Node) -> bool | None:
         is_unknown = kind_of(item) is Kind.EFFECT
         is_sure = is_sure and not (is_edited or is_unknown or graph.switches_grad)
         name = item.target if isinstance(item.target, str) else getattr(item.target, "__name__", "")
-        is_apart = name.endswith(_APART) or name.startswith(_APART)
-        if not (is_apart or graph.switches_grad or (is_unknown and not all_edited(item))):
+        if not (is_apart(name) or graph.switches_grad or (is_unknown and not all_edited(item))):
             pending += item.all_input_nodes
     return False if is_sure else None
 

@@ -98,8 +98,13 @@ class Plan:
         self._writes: dict[int, set[int]] = defaultdict(set)
         self._merged: list[tuple[int, int]] = []
         grad = torch.set_grad_enabled(torch.is_grad_enabled())  # the graph may switch it
+        layers = torch._C._functorch
+        depth = layers.get_dynamic_layer_stack_depth()
         with prepared.symbols.mode, enable_python_dispatcher(), torch._C.DisableTorchFunction(), grad:
-            self._run()
+            try:
+                self._run()
+            finally:  # a run that fails inside of a `vmap` of the model has not left it
+                layers.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
     # -- the run on fakes ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Differential fuzzing: random modules and random blocks, run by plain torch hooks, eagerly and compiled.
 
 * :mod:`~tests.fuzz.nets` has the modules, and builds a model from a description;
+* :mod:`~tests.fuzz.stock` has modules and decoders of torch and transformers;
 * :mod:`~tests.fuzz.passages` finds out where a block can do something in a model;
 * :mod:`~tests.fuzz.statements` has what it can do there;
 * :mod:`~tests.fuzz.blocks` draws blocks for a model, as statements at passages of the model;

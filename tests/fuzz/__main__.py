@@ -14,12 +14,12 @@ import time
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from .cases import BACKENDS, cases
+from .cases import LONG_BACKENDS, cases
 from .runner import Case, Disagreement, run_case
 
 
 def run_seed(
-    number: int, count: int, backends: tuple[str, ...], survey: bool, backward: bool = False
+    number: int, count: int, backends: tuple[str, ...], survey: bool, backward: bool = False, stock: bool = False
 ) -> tuple[int, list[str]]:
     """Run about ``count`` blocks that ``number`` yields.
 
@@ -39,7 +39,7 @@ def run_seed(
         report_multiple_bugs=False,
         phases=[Phase.generate] if survey else [Phase.generate, Phase.shrink],
     )
-    @given(case=cases(backends, backward))
+    @given(case=cases(backends, backward, stock))
     def run(case: Case) -> None:
         nonlocal done, failed
         if not failed:
@@ -66,9 +66,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=20_000, help="blocks to run, shared among the seeds")
     parser.add_argument("--seeds", default="0:100", help="a range of seeds, the end excluded")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="backends, separated by commas")
+    parser.add_argument("--backends", default=",".join(LONG_BACKENDS), help="separated by commas; one that comes twice is drawn more")
     parser.add_argument("--survey", action="store_true", help="print each failing program as it is drawn")
     parser.add_argument("--backward", action="store_true", help="blocks with a backward pass only")
+    parser.add_argument("--stock", action="store_true", help="models with a stock part, or that are a decoder, only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
@@ -81,6 +82,7 @@ def main() -> int:
             tuple(options.backends.split(",")),
             options.survey,
             options.backward,
+            options.stock,
         )
         total, failed = total + done, failed + len(failures)
         for message in failures:

@@ -136,8 +136,8 @@ class _Author:
     def expression(self, here: str) -> str:
         return self.fill(self.draw(st.sampled_from(PLAIN_EXPRESSIONS if self.plain else EXPRESSIONS)), here)
 
-    def statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
-        lines = self._statement(here, place, value, writable)
+    def statement(self, here: str, place: Place, value: str) -> list[str]:
+        lines = self._statement(here, place, value)
         around = PLAIN_AROUND if self.plain else [*AROUND, *AROUND_TRIES] if self.cutting else AROUND
         if any(".save()" in line for line in lines) or self.draw(st.integers(0, 7)):
             return lines
@@ -145,7 +145,7 @@ class _Author:
         self.cuts = self.cuts or template in AROUND_TRIES
         return [surrounded(re.sub(r"\bN\b", self.fresh("i"), template), lines)]
 
-    def _statement(self, here: str, place: Place, value: str, writable: bool) -> list[str]:
+    def _statement(self, here: str, place: Place, value: str) -> list[str]:
         kinds = ["read", "edit", "write", "new", "part", "fill"]
         kinds += [] if self.plain else ["try"]
         kinds += ["cut", "value"] if self.cutting else []
@@ -161,8 +161,6 @@ class _Author:
                 template = "T += 1.0"
             return [self.fill(template, here)]
         if kind in ("write", "fill"):
-            if not writable:
-                return [f"w.log.append(tuple({here}.shape))"]
             if kind == "fill" and "{**H" in place.rebuild and place.access.count("[") == 1 and ".input" not in value:
                 return [f"{place.access.replace('H', value)} = {self.expression(here)}"]
             made = self.fresh("n")
@@ -209,7 +207,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
     if place.access != "H":
         tensor = f"t{author.prefix}{number}"
         statements.append(f"{tensor} = {place.access.replace('H', value)}")
-    if not passage.floating:
+    if not place.floating:
         noted = [f"w.kept.append({tensor})", f"w.log.append(tuple({tensor}.shape))"]
         statements.append(f"{author.fresh('s')} = {tensor}.clone().save()" if author.plain else draw(st.sampled_from(noted)))
         if draw(st.booleans()):
@@ -220,7 +218,7 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
         statements.append(f"{tensor}.requires_grad_()")
         author.cuts = True
     for _ in range(draw(st.integers(1, 3))):
-        statements += author.statement(tensor, place, value, True)
+        statements += author.statement(tensor, place, value)
     author.full.append(tensor)
     return Segment(passage, value, inputs, tuple(statements)), tensor
 
@@ -253,13 +251,13 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool
         last = position == len(kinds) - 1
         for order, number in enumerate(chosen):
             passage = passages[number]
-            mark = end == "gradient" and kinds == ["trace"] and passage.floating
+            mark = end == "gradient" and kinds == ["trace"]
             segment, tensor = _segment(author, passage, order, mark)
             segments.append(segment)
             if mark and tensor:
                 marked = True
                 gradients.append(tensor)
-            if end == "skip" and kinds == ["trace"] and _can_skip(passages, number, segment):
+            if end == "skip" and kinds == ["trace"] and tensor and _can_skip(passages, number):
                 segments[-1], after = _skipping(author, passages, number, segment, tensor)
                 segments += [
                     _segment(author, passages[later], order + 1 + more, False)[0]
@@ -281,12 +279,13 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool
     )
 
 
-def _can_skip(passages: tuple[Passage, ...], number: int, segment: Segment) -> bool:
+def _can_skip(passages: tuple[Passage, ...], number: int) -> bool:
     passage = passages[number]
-    if passage.key != "input" or not passage.floating or ".source." in passage.path:
+    if passage.key != "input" or ".source." in passage.path:
         return False
     output = passages[_end_of(passages, number)]
-    return len(output.places) == len(re.findall(r"\bE\b", output.whole))  # all of the shape that expressions have
+    usable = sum(place.floating for place in output.places)
+    return usable == len(re.findall(r"\bE\b", output.whole)) and bool(output.whole)  # all of the shape that expressions have
 
 
 def _end_of(passages: tuple[Passage, ...], number: int) -> int:

@@ -4,7 +4,8 @@ Every part maps ``[batch, length, WIDTH]`` to the same shape, so any part can st
 *their parent* varies: a tensor, a tuple, a dict, a view, their own argument.
 
 A description (``Spec``) is a nest of tuples: ``("linear",)``, ``("residual", child)``, ``("branch", left, right)`` or
-``("sequence", child, ...)``. The same description and seed give the same weights.
+``("sequence", child, ...)``. The same description and seed give the same weights. ``("llama",)`` and the other names of
+:data:`~tests.fuzz.stock.DECODERS` stand for whole language models, which are no parts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-WIDTH = 4
-VOCABULARY = 11
+from .sizes import VOCABULARY, WIDTH
+from .stock import BREAKING_STOCK, DECODERS, STOCK, Language
 
 Spec = Any
 
@@ -323,8 +324,11 @@ BREAKING: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "chooses": Chooses,
 }
 
+#: Parts without others in them: so many more of the first kind that about two models of five have one of the second.
+leaves = st.sampled_from([(name,) for name in [*LEAVES] * 4 + [*STOCK]])
+
 specs = st.recursive(
-    st.sampled_from([(name,) for name in LEAVES]),
+    leaves,
     lambda children: st.one_of(
         st.tuples(st.sampled_from(list(WRAPPERS)), children),
         st.tuples(st.just("branch"), children, children),
@@ -333,12 +337,29 @@ specs = st.recursive(
     max_leaves=5,
 )
 
+#: Whole language models.
+decoders = st.sampled_from([(name,) for name in DECODERS])
+
 
 @st.composite
-def broken_specs(draw: Any) -> Spec:
-    """Draw a model with one part that breaks its graph, between others."""
+def stock_specs(draw: Any) -> Spec:
+    """Draw a model that has a stock part, perhaps between others."""
+    part = (draw(st.sampled_from([*STOCK])),)
+    around = draw(st.sampled_from(["", *WRAPPERS, "branch", "sequence"]))
+    if around == "branch":
+        part = (around, part, draw(specs))
+    elif around == "sequence":
+        part = (around, draw(specs), part, draw(leaves))
+    elif around:
+        part = (around, part)
+    return part
+
+
+@st.composite
+def broken_specs(draw: Any, stock: bool = False) -> Spec:
+    """Draw a model with one part that breaks its graph, between others; with ``stock`` a stock part is in it."""
     small = st.recursive(
-        st.sampled_from([(name,) for name in LEAVES]),
+        st.sampled_from([(name,) for name in STOCK]) if stock else leaves,
         lambda children: st.tuples(st.sampled_from(list(WRAPPERS)), children),
         max_leaves=2,
     )
@@ -352,7 +373,7 @@ def broken_specs(draw: Any) -> Spec:
 def is_broken(spec: Spec) -> bool:
     """Whether the model breaks its graph."""
     kind, *children = spec
-    return kind in BREAKING or any(is_broken(child) for child in children)
+    return kind in BREAKING or kind in BREAKING_STOCK or any(is_broken(child) for child in children)
 
 
 def chooses(spec: Spec) -> bool:
@@ -363,8 +384,8 @@ def chooses(spec: Spec) -> bool:
 
 def _part(spec: Spec, by_hand: bool) -> torch.nn.Module:
     kind, *children = spec
-    if kind in LEAVES:
-        return LEAVES[kind]()
+    if not children:
+        return {**LEAVES, **STOCK}[kind]()
     parts = [_part(child, by_hand) for child in children]
     if kind == "sequence":
         return torch.nn.Sequential(*parts)
@@ -375,17 +396,19 @@ def _part(spec: Spec, by_hand: bool) -> torch.nn.Module:
     return {**WRAPPERS, **BREAKING}[kind](*parts)
 
 
-def build(spec: Spec, ids: bool = False, returns: str = "tensor", by_hand: bool = False) -> Net:
+def build(spec: Spec, ids: bool = False, returns: str = "tensor", by_hand: bool = False) -> torch.nn.Module:
     """Return the model described by ``spec``, in evaluation mode, with seeded weights.
 
     Args:
-        spec: The body.
+        spec: The body, or the decoder.
         ids: Whether the input is token ids rather than hidden states.
-        returns: ``tensor``, ``tuple`` or ``dict``.
+        returns: ``tensor``, ``tuple`` or ``dict``; a decoder returns its cache in the last two.
         by_hand: Whether operations can be watched without the package, for the reference.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
+        if spec[0] in DECODERS:
+            return Language(DECODERS[spec[0]](), returns).eval()
         return Net(_part(spec, by_hand), ids, returns).eval()
 
 

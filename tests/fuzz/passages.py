@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .nets import WIDTH, Net, OpsByHand, Spec, build, make_input
+from .nets import OpsByHand, Spec, build, make_input
+from .sizes import WIDTH
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,12 @@ class Place:
     Attributes:
         access: Expression of the tensor; ``H`` is the value.
         rebuild: Expression of the value with ``E`` in place of the tensor.
+        floating: Whether it is hidden states, and not ids.
     """
 
     access: str
     rebuild: str
+    floating: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class Passage:
         occurrence: How often the location was passed before.
         places: Tensors in the value: the result, or the pair of arguments.
         first: Tensors in the first argument, if it is an input.
-        whole: Expression of a result of this structure, with ``E`` for each tensor.
-        floating: Whether the tensors are hidden states, and not ids.
+        whole: Expression of a result of this structure, with ``E`` for each tensor; empty if no expression has such a result.
     """
 
     path: str
@@ -49,23 +51,43 @@ class Passage:
     places: tuple[Place, ...]
     first: tuple[Place, ...]
     whole: str
-    floating: bool = True
 
 
-def places_in(value: Any, access: str = "H", rebuild: str = "E") -> list[Place]:
-    """Return where the tensors of ``value`` are: hidden states and ids."""
+#: Rows and positions of the input with which passages are found out. No other size is the same.
+ROWS, POSITIONS = 2, 3
+
+
+def places_in(value: Any, access: str = "H", rebuild: str = "E", seen: tuple[int, ...] = ()) -> list[Place]:
+    """Return where the tensors of ``value`` are that statements can use: hidden states and ids.
+
+    Others, such as the states of a recurrent cell, rotary embeddings and masks, have shapes that statements do not fit. A tensor
+    that is there more than once is left out, too: attention asks whether queries, keys and values are the same object, and a
+    captured graph has the answer of its capture.
+
+    Args:
+        value: At a passage.
+        access, rebuild: As in :class:`Place`.
+        seen: Tensors of the whole value, by identity.
+    """
+    if not seen:
+        leaves = torch.utils._pytree.tree_leaves(value)
+        seen = tuple(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     if isinstance(value, torch.Tensor):
-        usable = value.shape[-1] == WIDTH or not value.is_floating_point()
-        return [Place(access, rebuild)] if usable else []
+        floating = value.is_floating_point()
+        fits = value.shape == ((ROWS, POSITIONS, WIDTH) if floating else (ROWS, POSITIONS))
+        return [Place(access, rebuild, floating)] if fits and seen.count(id(value)) == 1 else []
     found = []
     if isinstance(value, (tuple, list)):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
         for index, item in enumerate(value):
             around = f"{opening}*{access}[:{index}], E, *{access}[{index + 1}:]{closing}"
-            found += places_in(item, f"{access}[{index}]", put(rebuild, around))
+            found += places_in(item, f"{access}[{index}]", put(rebuild, around), seen)
     if isinstance(value, dict):
         for key, item in value.items():
-            found += places_in(item, f"{access}[{key!r}]", put(rebuild, f"{{**{access}, {key!r}: E}}"))
+            around = f"{{**{access}, {key!r}: E}}"
+            if type(value) is not dict:  # a result of transformers
+                around = f"type({access})(**{around})"
+            found += places_in(item, f"{access}[{key!r}]", put(rebuild, around), seen)
     return found
 
 
@@ -86,6 +108,15 @@ def whole_of(value: Any) -> str:
     return repr(value)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether an expression can have such a value: tensors, numbers and strings in tuples, lists and dicts."""
+    if type(value) in (tuple, list):
+        return all(is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(is_plain(item) for item in value.values())
+    return value is None or isinstance(value, (torch.Tensor, int, float, str))
+
+
 @lru_cache(maxsize=256)
 def passages_of(spec: Spec, ids: bool, returns: str) -> tuple[Passage, ...]:
     """Return the passages of a model in the order in which a call meets them."""
@@ -98,14 +129,14 @@ def passages_of(spec: Spec, ids: bool, returns: str) -> tuple[Passage, ...]:
         first = ()
         if key == "input":
             args, kwargs = value
-            first = tuple(places_in(args[0] if args else next(iter(kwargs.values()))))
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        floating = all(leaf.is_floating_point() for leaf in tensors)
-        found.append(Passage(path, key, occurrence, tuple(places_in(value)), first, whole_of(value), floating))
+            seen = tuple(id(leaf) for leaf in torch.utils._pytree.tree_leaves(value))
+            first = tuple(places_in(args[0] if args else next(iter(kwargs.values())), seen=seen))
+        whole = whole_of(value) if is_plain(value) else ""
+        found.append(Passage(path, key, occurrence, tuple(places_in(value)), first, whole))
         return value
 
     with watched(net, visit), torch.no_grad():
-        net(make_input(ids, 2, 3, 0))
+        net(make_input(ids, ROWS, POSITIONS, 0))
     return tuple(found)
 
 
@@ -115,7 +146,7 @@ class watched:  # noqa: N801 - reads as a word
     Plain torch hooks; operations are those of :class:`~tests.fuzz.nets.OpsByHand`.
     """
 
-    def __init__(self, net: Net, visit: Callable[[str, str, Any], Any]) -> None:
+    def __init__(self, net: torch.nn.Module, visit: Callable[[str, str, Any], Any]) -> None:
         self.net, self.visit = net, visit
 
     def __enter__(self) -> None:

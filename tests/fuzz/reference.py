@@ -12,7 +12,6 @@ import torch
 from nnsight.runtime import OutOfOrderError
 
 from .blocks import Actor, BlockPlan, Segment
-from .nets import Net
 from .passages import watched
 from .source import total_of
 
@@ -78,7 +77,7 @@ def _text(segment: Segment) -> str:
     return "\n".join(lines)
 
 
-def run(net: Net, plan: BlockPlan, w: Any, inputs: list[torch.Tensor]) -> tuple[Any, Any, Any]:
+def run(net: torch.nn.Module, plan: BlockPlan, w: Any, inputs: list[torch.Tensor]) -> tuple[Any, Any, Any]:
     """Run a block; return the model's result, what a cache would hold, and what was saved."""
     joined = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
     names: dict[str, Any] = {
@@ -136,7 +135,7 @@ def run(net: Net, plan: BlockPlan, w: Any, inputs: list[torch.Tensor]) -> tuple[
 
 
 @contextlib.contextmanager
-def _skippable(net: Net, plan: BlockPlan, asked: dict[str, list[Any]]) -> Iterator[None]:
+def _skippable(net: torch.nn.Module, plan: BlockPlan, asked: dict[str, list[Any]]) -> Iterator[None]:
     """Let modules that the block skips return what ``asked`` has for their path, if anything, instead of running."""
     changed = []
     for actor in plan.actors:

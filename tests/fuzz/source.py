@@ -96,9 +96,9 @@ def text_of(plan: BlockPlan) -> str:
 
 
 def total_of(value: Any) -> torch.Tensor:
-    """Return a loss of everything in a value."""
+    """Return a loss of all tensors in a value, but for those in objects: a compiled block cannot look into a cache."""
     leaves = torch.utils._pytree.tree_leaves(value)
-    return sum(leaf.pow(2).mean() for leaf in leaves)  # type: ignore[return-value]
+    return sum(leaf.pow(2).mean() for leaf in leaves if isinstance(leaf, torch.Tensor))  # type: ignore[return-value]
 
 
 _numbers = iter(range(10**9))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .nets import WIDTH
+from .sizes import WIDTH
 
 
 @dataclass

@@ -878,6 +878,14 @@ class CompiledMistakes(Mistakes):
         for x in (self.x, self.x.clone().requires_grad_()):
             model(x)
 
+    def uncompiled_graph(self) -> None:
+        def backend(graph_module: Any, inputs: Any) -> Any:
+            raise NotImplementedError("no such kernel")
+
+        model = NNsight(self.model._module, compile={"backend": backend})
+        with model.trace(self.x):
+            model.output.save()
+
     def never_computed(self) -> None:
         kept = []
         with contextlib.suppress(KeyboardInterrupt), self.trace(self.x):
@@ -918,6 +926,7 @@ RAISED_BY: dict[str, str] = {
     "fullgraph=True": "fullgraph",
     "This call cannot run compiled": "too_many_captures",
     "A call of the compiled model": "uncompiled_call",
+    "In this compiled trace": "uncompiled_graph",
     "was never computed": "never_computed",
     "Assigning to it would do nothing": "misspelt_assignment",
     "a model that does not run here": "another_model",

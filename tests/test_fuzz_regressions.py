@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, UncompiledWarning, fx
+
+#: For blocks of which a part runs operation by operation, so that autograd sees all of it.
+UNCOMPILED = pytest.mark.filterwarnings("ignore:In this compiled trace:nnsight.UncompiledWarning")
 
 
 class Twin(torch.nn.Module):
@@ -425,7 +428,7 @@ def test_an_input_that_is_used_on_both_sides_of_an_edit_gives_its_gradients(back
     for _ in range(2):
         net.zero_grad()
         given = x.clone()
-        with model.trace(given):
+        with pytest.warns(UncompiledWarning, match="uses an input before and after an edit in place"), model.trace(given):
             model.second.input.add_(one)
             out = model.output.save()
         out.pow(2).sum().backward()
@@ -445,6 +448,7 @@ class Crossing(torch.nn.Module):
         return self.head(torch.tanh(self.left(hidden)) * self.right(hidden))
 
 
+@UNCOMPILED
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("view", [lambda h: h[:, 0], lambda h: h.diagonal(dim1=0, dim2=1)], ids=["select", "diagonal"])
 def test_the_gradient_of_a_tensor_whose_view_was_taken_before_a_cut_and_edited_behind_it(view: Any, backend: str) -> None:
@@ -598,6 +602,7 @@ def _behind_the_trace(model: NNsight, x: torch.Tensor) -> Any:
 FORBIDDEN = [_tanh_is_edited, _a_strided_view_is_edited, _a_result_is_edited_after_its_use, _behind_the_trace]
 
 
+@UNCOMPILED
 @pytest.mark.parametrize(
     ("block", "backend"),
     [(block, backend) for block in FORBIDDEN for backend in (None, "eager", "aot_eager")][:-1],
@@ -697,6 +702,7 @@ class Batched(torch.nn.Module):
         return self.head(torch.vmap(torch.tanh)(self.body(x)))
 
 
+@UNCOMPILED
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_are_asked_for_behind_a_vmap_of_the_model(backend: str) -> None:
     """The graph cannot be cut for gradients, and the attempt left the block inside of the ``vmap``."""

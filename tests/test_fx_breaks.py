@@ -644,6 +644,7 @@ def troubled(x: torch.Tensor) -> torch.Tensor:
 
 
 troubled.register_fake(torch.empty_like)
+troubled.register_autograd(lambda context, gradient: gradient * 2)
 
 
 class Troubled(torch.nn.Module):
@@ -729,7 +730,7 @@ def run_branch(model: NNsight) -> torch.Tensor:
 # -- a lowering that fails ---------------------------------------------------------------------------------------------
 
 
-def test_a_piece_that_cannot_be_lowered_runs_node_by_node(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_piece_that_cannot_be_lowered_runs_node_by_node() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     lowered: list[int] = []
@@ -743,10 +744,8 @@ def test_a_piece_that_cannot_be_lowered_runs_node_by_node(caplog: pytest.LogCapt
     for options in ({}, {"regions": True}):
         model = NNsight(net, compile={"backend": picky, **options})
         lowered.clear()
-        caplog.clear()
         for _ in range(2):
-            said = pytest.warns(UncompiledWarning, match="no relu here")
-            with caplog.at_level(logging.WARNING, logger="nnsight.fx"), said, model.trace(X) as tracer:
+            with pytest.warns(UncompiledWarning, match="NotImplementedError: no relu here"), model.trace(X) as tracer:
                 first = model[0].output
                 if first.sum() > -1e9:
                     model[0].output = torch.relu(first)
@@ -757,8 +756,6 @@ def test_a_piece_that_cannot_be_lowered_runs_node_by_node(caplog: pytest.LogCapt
         assert torch.equal(out, net[2](torch.relu(net[1](torch.relu(net[0](X)))) + 1.0))
         assert len(tracer.report.notes) == 1 and tracer.report.notes[0].startswith("the graph up to `model.1.output` ran operation by")
         assert lowered, "other pieces are lowered"
-        warned = [message for message in caplog.messages if "lowering" in message]
-        assert warned and all("NotImplementedError: no relu here" in message for message in warned)
 
 
 # -- edits in place of tensors that are real already -------------------------------------------------------------------

@@ -49,24 +49,26 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
         arguments: Its inputs, then its externals.
     """
     report.pieces.append(ran)
-    if ran.lowered.uncompiled:
-        _note_uncompiled(report, ran)
     function, filename = debug.dumped(report, ran)
     grad = torch.is_grad_enabled()
     try:
         with torch._C.DisableTorchFunction():
-            if not torch.autograd.profiler._is_profiler_enabled:
-                if function is ran.lowered.function:
-                    direct = ran.lowered.direct
-                    return list((direct.call or direct.first)(list(arguments)))  # generated code empties its list
-                return list(function(*arguments))
-            with stage("run"):
-                return list(function(*arguments))
+            if torch.autograd.profiler._is_profiler_enabled:
+                with stage("run"):
+                    results = list(function(*arguments))
+            elif function is ran.lowered.function:
+                direct = ran.lowered.direct
+                results = list((direct.call or direct.first)(list(arguments)))  # generated code empties its list
+            else:
+                results = list(function(*arguments))
     except BaseException as error:
         torch.set_grad_enabled(grad)  # the graph may have switched it
         if isinstance(error, Exception):
             note_position(error, ran.variant.spliced, filename)
         raise
+    if ran.lowered.uncompiled:
+        _note_uncompiled(report, ran)
+    return results
 
 
 def _note_uncompiled(report: Report, ran: RanPiece) -> None:

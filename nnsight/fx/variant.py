@@ -351,7 +351,7 @@ class Variant:
                     continue
                 if kinds <= self._fixed:
                     # A backend's own failure must not change what a trace computes.
-                    logger.warning("lowering failed, so this graph runs node by node: %s", _summary(error))
+                    logger.info("lowering failed, so this graph runs node by node: %s", _summary(error))
                     made = lower_prepared(self._prepared(binding, arguments, placement), run_as_is)
                     return replace(made, partial=self._partial(made), uncompiled=_FAILED.format(_summary(error)))
                 self._fixed |= {float} if float in kinds - self._fixed else kinds

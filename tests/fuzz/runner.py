@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, UncompiledWarning, fx
 
 from ..conftest import assert_no_instrumentation
 from . import reference
@@ -136,6 +136,7 @@ def run_case(case: Case) -> None:
     model = Rows(net, compile={"backend": case.backend})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", UncompiledWarning)  # its reason is in the report
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         # Models of transformers cache functions that have no effects.
         warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`-wrapped function")
@@ -313,6 +314,7 @@ def _complaints(
     if lines or not compile or _report is None:
         return lines
     lines += _fallbacks
+    lines += [note for note in _report.notes if "cannot lower" in note and not _REFUSED.search(note)]
     broken = is_broken(case.spec)
     if _report.mode != "compiled" or (_report.graphs != 1 and not broken):
         lines.append(f"the report says {_report}")

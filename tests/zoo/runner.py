@@ -171,6 +171,8 @@ class Keeper:
             raise Failure(f"log: {fallbacks[0]}")
         wanted = "eager" if mode == "eager" else "compiled"
         for report in reports:
+            if report.notes:
+                raise Failure(f"not compiled: {report.notes[0]}")
             if report.mode != wanted or (wanted == "compiled" and not report.graphs):
                 raise Failure(f"it did not run {wanted}: {report}")
 

@@ -858,6 +858,19 @@ class CompiledMistakes(Mistakes):
             args, kwargs = model.transformer.h[0].attn.inputs
             model.transformer.h[0].attn.inputs = args, {**kwargs, "use_cache": 5}
 
+    def one_of_several(self) -> None:
+        class SelfAttention(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = torch.nn.MultiheadAttention(4, 2)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.attention(x, x, x)[0]
+
+        model = NNsight(SelfAttention(), compile={"backend": "eager"})
+        with model.trace(self.x):
+            model.attention.input = model.attention.input * 2
+
     def opaque(self) -> None:
         model = language_model()
         with model.trace("The movie was"):
@@ -922,6 +935,7 @@ RAISED_BY: dict[str, str] = {
     "Replace a tuple by a tuple, a dict": "wrong_structure",
     "where the model has a tensor": "not_a_tensor",
     "as a constant": "constant",
+    "changes one of several arguments": "one_of_several",
     "a compiled trace cannot look inside": "opaque",
     "fullgraph=True": "fullgraph",
     "This call cannot run compiled": "too_many_captures",

@@ -823,3 +823,38 @@ def test_buffers_that_the_model_edits(block: Any, backend: str) -> None:
     torch.testing.assert_close(found, expected)
     assert expected[0][1]["count"] == 1.0
     assert not torch.equal(expected[0][1]["rows"], torch.zeros(2, 4)), "the effect is there"
+
+
+# -- arguments that are one tensor --------------------------------------------------------------------------------------
+
+
+class Comparing(torch.nn.Module):
+    """Does something else if its arguments are one object, as attention does."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return query * 2 if query is key else query + key * 10
+
+
+class Asking(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Comparing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, key=x)
+
+
+def test_arguments_that_are_one_tensor_are_replaced_together_or_not_at_all() -> None:
+    model, x = NNsight(Asking(), compile={"backend": "eager"}), torch.ones(2, 3)
+    with model.trace(x):
+        new = model.inner.input * 3
+        model.inner.inputs = (new,), {"key": new}
+        out = model.output.save()
+    assert torch.equal(out, x * 6)
+    with pytest.raises(ValueError, match="one of several arguments that are the same tensor"), model.trace(x):
+        model.inner.input = model.inner.input * 3
+        out = model.output.save()
+    with model.trace(x, compile=False):
+        model.inner.input = model.inner.input * 3
+        out = model.output.save()
+    assert torch.equal(out, x * 3 + x * 10)

@@ -321,6 +321,12 @@ class Recording(CallRecorder):
                     f"The replacement of `{location}` changes {old_leaf!r} to {new_leaf!r}, which the captured graph has "
                     "as a constant. Use `trace(..., compile=False)` for this edit."
                 )
+        if location.endswith(".input") and _tells_apart(old_leaves, new_leaves):
+            raise ValueError(
+                f"The replacement of `{location}` changes one of several arguments that are the same tensor, and the captured graph "
+                "is what the model does if they are (attention, for example, projects them together). Replace all of them, or use "
+                "`trace(..., compile=False)` for this edit."
+            )
 
     def _write(self, tap: Tap, leaves: list[Any], changed: Any) -> None:
         """Record which tensors of ``tap`` the blocks replaced."""
@@ -589,6 +595,13 @@ def _mentions_backward(block: Any) -> bool:
 
 def _is_in(tensor: Any, storages: Collection[int]) -> bool:
     return isinstance(tensor, torch.Tensor) and storage_of(tensor) in storages
+
+
+def _tells_apart(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    """Whether tensors among ``old`` that are one object have different objects in their places in ``new``."""
+    now: dict[int, Any] = {}
+    pairs = ((one, other) for one, other in zip(old, new, strict=True) if isinstance(one, torch.Tensor))
+    return any(now.setdefault(id(one), other) is not other for one, other in pairs)
 
 
 def _is_like(new: Any, old: Any) -> bool:

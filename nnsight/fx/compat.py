@@ -23,6 +23,7 @@ from torch._C._dynamo import eval_frame as in_c
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import convert_frame, eval_frame, guards, symbolic_convert
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.source import AttrSource
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
@@ -48,6 +49,7 @@ __all__ = [
     "frames_seen",
     "generated_code_in",
     "graph_breaks_seen",
+    "is_held_by_argument",
     "is_whole_call",
     "left_uncompiled",
     "may_share",
@@ -102,6 +104,15 @@ def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> boo
     context = torch._guards.TracingContext.try_get()
     traced: list[Any] = getattr(context, "traced_code", None) or []
     return reason is not None and not reason.graph_break and [code.co_name for code in traced[:1]] == [function_name]
+
+
+def is_held_by_argument(placeholder: torch.fx.Node) -> bool:
+    """Whether an input of a captured graph is an attribute of an object that the model was given, such as a tensor of a cache."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    if not isinstance(source, AttrSource):
+        return False
+    name: Any = source.name  # a method, in older versions
+    return str(name() if callable(name) else name).startswith(("L['args']", "L['kwargs']"))
 
 
 def only_returns() -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .compat import is_held_by_argument
 from .effects import REQUIRES_GRAD, Kind, kind_of
 from .graph import CapturedGraph
 from .indexing import select_numbers
@@ -468,9 +469,11 @@ class _Splicer:
 
 
 def _appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return what was stored before ``node``: a concatenation of it with new entries, perhaps a part or another layout of that.
+    """Return what was stored before ``node``.
 
-    What was stored before comes from outside, or has no entries yet. Any other concatenation is the module's own.
+    That is what ``node`` concatenates with new entries (perhaps it is a part or another layout of that); or, if a cache that the model
+    was given holds it, what it moves to a device or adds to. What was stored before comes from outside, or has no entries yet. Any
+    other concatenation is the module's own.
     """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)) and isinstance(node.args[0][0], torch.fx.Node):
@@ -478,9 +481,13 @@ def _appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
         example = first.meta.get("example_value")
         is_empty = isinstance(example, torch.Tensor) and 0 in [size for size in example.shape if isinstance(size, int)]
         return first if first.op == "placeholder" or is_empty else None
+    source = node.args[0] if node.args else None
+    if not isinstance(source, torch.fx.Node):
+        return None
+    if name in ("to", "add", "iadd") and source.op == "placeholder" and is_held_by_argument(source):
+        return source
     passed_on = node.target is operator.getitem or name in ("contiguous", "clone", "to", "detach")
-    source = node.args[0] if passed_on and node.args else None
-    return source if isinstance(source, torch.fx.Node) and _appended_to(source) is not None else None
+    return source if passed_on and _appended_to(source) is not None else None
 
 
 #: What makes the same as functions that take the sizes from another tensor.

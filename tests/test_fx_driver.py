@@ -452,6 +452,11 @@ def test_a_backend_that_fails_changes_no_result() -> None:
             assert len(tracer.report.notes) == 1
     assert {(warning.filename, warning.lineno) for warning in said} == {(__file__, int(tracer.report.where.rpartition(":")[2]))}
     assert tracer.report.replayed
+    other = NNsight(net, compile={"backend": broken})
+    with pytest.warns(UncompiledWarning, match="In this compiled call the graph up to the end ran") as said:
+        for _ in range(2):
+            assert torch.equal(other(x), net(x))
+    assert [warning.filename for warning in said] == [__file__]
 
 
 def test_an_edit_behind_a_dropout_reaches_what_the_dropout_was_given() -> None:

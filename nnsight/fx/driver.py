@@ -17,7 +17,6 @@ import functools
 import inspect
 import itertools
 import logging
-import os
 import threading
 import types
 import warnings
@@ -25,7 +24,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +33,6 @@ from ..runtime.instrumentation import INTERCEPTED_CODE, INTERCEPTED_METHOD
 from ..runtime.interleaver import ANYWHERE, Interleaver, active_interleaver
 from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
-from ..tracing.errors import user_position_now
 from ..tree import ModuleTree
 from . import progress
 from .blocks import mark_stretches
@@ -60,6 +57,7 @@ from .promises import returned
 from .recording import Recording, run_plain, suspended
 from .regions import KnownRegions
 from .replay import Replays
+from .stages import LIBRARIES, position_of
 
 skip_code(INTERCEPTED_CODE)
 
@@ -76,9 +74,6 @@ _routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", def
 _numbers = itertools.count()
 
 logger = logging.getLogger("nnsight.fx")
-
-#: What dynamo goes through on its way into the modules of a model.
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 #: What dynamo has forgotten costs time in each call of a new kind. After so many failed calls the model is captured anew.
 _MANY_FORGOTTEN = 64
@@ -237,7 +232,7 @@ class CompiledDriver:
         if stands_aside():
             return
         report = _report_now()
-        filename, line = _where(report)
+        filename, line = position_of(report)
         found = Break("model", f"the model runs uncompiled ({reason})", filename, line)
         if report is not None and found not in report.breaks:  # it may be called more than once
             report.breaks.append(found)
@@ -413,7 +408,7 @@ def _break_of(graph_module: torch.fx.GraphModule, graph: CapturedGraph) -> Break
     if found is None:
         return None
     reason, stack = found
-    inside = [frame for frame in stack if not frame.filename.startswith(_LIBRARIES)]
+    inside = [frame for frame in stack if not frame.filename.startswith(LIBRARIES)]
     filename, line = (inside[-1].filename, inside[-1].lineno) if inside else ("", 0)
     location = graph.taps[-1].location if graph.taps else "model"
     return Break(location, f"the model breaks the graph ({reason})", filename, line)
@@ -425,15 +420,9 @@ def _report_now() -> Report | None:
     return active.report if type(active) is Playback else _report.get()
 
 
-def _where(report: Report | None) -> tuple[str, int]:
-    """Return file and line of a trace, or of the call that the user has made otherwise."""
-    filename, _, line = ("", "", "") if report is None else report.where.rpartition(":")
-    return (filename, int(line)) if line.isdigit() else user_position_now(_LIBRARIES)
-
-
 def _not_whole(report: Report) -> Break:
     """Return the break of a run in which no captured graph was the whole model, and no break was met by a waiting block."""
-    filename, line = _where(report)
+    filename, line = position_of(report)
     reason = (
         "the model breaks the graph (torch.compile did not capture its call as one, and ran what is between graphs as Python; "
         'TORCH_LOGS="graph_breaks,recompiles" says why)'

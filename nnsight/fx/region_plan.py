@@ -204,9 +204,9 @@ class Plan:
         """Whether the graph uses the values of an input, edits it in place and uses its values again."""
         used, edited = set[int | None](), set[int | None]()
         for node in self.stretch:
-            if node.op == "output" or node.target in _SIZE_METHODS:
-                continue
             written = {self.memory(source) for source in self.written.get(node, ())}
+            if not (written or _tensors(self.values.get(node))):
+                continue  # a size, or the end
             looked_at = {self.memory(source) for source in node.all_input_nodes} - written
             if not written:
                 looked_at.discard(self.memory(node))  # a view looks at no value

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import re
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..runtime.errors import UncompiledWarning
 from ..runtime.report import Report
-from ..tracing.errors import PACKAGE_DIRECTORY
+from ..tracing.errors import PACKAGE_DIRECTORY, user_position_now
 from . import debug
 from .explaining import RanPiece
 from .splice import SplicedGraph
+
+#: Folders of code that is not the user's, nor the model's.
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 _NOTHING = contextlib.nullcontext()
 
@@ -72,17 +77,22 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
 
 
 def _note_uncompiled(report: Report, ran: RanPiece) -> None:
-    """Say in the report, and in a warning at the line of the trace, that a piece of the graph is not compiled, and why."""
+    """Say in the report, and in a warning at the line of the trace or call, that a piece of the graph is not compiled, and why."""
     end = "the end" if ran.cut is None else f"`{ran.cut.location}`"
     note = f"the graph up to {end} ran operation by operation: {ran.lowered.uncompiled}"
     report.notes.append(note)
-    filename, _, line = report.where.rpartition(":")
-    if line.isdigit():  # the filters of Python show it once for a line
-        warnings.warn_explicit(f"In this compiled trace {note}", UncompiledWarning, filename, int(line), registry=_warned)
+    text = f"In this compiled {'trace' if report.where else 'call'} {note}"
+    warnings.warn_explicit(text, UncompiledWarning, *position_of(report), registry=_warned)
 
 
-#: What was warned of, for the filters of Python.
+#: What was warned of: the filters of Python show it once for a line.
 _warned: dict[Any, Any] = {}
+
+
+def position_of(report: Report | None) -> tuple[str, int]:
+    """Return file and line of a trace, or of the call that the user has made otherwise."""
+    filename, _, line = ("", "", "") if report is None else report.where.rpartition(":")
+    return (filename, int(line)) if line.isdigit() else user_position_now(LIBRARIES)
 
 
 def note_position(error: BaseException, spliced: SplicedGraph, filename: str | None = None) -> None:

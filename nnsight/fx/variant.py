@@ -121,7 +121,8 @@ class Variant:
         self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
         self._copies = False  # whether values are copied before they are edited, for a backward pass
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
-        found = edits_of_inputs(self.spliced.graph_module.graph) if self._writes_to_inputs else ()
+        found = list(edits_of_inputs(self.spliced.graph_module.graph)) if self._writes_to_inputs else []
+        self._edits_inputs = bool(found)
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
         #: Whether a backward pass might compute something from an edited input, by which inputs share memory.
         self._recomputed: dict[tuple[int, ...], bool] = {}
@@ -176,7 +177,7 @@ class Variant:
         if self._edited and self._is_forbidden(binding, arguments):
             return self.unlowered(), 0
         placement = self.placement(arguments)
-        if self._writes_to_inputs and self._is_recomputed(binding, arguments, placement):
+        if self._edits_inputs and self._is_recomputed(binding, arguments, placement):
             return self.unlowered(_RECOMPUTED), 0
         found = self.find(binding, placement)
         if found is not None:

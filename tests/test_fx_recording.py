@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import nnsight
 from nnsight import NNsight, UncompiledWarning, fx
 
 from .conftest import Hooks
@@ -858,3 +859,21 @@ def test_arguments_that_are_one_tensor_are_replaced_together_or_not_at_all() -> 
         model.inner.input = model.inner.input * 3
         out = model.output.save()
     assert torch.equal(out, x * 3 + x * 10)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_arguments_that_are_one_tensor_are_one_for_each_invoke(compile: bool) -> None:
+    class Rows(NNsight):
+        def _batch(self, batched: Any, x: torch.Tensor) -> Any:
+            return ((x if batched is None else torch.cat([batched[0][0], x]),), {}), len(x)
+
+    model, weight = Rows(Asking(), compile={"backend": "eager"}), torch.ones(3, requires_grad=True)
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(torch.ones(1, 3) * weight):
+            args, kwargs = model.inner.inputs
+            same = nnsight.save(args[0] is kwargs["key"])
+        with tracer.invoke(torch.ones(2, 3) * weight):
+            model.inner.input[:] *= 5
+            out = model.output.save()
+    assert same
+    assert torch.equal(out, torch.full((2, 3), 10.0))

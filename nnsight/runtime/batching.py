@@ -104,11 +104,14 @@ class View:
         self._rows: list[Rows | None] = []
         self._given: list[Any] = []  # apart from `value`, whose containers the block may fill anew
         given = []
+        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # what is one tensor for the model is one for the block
         for leaf, place in zip(self._leaves, found, strict=True):
             rows = None
             if isinstance(leaf, torch.Tensor):
                 rows = group.rows_of(leaf, place)
-                kept = leaf if rows is None else group.take(leaf, rows)
+                if id(leaf) not in taken or taken[id(leaf)][0] != rows:
+                    taken[id(leaf)] = rows, leaf if rows is None else group.take(leaf, rows)
+                kept = taken[id(leaf)][1]
                 given.append(kept)
             elif is_carrier(leaf):
                 take = partial(_take_once, group, {})
@@ -139,13 +142,17 @@ class View:
             )
         changed = False
         leaves = list(self._leaves)
+        made: dict[tuple[int, int, int], torch.Tensor] = {}  # and the other way round
         for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
             whole, rows = leaves[index], self._rows[index]
             if rows is not None:
                 # The model goes on with the block's own view of its rows where gradients may be asked of it.
                 followed = whole.requires_grad and torch.is_grad_enabled()
                 if given is not new or followed or rows.scattered:
-                    leaves[index] = self._group.put(self._location, whole, rows, given, new)
+                    key = id(whole), id(given), id(new)
+                    if key not in made:
+                        made[key] = self._group.put(self._location, whole, rows, given, new)
+                    leaves[index] = made[key]
             elif is_carrier(whole):
                 leaves[index] = write_back(self._location, whole, given, new, self._put_in_carrier)
             elif given is not new:

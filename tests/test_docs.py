@@ -862,13 +862,13 @@ class CompiledMistakes(Mistakes):
         class SelfAttention(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.attention = torch.nn.MultiheadAttention(4, 2)
+                self.attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.attention(x, x, x)[0]
 
         model = NNsight(SelfAttention(), compile={"backend": "eager"})
-        with model.trace(self.x):
+        with model.trace(self.x[None]):
             model.attention.input = model.attention.input * 2
 
     def opaque(self) -> None:

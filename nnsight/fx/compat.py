@@ -10,6 +10,7 @@ the compiler fails and says so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import threading
@@ -59,6 +60,7 @@ __all__ = [
     "run_compiled_functions_as_written",
     "skip_code",
     "stands_aside",
+    "tensors_were_compared",
     "watch_autograd_functions",
     "watch_captures",
     "why_it_ends",
@@ -459,9 +461,33 @@ def capturing() -> Iterator[None]:
     its own pipeline can lower.
     """
     unlimited: dict[str, Any] = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    handlers = symbolic_convert.compare_op_handlers
+    before = {name: handlers[name] for name in ("is", "is not")}
     # The settings are those of the process: two contexts that overlap would leave them changed.
     with compile_lock, torch._dynamo.config.patch(**unlimited, specialize_float=True):
-        yield
+        _tensors_compared.clear()
+        handlers.update({name: functools.partial(_compare_identity, handler) for name, handler in before.items()})
+        try:
+            yield
+        finally:
+            handlers.update(before)
+
+
+#: Not empty if the model asked, in the capture that is going on, whether two tensors are one object.
+_tensors_compared: list[bool] = []
+
+
+def _compare_identity(handler: Callable[..., Any], tx: Any, operands: Any, named: Any) -> Any:
+    operands = list(operands)
+    result = handler(tx, operands, named)
+    if all(isinstance(getattr(operand, "unwrap", lambda operand=operand: operand)(), TensorVariable) for operand in operands):
+        _tensors_compared.append(True)
+    return result
+
+
+def tensors_were_compared() -> bool:
+    """Whether the model asks whether two tensors are one object; for a backend, in :func:`capturing`."""
+    return bool(_tensors_compared)
 
 
 def left_uncompiled() -> Any:

@@ -46,6 +46,7 @@ from .compat import (
     resolve_backend,
     skip_code,
     stands_aside,
+    tensors_were_compared,
     watch_captures,
     why_it_ends,
 )
@@ -371,6 +372,7 @@ class _CaptureBackend:
         captures, is_whole = self._captures, is_whole_call(graph_module, self._name)
         only_output = is_whole and only_returns()
         graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole, only_output)
+        graph.compares_tensors = tensors_were_compared()
         captured, report = captures.add(is_whole, bool(graph.symbols)), _report_now()
         if report is not None:
             report.captures.append(captured)

@@ -79,6 +79,7 @@ class CapturedGraph:
         only_output: Whether it is whole, and its tensors go into what the model returns, and nowhere else.
 
     Attributes:
+        compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
         graph_module: The copy.
         nodes: Its nodes in order.
         taps: Its taps in order.
@@ -109,6 +110,7 @@ class CapturedGraph:
         only_output: bool = False,
     ) -> None:
         self.is_whole = is_whole
+        self.compares_tensors = False
         self.graph_module = copy.deepcopy(graph_module)
         self.nested: dict[torch.fx.Node, list[NestedGraph]] = {}
         for nested in unnest(self.graph_module):

@@ -321,7 +321,7 @@ class Recording(CallRecorder):
                     f"The replacement of `{location}` changes {old_leaf!r} to {new_leaf!r}, which the captured graph has "
                     "as a constant. Use `trace(..., compile=False)` for this edit."
                 )
-        if location.endswith(".input") and _tells_apart(old_leaves, new_leaves):
+        if self.graph.compares_tensors and location.endswith(".input") and _tells_apart(old_leaves, new_leaves):
             raise ValueError(
                 f"The replacement of `{location}` changes one of several arguments that are the same tensor, and the captured graph "
                 "is what the model does if they are (attention, for example, projects them together). Replace all of them, or use "

@@ -478,9 +478,10 @@ _tensors_compared: list[bool] = []
 
 
 def _compare_identity(handler: Callable[..., Any], tx: Any, operands: Any, named: Any) -> Any:
+    """Answer as dynamo does whether two things are one object, and note if they are tensors."""
     operands = list(operands)
     result = handler(tx, operands, named)
-    if all(isinstance(getattr(operand, "unwrap", lambda operand=operand: operand)(), TensorVariable) for operand in operands):
+    if all(isinstance(operand.unwrap(), TensorVariable) for operand in operands):
         _tensors_compared.append(True)
     return result
 

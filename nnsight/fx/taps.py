@@ -123,15 +123,19 @@ def _short_way(location: str, values: list[Any], structure: str) -> list[Any] | 
     for value in values:
         if not isinstance(value, _SIMPLE):
             return None
-    tensors = tap(location, values, structure)
-    behind, position = [], 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            behind.append(tensors[position])
+    return _behind(values, tap(location, values, structure))
+
+
+def _behind(leaves: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
+    """Return ``leaves`` with ``tensors`` in place of those among them."""
+    found, position = [], 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append(tensors[position])
             position += 1
         else:
-            behind.append(value)
-    return behind
+            found.append(leaf)
+    return found
 
 
 def tapped(location: str, value: Any, given: Sequence[Any] = ()) -> Any:
@@ -204,17 +208,12 @@ def _flattened_leaf(value: Any, given: Sequence[Any] | None) -> tuple[list[Any],
 def _through(location: str, parts: list[tuple[list[Any], Any, str]], structure: str) -> list[Any]:
     """Pass all leaves of ``parts`` through one tap; return the values that the parts are then."""
     leaves = [leaf for part in parts for leaf in part[0]]
-    tensors = tap(location, [_marked(leaf) for leaf in leaves], structure)
-    position = 0
+    new_leaves = _behind(leaves, tap(location, [_marked(leaf) for leaf in leaves], structure))
+    start = 0
     values = []
     for found, spec, _ in parts:
-        behind = []
-        for leaf in found:
-            if isinstance(leaf, torch.Tensor):
-                behind.append(tensors[position])
-                position += 1
-            else:
-                behind.append(leaf)
+        behind = new_leaves[start : start + len(found)]
+        start += len(found)
         if isinstance(spec, _Kept):
             behind.reverse()
             values.append(_put_back(spec.value, spec.spec, behind, spec.given))

@@ -315,6 +315,10 @@ def troubled(x: torch.Tensor) -> torch.Tensor:
 
 
 troubled.register_fake(torch.empty_like)
+troubled.register_autograd(
+    lambda ctx, gradient: gradient * (1 - ctx.result**2),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "result", output),
+)
 
 
 class Troubled(torch.nn.Module):

@@ -17,13 +17,21 @@ from .values import main, replaced, rough
 Edit = Callable[[str, torch.Tensor], Any]
 
 
-def _watched(subject: Subject, edit: Edit = lambda *_: None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Run the model by hand; return its logits, and a dict to which backward passes add the gradients of the places."""
+def _watched(
+    subject: Subject, edit: Edit = lambda *_: None, new: Callable[[str, Any], Any] = lambda _, value: value
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Run the model by hand; return its logits, and a dict to which backward passes add the gradients of the places.
+
+    Args:
+        subject: The model and its arguments.
+        edit: Changes gradients.
+        new: Gets a kind of module and what it returns; returns what is to be in its place.
+    """
     found: dict[str, Any] = {}
     held: dict[str, torch.Tensor] = {}
     hooks = subject.hooks
     for kind, path in subject.places.items():
-        hooks.output(path, lambda value, _, kind=kind: _hold(held, kind, value))
+        hooks.output(path, lambda value, _, kind=kind: _hold(held, kind, new(kind, value)))
     out = main(hooks(**subject.arguments))
 
     def watch(kind: str, hidden: torch.Tensor) -> None:
@@ -34,14 +42,15 @@ def _watched(subject: Subject, edit: Edit = lambda *_: None) -> tuple[torch.Tens
 
         hidden.register_hook(keep)
 
-    # Once the model is done editing them in place: so a block finds them in a backward pass.
-    for kind, hidden in held.items():
+    # Once the model is done editing them in place, and the last one first: so a block finds them in a backward pass.
+    for kind, hidden in reversed(held.items()):
         watch(kind, hidden)
     return out, found
 
 
-def _hold(held: dict[str, torch.Tensor], kind: str, value: Any) -> None:
+def _hold(held: dict[str, torch.Tensor], kind: str, value: Any) -> Any:
     held.setdefault(kind, main(value))
+    return value
 
 
 def _with_parameters(subject: Subject, found: dict[str, Any]) -> dict[str, Any]:

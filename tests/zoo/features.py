@@ -6,6 +6,7 @@ from .backward import BACKWARD, gradients, gradients_by_hand
 from .forward import FORWARD, edit, edit_by_hand
 from .steps import STEPS
 from .subject import Feature
+from .together import TOGETHER
 
 #: Other number formats: what is read and differentiated in them is as good as the format.
 _FORMATS = [
@@ -13,4 +14,4 @@ _FORMATS = [
     Feature("bfloat16-gradients", gradients, gradients_by_hand, grad=True, variant="bfloat16"),
 ]
 
-FEATURES = {feature.name: feature for feature in (*FORWARD, *STEPS, *BACKWARD, *_FORMATS)}
+FEATURES = {feature.name: feature for feature in (*FORWARD, *STEPS, *BACKWARD, *_FORMATS, *TOGETHER)}

@@ -114,17 +114,24 @@ def _attention(module: torch.nn.Module, hook: Hook) -> Iterator[None]:
             setattr(modeling, name, before)
 
 
-def visits(module: torch.nn.Module, arguments: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return ``("input" or "output", path)`` of all modules that a call runs, first visits only, in order."""
+def visits(module: torch.nn.Module, arguments: dict[str, Any], operation: Operation | None = None) -> list[tuple[str, str]]:
+    """Return ``("input" or "output", path)`` of all modules that a call runs, first visits only, in order.
+
+    Among them is ``("operation", path)`` where the module at ``path`` runs ``operation``.
+    """
     found: dict[tuple[str, str], None] = {}
     handles = []
+    at_operation = ("operation", "" if operation is None else operation.module)
     for path, child in module.named_modules():
         before, after = ("input", path), ("output", path)
         handles.append(child.register_forward_pre_hook(lambda *_, before=before: found.setdefault(before)))
         handles.append(child.register_forward_hook(lambda *_, after=after: found.setdefault(after)))
+    hooks = Hooks(module)
+    if operation is not None:
+        hooks.operation(operation, lambda *_: found.setdefault(at_operation))
     try:
         with torch.no_grad():
-            module(**arguments)
+            hooks(**arguments)
     finally:
         for handle in handles:
             handle.remove()

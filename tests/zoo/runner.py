@@ -217,7 +217,7 @@ class Keeper:
             module = self._build(variant)
             given = self.specimen.arguments(5, 2, 0, self.device, DTYPES.get(variant, torch.float32))
             with _as_before(module):
-                self._references[variant] = module, visits(module, given)
+                self._references[variant] = module, visits(module, given, self.specimen.operation)
         return self._references[variant]
 
     def _model(self, variant: str, mode: str) -> Any:

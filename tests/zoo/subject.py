@@ -39,7 +39,7 @@ class Subject:
         model: The wrapped model, if it is not.
         arguments: Those of the call.
         others: Those of a second call.
-        order: ``("input" or "output", path)`` of what a call runs, in order.
+        order: ``("input", "output" or "operation", path)`` of what a call runs, in order.
     """
 
     specimen: Specimen
@@ -91,6 +91,7 @@ class Feature:
         needs: Whether a model has it.
         grad: Whether it is about gradients, so that they have to be enabled.
         variant: Which build of the model it is about: "", "bfloat16" or "train".
+        covers: Names of features that it does in one block.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Feature:
     needs: Callable[[Specimen], bool] = lambda specimen: True
     grad: bool = False
     variant: str = ""
+    covers: tuple[str, ...] = ()
 
     def fits(self, specimen: Specimen) -> bool:
         """Say whether the model has what this is about."""

@@ -9,7 +9,7 @@ import torch
 
 import nnsight
 
-from .forward import _new
+from .forward import _new, _once
 from .subject import Feature, Subject, output, set_output
 from .values import main, replaced, rough
 
@@ -31,7 +31,7 @@ def _watched(
     held: dict[str, torch.Tensor] = {}
     hooks = subject.hooks
     for kind, path in subject.places.items():
-        hooks.output(path, lambda value, _, kind=kind: _hold(held, kind, new(kind, value)))
+        hooks.output(path, _once(lambda value, kind=kind: _hold(held, kind, new(kind, value))))
     out = main(hooks(**subject.arguments))
 
     def watch(kind: str, hidden: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ def _watched(
 
 
 def _hold(held: dict[str, torch.Tensor], kind: str, value: Any) -> Any:
-    held.setdefault(kind, main(value))
+    held[kind] = main(value)
     return value
 
 

@@ -64,7 +64,7 @@ class Subject:
     def read(self) -> list[tuple[str, str]]:
         """Inputs and outputs of the places, in order."""
         chosen = set(self.places.values())
-        return [(kind, path) for kind, path in self.order if path in chosen]
+        return [(kind, path) for kind, path in self.order if path in chosen and kind != "operation"]
 
     def envoy(self, path: str) -> Any:
         """Return the envoy of the module at ``path``."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._dynamo.backends.registry import lookup_backend
 
 import nnsight
 from nnsight import LanguageModel, NNsight, fx
@@ -297,3 +298,58 @@ def test_a_piece_behind_a_cut_serves_all_lengths(backend: str) -> None:
     for length in range(5, 20):
         run(length)
     assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
+
+
+# -- a backend that lowers no symbolic sizes ---------------------------------------------------------------------------
+
+
+def only_plain_sizes(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Lower as Inductor does a scan, for which it needs sizes that are numbers."""
+    sizes = [size for value in inputs if isinstance(value, torch.Tensor) for size in value.shape]
+    if any(isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None for size in sizes):
+        raise TypeError("cannot determine truth value of Relational: 1 < s40")
+    return lookup_backend("aot_eager")(graph_module, inputs)
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_where_a_backend_needs_plain_sizes_each_is_compiled(regions: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
+    model = NNsight(net, compile={"backend": only_plain_sizes, "regions": regions})
+
+    def run(rows: int) -> int:
+        x = torch.randn(rows, 4)
+        with model.trace(x) as tracer:
+            hidden = model[1].output
+            pairs = hidden.reshape(hidden.shape[0], 2, 2).sum(-1).save()
+            out = model.output.save()
+            with out.sum().backward():
+                gradient = hidden.grad.save()
+        expected = net[:2](x)
+        expected.retain_grad()
+        net[2](expected).sum().backward()
+        torch.testing.assert_close([pairs, gradient, out], [expected.reshape(rows, 2, 2).sum(-1), expected.grad, net(x)])
+        assert not tracer.report.notes
+        return tracer.report.compiles
+
+    compiles = [run(rows) for rows in (2, 3, 5, 7)]
+    assert 0 not in compiles, "each size"
+    compiles = [run(rows) for rows in (5, 3, 7, 3)]
+    assert compiles == [0] * 4, "each size, once"
+    assert ["each size is lowered by itself" in record.message for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.filterwarnings("ignore::nnsight.runtime.errors.UncompiledWarning")
+def test_where_a_backend_lowers_nothing_no_further_size_is_tried() -> None:
+    tried = []
+
+    def fails(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        tried.append(inputs)
+        raise TypeError("nothing can be lowered")
+
+    model = NNsight(torch.nn.Linear(4, 4), compile={"backend": fails})
+    for rows in (2, 3, 5, 7):
+        with model.trace(torch.randn(rows, 4)) as tracer:
+            model.output.save()
+        assert "nothing can be lowered" in tracer.report.notes[0]
+    assert len(tried) == 3, "the first size, all sizes, and the second one by itself"

@@ -79,6 +79,7 @@ class CapturedGraph:
         only_output: Whether it is whole, and its tensors go into what the model returns, and nowhere else.
 
     Attributes:
+        each_size: Whether it is lowered for each combination of sizes by itself, because the backend could not for all of them.
         compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
         graph_module: The copy.
         nodes: Its nodes in order.
@@ -118,6 +119,7 @@ class CapturedGraph:
         self.backend = backend
         self.regions = regions
         self.background = background
+        self.each_size = False
         graph = self.graph_module.graph
         self.nodes = list(graph.nodes)
         self.order = {node: number for number, node in enumerate(self.nodes)}

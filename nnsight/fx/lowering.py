@@ -170,6 +170,11 @@ class Symbols:
         """Assume that sizes and numbers are always those of ``binding``."""
         self._assumed += [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, binding, strict=True)]
 
+    def specialize_sizes(self) -> None:
+        """Let the sizes be constants: from here on the environment puts their values in place of the symbols."""
+        for size in self.fresh.values():
+            int(size)
+
     def _number(self, index: int, value: int | float) -> Any:
         """Return a symbolic number about which nothing is assumed."""
         source = torch._dynamo.source.ConstantSource(f"number_{index}")
@@ -295,6 +300,7 @@ def prepare(
     binding: tuple[int | float, ...],
     fixed: Collection[type] = (),
     placement: Placement = NO_PLACEMENT,
+    static: bool = False,
 ) -> Prepared:
     """Make the fake inputs with which ``graph_module`` is to be lowered.
 
@@ -306,9 +312,12 @@ def prepare(
         binding: The size each symbol has in ``inputs``, then the program's numbers.
         fixed: Kinds of numbers to take as constants: the result is then for these numbers alone.
         placement: How the inputs lie in memory.
+        static: Whether sizes are constants, too.
     """
     sharing = placement.sharing
     made = Symbols(symbols, binding, fixed=fixed)
+    if static:
+        made.specialize_sizes()
     if sharing:
         made.fix(binding)
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]

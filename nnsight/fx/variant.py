@@ -281,7 +281,7 @@ class Variant:
         graph_module = self.spliced.copy()
         if self._copies:
             copy_edited_values(graph_module)
-        return prepare(graph_module, arguments, symbols, binding, self._fixed, placement)
+        return prepare(graph_module, arguments, symbols, binding, self._fixed, placement, self._graph.each_size)
 
     def _partial(self, made: Lowered | None = None) -> frozenset[int]:
         """What lacks a part of its gradient if the graph is lowered as a whole; node by node if it is not lowered at all."""
@@ -297,22 +297,26 @@ class Variant:
         """
         fixed = self._fixed | {float}  # no border may separate a float from the tensor that it is taken of
         symbols = [symbol for _, symbol in self._graph.symbols]
+        how = (arguments, symbols, binding, fixed, placement, self._graph.each_size)
         known = self._graph.regions or KnownRegions()
-        made = None
+        made, reason = None, _SHOWS_ALL
         try:
-            tried = prepare(self.spliced.copy(), arguments, symbols, binding, fixed, placement)
+            tried = prepare(self.spliced.copy(), *how)
             if not mark_borders(tried.graph_module, placement.sharing, Plan(tried)):
                 return None
-            prepared = prepare(self.spliced.copy(), arguments, symbols, binding, fixed, placement)  # on which nothing has run
+            prepared = prepare(self.spliced.copy(), *how)  # on which nothing has run
             copy_stretches(tried.graph_module.graph, prepared.graph_module.graph)
             made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
         except Exception as error:
+            if self._lowers_each_size(error):
+                return self._between_borders(binding, arguments, placement)
             logger.info("a graph cannot be cut for gradients: %s", _summary(error))
+            reason = _FAILED.format(_summary(error))
         if made is not None and not made.partial & set(self.positions.values()):
             return replace(made, placement=placement)
         logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be asked for")
         every = Symbols(symbols, binding).symbols
-        return Lowered(self.spliced.graph_module.forward, (), every, 0, placement, node_by_node=True, uncompiled=_SHOWS_ALL)
+        return Lowered(self.spliced.graph_module.forward, (), every, 0, placement, node_by_node=True, uncompiled=reason)
 
     def _in_regions(
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
@@ -329,6 +333,14 @@ class Variant:
                 return self._in_regions(binding, arguments, placement)
             logger.warning("lowering a region failed, so the graph is lowered as a whole: %s", _summary(error))
             return None
+
+    def _lowers_each_size(self, error: Exception) -> bool:
+        """Whether a lowering for all sizes failed, and one for those of now may not: Inductor has no scan over a symbolic size, say."""
+        if self._graph.each_size or not self._graph.symbols:
+            return False
+        logger.warning("The backend cannot lower a graph for all sizes, so each size is lowered by itself: %s", _summary(error))
+        self._graph.each_size = True
+        return True
 
     def _needs_copies(self, error: Exception) -> bool:
         """Whether a lowering failed because a value is edited that the backward pass needs as it was, and copies may mend that."""
@@ -351,6 +363,9 @@ class Variant:
                 if self._needs_copies(error):
                     continue
                 if kinds <= self._fixed:
+                    if self._lowers_each_size(error):
+                        return self._in_regions(binding, arguments, placement) or self._as_a_whole(binding, arguments, placement)
+                    self._graph.each_size = False  # what is not lowered runs with all sizes
                     # A backend's own failure must not change what a trace computes.
                     logger.info("lowering failed, so this graph runs node by node: %s", _summary(error))
                     made = lower_prepared(self._prepared(binding, arguments, placement), run_as_is)

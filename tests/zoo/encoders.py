@@ -137,7 +137,7 @@ def _visual() -> list[Specimen]:
                  "resnet.encoder.stages.0.layers", resnet, inputs=sized_images,
                  operation=Operation("resnet.encoder.stages.0.layers.0", "self_layer_0", "resnet.encoder.stages.0.layers.0.layer")),
         _encoder("llava", "vision and language", "LlavaForConditionalGeneration", llava, "model.language_model.layers", llama,
-                 inputs=illustrated, generates=True, head="lm_head", batches=False),
+                 inputs=illustrated, generates=True, head="lm_head"),
     ]  # fmt: skip
 
 

@@ -335,7 +335,7 @@ FORWARD = [
     Feature("invokes", invokes, invokes_by_hand, needs=lambda specimen: specimen.batches),
     Feature("barrier", barrier, barrier_by_hand, needs=lambda specimen: specimen.batches),
     Feature("skip", skip, skip_by_hand, needs=lambda specimen: specimen.skips),
-    Feature("skip-result", skip_result, skip_result_by_hand, needs=lambda specimen: specimen.skips),
+    Feature("skip-result", skip_result, skip_result_by_hand, needs=lambda specimen: specimen.skips, covers=("skip",)),
     Feature("stop", stop, stop_by_hand),
     Feature("source-read", source_read, source_read_by_hand, needs=lambda specimen: specimen.operation is not None),
     Feature("source-edit", source_edit, source_edit_by_hand, needs=lambda specimen: specimen.operation is not None),

@@ -168,7 +168,7 @@ def _recurrent() -> list[Specimen]:
         decoder("jamba", "state space, attention, experts", "JambaForCausalLM",
                 t.JambaConfig(**GROUPED, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
                               num_experts=4, num_experts_per_tok=2, mamba_d_state=4, use_mamba_kernels=False, pad_token_id=0),
-                parts=hybrid, operation=("mamba", "out_proj"), skips=False),
+                parts=hybrid, operation=("mamba", "out_proj")),
         decoder("recurrent-gemma", "gated recurrence", "RecurrentGemmaForCausalLM",
                 t.RecurrentGemmaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=96, num_hidden_layers=3,
                                        num_attention_heads=4, lru_width=32, attention_window_size=16),

@@ -13,6 +13,7 @@ from pathlib import Path
 from .features import FEATURES
 from .models import specimens
 from .runner import MODES, Cell
+from .together import TOGETHER
 
 PAGE = Path(__file__).parents[2] / "docs" / "compile.md"
 OUTCOMES = Path(__file__).with_name("outcomes.json")
@@ -49,21 +50,30 @@ def record(cells: Iterable[Cell]) -> None:
 def table() -> str:
     """Return the table: a model in each row, a feature in each column, what does not work below."""
     kept, notes = outcomes(), dict[str, int]()
+    columns = [feature for feature in FEATURES.values() if feature not in TOGETHER]
     lines = [
-        "| model | what it is | " + " | ".join(FEATURES) + " |",
-        "|---|---" + "|---" * len(FEATURES) + "|",
+        "| model | what it is | " + " | ".join(feature.name for feature in columns) + " |",
+        "|---|---" + "|---" * len(columns) + "|",
     ]
     for name, specimen in specimens().items():
         cells = []
-        for feature in FEATURES.values():
+        for feature in columns:
             found = kept.get(name, {}).get(feature.name, {})
-            worked = "".join(LETTERS[mode] for mode in MODES if found.get(mode) == "ok")
-            others = {f"{text} ({mode})" for mode, text in found.items() if text != "ok"}
+            together = [kept.get(name, {}).get(one.name, {}) for one in FEATURES.values() if feature.name in one.covers]
+            worked = "".join(_letter(mode, found, together) for mode in MODES)
+            others = {f"{text} ({mode})" for one in (found, *together) for mode, text in one.items() if text != "ok"}
             numbers = sorted(notes.setdefault(note, len(notes) + 1) for note in others)
             cells.append(" ".join([worked, *map(str, numbers)]).strip() if feature.fits(specimen) else "-")
         lines.append(f"| {name} | {specimen.kind} | " + " | ".join(cells) + " |")
     lines += [""] + [f"{number}. {note}" for note, number in notes.items()] if notes else []
     return "\n".join(lines)
+
+
+def _letter(mode: str, found: dict[str, str], together: list[dict[str, str]]) -> str:
+    """Return the letter of a mode: small where the feature worked by itself, capital where it worked in a block with others."""
+    if found.get(mode) == "ok":
+        return LETTERS[mode]
+    return LETTERS[mode].upper() if any(one.get(mode) == "ok" for one in together) else ""
 
 
 def with_table(page: str) -> str:

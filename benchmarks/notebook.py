@@ -13,7 +13,8 @@ Contenders, each in a process of its own:
 * with ``--against REV`` both of these with the package as it was at a revision of git.
 
 Counts of each cell are those of ``nnsight.fx.counters``: captures, recordings, compiles, loads, reuses and breaks (a run of the model
-that left compiled mode is a break, too). A cell that raises is told with the last line of its error, and a value that differs from
+that left compiled mode is a break, too). Once torch's own limit of captures is reached, a cell counts as failed: it is quick, because
+it is not compiled. A cell that raises is told with the last line of its error, and a value that differs from
 eager by more than rounding is an error. CPU seconds are those of the process and of the compilers that it starts: on a machine that
 others use as well, they say more than the clock. Totals and ratios are of first runs, of the cells that no contender failed in.
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -282,6 +284,17 @@ def cpu_seconds() -> float:
     return total + sum(seconds for process, seconds in spent.items() if is_below(process))
 
 
+class LimitReached(logging.Handler):
+    """Notes that torch has captured a function as often as it does: whatever is new then runs uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reached = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reached |= "recompile_limit" in record.getMessage()
+
+
 def run_cell(cell: Cell, model: Any) -> Row:
     """Run a cell once."""
     from nnsight import fx
@@ -332,6 +345,8 @@ def measure(model_name: str, backend: str | None, cells: list[str], reference: P
         model.compile(**({} if backend == "default" else {"backend": backend}))
     rows: list[Row] = []
     seen: dict[str, list[Any]] = {}
+    limit = LimitReached()
+    logging.getLogger("torch._dynamo").addHandler(limit)
     for cell in tqdm([cell for cell in CELLS if cell.__name__ in cells], desc=model_name, leave=False):
         row = run_cell(cell, model)
         seen[cell.__name__] = row.pop("tensors")
@@ -345,6 +360,8 @@ def measure(model_name: str, backend: str | None, cells: list[str], reference: P
             row["error"] = differs(seen[cell.__name__], expected[cell.__name__]) or differs(
                 again["tensors"], expected[cell.__name__]
             )
+        if row["error"] is None and limit.reached:
+            row["error"] = "torch captures no more: what is new runs uncompiled from here on"
         row["again_seconds"] = again["seconds"]
         row["again"] = {name: again[name] for name in COUNTS if again[name]}
         rows.append({"cell": cell.__name__, **row})

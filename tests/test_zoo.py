@@ -27,7 +27,7 @@ SAMPLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("resnet", "eager"): tuple(FEATURES),
     ("dicts", "aot_eager"): ("edit", "everything", "invokes", "skip", "source-edit", "gradients", "second-backward"),
     ("llama", "aot_eager"): ("generate", "one-gradient"),
-    ("mistral", "aot_eager"): ("generate-skip",),
+    ("mistral", "aot_eager"): ("skip-result", "generate-skip"),
     ("shared", "inductor"): ("edit", "one-gradient"),
 }
 #: Of how many features that work eagerly the slow tests run one, for each model.

@@ -318,10 +318,15 @@ class _Splicer:
     def _begin_with(self, node: torch.fx.Node) -> None:
         """Compute a tensor that a skipped module makes of nothing but sizes, such as the zeros that a state begins with."""
         example = node.meta.get("example_value")
-        if node.op != "call_function" or kind_of(node) is not Kind.NEW or not isinstance(example, torch.Tensor):
+        if not isinstance(example, torch.Tensor):
             return
-        if not _tensors_of(node):
+        if _is_made_of_sizes(node):
+            for made_of in node.all_input_nodes:
+                if made_of in self.skipped and made_of not in self.env:
+                    self._begin_with(made_of)
             self.env[node] = self.new.node_copy(node, self._captured)
+            return
+        if node.op != "call_function" or kind_of(node) is not Kind.NEW:
             return
         make = _LIKE.get(getattr(node.target, "__name__", ""))
         sizes = {symbol: self.graph.placeholders[position] for position, symbol in self.graph.symbols}
@@ -486,8 +491,13 @@ def _appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     if name in ("to", "add", "iadd") and source.op == "placeholder" and is_held_by_argument(source):
         return source
-    passed_on = node.target is operator.getitem or name in ("contiguous", "clone", "to", "detach")
-    return source if passed_on and _appended_to(source) is not None else None
+    return source if _passes_on(node) and _appended_to(source) is not None else None
+
+
+def _passes_on(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is a part of its first argument, or the same in another place or layout."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.target is operator.getitem or name in ("contiguous", "clone", "to", "detach")
 
 
 #: What makes the same as functions that take the sizes from another tensor.
@@ -496,6 +506,14 @@ _LIKE: dict[str, Callable[..., Any]] = {"zeros_like": torch.zeros, "ones_like": 
 
 def _tensors_of(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [item for item in node.all_input_nodes if isinstance(item.meta.get("example_value"), torch.Tensor)]
+
+
+def _is_made_of_sizes(node: torch.fx.Node) -> bool:
+    """Whether a tensor is made of numbers alone, or is one that is, in another place or layout."""
+    tensors = _tensors_of(node)
+    if tensors:
+        return _passes_on(node) and all(map(_is_made_of_sizes, tensors))
+    return node.op == "call_function" and kind_of(node) is Kind.NEW
 
 
 def edited_by(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -487,3 +487,29 @@ def test_a_module_with_symbolic_numbers() -> None:
             assert seen == [length, 2 * length, int, torch.Size([length, 2])]
             assert torch.equal(out, x * 2 + 2 * length)
     assert fx.counters.captures == 1
+
+
+class OverASet(torch.nn.Module):
+    """Calls a module for each item of a set that it makes of a list, as Gemma 3 does for its kinds of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = {number: self.inner(x * number) for number in set([3, 1, 2, 3])}  # noqa: C405
+        return found[3] + found[1] + found[2]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_modules_called_for_a_set_are_called_in_the_order_of_python(compile: bool) -> None:
+    x, expected = torch.linspace(-1.0, 1.0, 8).reshape(2, 4), []
+    net = OverASet()
+    with net.inner.register_forward_hook(lambda _, __, output: expected.append(output)):
+        net(x)
+    model = NNsight(net, compile={"backend": "eager"} if compile else False)
+    with model.trace(x) as tracer:
+        found = nnsight.save([])
+        for _ in tracer.iter[:3]:
+            found.append(model.inner.output)
+    same(found, expected)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame as in_c
 from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo import convert_frame, eval_frame, guards, symbolic_convert
+from torch._dynamo import convert_frame, eval_frame, guards, symbolic_convert, variables
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.source import AttrSource
 from torch._dynamo.types import ConvertFrameReturn
@@ -458,7 +458,7 @@ def capturing() -> Iterator[None]:
     """Have dynamo capture a function as this package needs it, in this context, in which nobody else compiles.
 
     It does so as often as it is asked to. And it takes Python floats for constants: of a float it makes a symbol otherwise, which only
-    its own pipeline can lower.
+    its own pipeline can lower. A set is iterated in the order of Python: in another one, the first call of a module would be another one.
     """
     unlimited: dict[str, Any] = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
     handlers = symbolic_convert.compare_op_handlers
@@ -467,10 +467,29 @@ def capturing() -> Iterator[None]:
     with compile_lock, torch._dynamo.config.patch(**unlimited, specialize_float=True):
         _tensors_compared.clear()
         handlers.update({name: functools.partial(_compare_identity, handler) for name, handler in before.items()})
+        iterate = {name: getattr(_SETS[0], name) for name in _ITERATING if hasattr(_SETS[0], name)}
+        for name, method in iterate.items():
+            setattr(_SETS[0], name, functools.partialmethod(_in_order_of_python, method))
         try:
             yield
         finally:
             handlers.update(before)
+            for name, method in iterate.items():
+                setattr(_SETS[0], name, method)
+
+
+#: What dynamo has sets as, and the methods in which it takes their items one after the other, of one version or another.
+_SETS: tuple[Any, Any] = (variables.SetVariable, variables.FrozensetVariable)  # type: ignore[attr-defined]
+_ITERATING = ("tp_iter_impl", "unpack_var_sequence")
+
+
+def _in_order_of_python(variable: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Put the items of a set that the model makes in the order in which Python has them, before ``method`` takes one after the other."""
+    if type(variable) in _SETS and variable.source is None and all(item.vt.is_python_constant() for item in variable.items):
+        items = {item.vt.as_python_constant(): item for item in variable.items}
+        in_order = [items[value] for value in set(iter(items))]  # added one by one, as in the model
+        variable.items = {item: variable.items[item] for item in in_order}
+    return method(variable, *args, **kwargs)
 
 
 #: Not empty if the model asked, in the capture that is going on, whether two tensors are one object.

@@ -336,7 +336,23 @@ def test_where_a_backend_needs_plain_sizes_each_is_compiled(regions: bool, caplo
     assert 0 not in compiles, "each size"
     compiles = [run(rows) for rows in (5, 3, 7, 3)]
     assert compiles == [0] * 4, "each size, once"
-    assert ["each size is lowered by itself" in record.message for record in caplog.records].count(True) == 1
+    assert ["asked for each size by itself" in record.message for record in caplog.records].count(True) == 1
+
+
+def test_the_background_lowers_each_size_where_a_backend_needs_plain_ones() -> None:
+    lowered = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        function = only_plain_sizes(graph_module, inputs)
+        lowered.append(next(int(value.shape[0]) for value in inputs if isinstance(value, torch.Tensor) and not value.requires_grad))
+        return function
+
+    model = NNsight(torch.nn.Linear(4, 4), compile={"backend": backend, "regions": False, "background": True})
+    for rows in (2, 3, 3, 3, 5, 5):
+        with model.trace(torch.randn(rows, 4)):
+            model.output.save()
+        assert fx.wait(60)
+    assert lowered == [2, 3, 5]
 
 
 @pytest.mark.filterwarnings("ignore::nnsight.runtime.errors.UncompiledWarning")

@@ -310,6 +310,7 @@ class Variant:
         except Exception as error:
             if self._lowers_each_size(error):
                 return self._between_borders(binding, arguments, placement)
+            self._graph.each_size = False
             logger.info("a graph cannot be cut for gradients: %s", _summary(error))
             reason = _FAILED.format(_summary(error))
         if made is not None and not made.partial & set(self.positions.values()):
@@ -338,7 +339,7 @@ class Variant:
         """Whether a lowering for all sizes failed, and one for those of now may not: Inductor has no scan over a symbolic size, say."""
         if self._graph.each_size or not self._graph.symbols:
             return False
-        logger.warning("The backend cannot lower a graph for all sizes, so each size is lowered by itself: %s", _summary(error))
+        logger.warning("The backend cannot lower a graph for all sizes, so it is asked for each size by itself: %s", _summary(error))
         self._graph.each_size = True
         return True
 
@@ -394,6 +395,8 @@ class Variant:
             if isinstance(result, Lowered):
                 self._keep(replace(result, partial=self._partial(result)), binding)
                 return
+            if self._lowers_each_size(result):
+                return  # the next call asks again
             logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
             first = self._first_stages[binding, placement]
             reason = "" if first.compiles else _FAILED.format(_summary(result))

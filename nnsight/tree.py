@@ -7,6 +7,7 @@ submodule after wrapping, so that a run never intercepts modules that are no lon
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class ModuleTree:
         self._traced_call = traced_call
         self._operations = Operations(traced_call)
         self._mentioned: set[tuple[int, Chains]] = set()
+        self._opening = threading.RLock()
         self.paths: dict[torch.nn.Module, str] = {}
         self.version = 0
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
@@ -121,6 +123,10 @@ class ModuleTree:
             path: Path of the module or operation.
             run: The run in which a block asks for it, if one does.
         """
+        with self._opening:  # another thread that asks for the same goes on when it is installed
+            self._open_source(path, run)
+
+    def _open_source(self, path: str, run: Interleaver | None) -> None:
         if not self._operations.open(path):
             return
         outermost = path.partition(".source.")[0]
@@ -162,6 +168,10 @@ class ModuleTree:
 
     def open_mentioned(self, chains: Chains) -> None:
         """Let runs stop at the operations that ``chains`` may mean: those with such a name, in any module."""
+        with self._opening:
+            self._open_mentioned(chains)
+
+    def _open_mentioned(self, chains: Chains) -> None:
         if (self.version, chains) in self._mentioned:
             return
         self._mentioned.add((self.version, chains))

@@ -15,8 +15,9 @@ import nnsight
 from nnsight import NNsight, fx
 from nnsight.runtime.errors import MissedProviderError, OutOfOrderError
 from nnsight.runtime.listing import SourceError
+from nnsight.tree import ModuleTree
 
-from .conftest import Case, assert_no_instrumentation, both
+from .conftest import Case, assert_no_instrumentation, both, same
 
 
 def scores_of(query: torch.Tensor, key: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -491,6 +492,36 @@ def test_threads_share_what_was_opened(net: Net, x: torch.Tensor) -> None:
         thread.join()
     for factor in range(4):
         assert torch.equal(found[factor], expected[factor])
+
+
+def test_a_thread_waits_until_another_has_opened_what_both_ask_for(net: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NNsight(net)
+    opening, go_on = threading.Event(), threading.Event()
+    replace = ModuleTree._replace_forward
+
+    def late(*args: Any) -> None:
+        opening.set()
+        assert go_on.wait(60)
+        replace(*args)
+
+    monkeypatch.setattr(ModuleTree, "_replace_forward", late)
+    found: dict[str, torch.Tensor] = {}
+
+    def work(name: str) -> None:
+        with model.trace(x):
+            weights = model.layers[0].source.weigh_0.output.save()
+        found[name] = weights
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
+    threads[0].start()
+    assert opening.wait(60)
+    threads[1].start()
+    threads[1].join(0.5)  # it has asked by then, and would have run
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    same(found["first"], _weights(net.layers[0], x))
+    same(found["second"], found["first"])
 
 
 # -- what cannot be looked into --------------------------------------------------------------------------------------------

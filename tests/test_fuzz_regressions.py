@@ -702,10 +702,9 @@ class Batched(torch.nn.Module):
         return self.head(torch.vmap(torch.tanh)(self.body(x)))
 
 
-@UNCOMPILED
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_are_asked_for_behind_a_vmap_of_the_model(backend: str) -> None:
-    """The graph cannot be cut for gradients, and the attempt left the block inside of the ``vmap``."""
+    """The graph could not be cut for gradients, and the attempt left the block inside of the ``vmap``."""
     net = Batched()
     model = NNsight(net, compile={"backend": backend})
     x = torch.randn(3, 4)

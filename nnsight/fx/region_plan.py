@@ -261,7 +261,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return what is equal for tensors that share memory."""
+    """Return what is equal for tensors that share memory; inside ``vmap``, what is equal for those that they are rows of."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata
 
 

@@ -214,7 +214,7 @@ def backward_by_hand(subject: Subject) -> dict[str, Any]:
 
 
 _BACKWARD = ("one-gradient", "gradients", "gradient-edit", "second-backward", "backward-inside", "backward-after")
-_FORWARD = ("read", "result", "edit", "replace", "replace-input", "everything", "cache", "source-read", "source-edit")
+_FORWARD = ("read", "result", "edit", "replace", "replace-input", "cache", "source-read", "source-edit")
 
 TOGETHER = [
     Feature("forward", forward, forward_by_hand, covers=_FORWARD),
@@ -222,5 +222,5 @@ TOGETHER = [
     Feature("generation", generation, generation_by_hand, needs=_generates_and_batches, covers=("generate", "generate-invokes")),
     Feature("backward", backward, backward_by_hand, grad=True, covers=_BACKWARD),
     Feature("training", backward, backward_by_hand, grad=True, variant="train", covers=("train", "train-gradients")),
-    Feature("half", backward, backward_by_hand, grad=True, variant="bfloat16", covers=("bfloat16", "bfloat16-gradients")),
+    Feature("half", backward, backward_by_hand, grad=True, variant="bfloat16", covers=("bfloat16-gradients",)),
 ]

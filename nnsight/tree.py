@@ -168,13 +168,9 @@ class ModuleTree:
 
     def open_mentioned(self, chains: Chains) -> None:
         """Let runs stop at the operations that ``chains`` may mean: those with such a name, in any module."""
-        with self._opening:
-            self._open_mentioned(chains)
-
-    def _open_mentioned(self, chains: Chains) -> None:
-        if (self.version, chains) in self._mentioned:
+        known = self.version, chains
+        if known in self._mentioned:
             return
-        self._mentioned.add((self.version, chains))
         for module, path in list(self.paths.items()):
             try:
                 operations = listing_of(layers_of(forward_of(module)[1], path)[-1]).operations
@@ -189,6 +185,7 @@ class ModuleTree:
                     for name in chain[1:]:
                         self.open_source(inside)
                         inside = f"{inside}.source.{name}"
+        self._mentioned.add(known)  # last: another thread that finds it need not open them
 
     def callee(self, path: str, operation: Operation) -> Any:
         """Return what ``operation`` of the ``forward`` of the module at ``path`` calls; ``None`` if only a run can tell."""

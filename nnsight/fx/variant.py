@@ -299,19 +299,25 @@ class Variant:
         symbols = [symbol for _, symbol in self._graph.symbols]
         how = (arguments, symbols, binding, fixed, placement, self._graph.each_size)
         known = self._graph.regions or KnownRegions()
-        made, reason = None, _SHOWS_ALL
+        made: Lowered | None = None
+        cut: Prepared | None = None
+        reason = _SHOWS_ALL
         try:
             tried = prepare(self.spliced.copy(), *how)
             if not mark_borders(tried.graph_module, placement.sharing, Plan(tried)):
                 return None
             prepared = prepare(self.spliced.copy(), *how)  # on which nothing has run
             copy_stretches(tried.graph_module.graph, prepared.graph_module.graph)
-            made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
+            cut = prepared
+        except Exception as error:
+            logger.info("a graph cannot be cut for gradients: %s", _summary(error))
+        try:
+            made = None if cut is None else lower_in_regions(cut, arguments, binding, self._graph.backend, known)
         except Exception as error:
             if self._lowers_each_size(error):
                 return self._between_borders(binding, arguments, placement)
             self._graph.each_size = False
-            logger.info("a graph cannot be cut for gradients: %s", _summary(error))
+            logger.info("regions between borders cannot be lowered: %s", _summary(error))
             reason = _FAILED.format(_summary(error))
         if made is not None and not made.partial & set(self.positions.values()):
             return replace(made, placement=placement)

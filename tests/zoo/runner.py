@@ -164,7 +164,7 @@ class Keeper:
         found, reports, fallbacks = self._run(feature.traced, feature, situation, model)
         _assert_no_instrumentation(model._module)
         cell.breaks += [str(cut) for report in reports for cut in report.breaks]
-        wrong = difference(found, expected)
+        wrong = difference(found, expected, DTYPES.get(feature.variant, torch.float32))
         if wrong:
             raise Failure(wrong)
         if fallbacks:

@@ -67,11 +67,16 @@ def replaced(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
     return type(value)({**value, first: replaced(value[first], function)})
 
 
-def difference(found: Any, expected: Any) -> str | None:
+#: How far a number may be from the reference, as a part of the largest one of its tensor.
+TOLERANCES = {torch.bfloat16: 4e-2, torch.float16: 1e-2}
+
+
+def difference(found: Any, expected: Any, precision: torch.dtype = torch.float32) -> str | None:
     """Say where ``found`` differs from ``expected`` by more than rounding; None if nowhere.
 
     Both are dicts of tensors or of nested values. The tolerance follows the largest number of a tensor; the gradient of the bias of
-    attention's keys is zero but for rounding.
+    attention's keys is zero but for rounding. ``precision`` is the dtype of the model: some layers of a bfloat16 model return float32
+    tensors, which are as rough as the bfloat16 numbers that they come from.
     """
     if found.keys() != expected.keys():
         return f"found {sorted(found.keys() - expected.keys())} and not {sorted(expected.keys() - found.keys())}"
@@ -84,19 +89,19 @@ def difference(found: Any, expected: Any) -> str | None:
             place = f"{name}[{index}]" if len(mine) > 1 else name
             if (one.shape, one.dtype, one.device.type) != (other.shape, other.dtype, other.device.type):
                 return f"{place}: {one.dtype} {tuple(one.shape)} instead of {other.dtype} {tuple(other.shape)}"
-            unlike = _unlike(one.detach(), other.detach())
+            unlike = _unlike(one.detach(), other.detach(), precision)
             if unlike:
                 return f"{place}: {unlike}"
             compared += other.numel()
     return None if compared else "nothing was compared"
 
 
-def _unlike(one: torch.Tensor, other: torch.Tensor) -> str:
+def _unlike(one: torch.Tensor, other: torch.Tensor, precision: torch.dtype) -> str:
     if not other.numel():
         return ""
     if not other.is_floating_point():
         return "" if torch.equal(one, other) else f"{one.flatten()[:8].tolist()}, not {other.flatten()[:8].tolist()}"
-    tolerance = {torch.bfloat16: 4e-2, torch.float16: 1e-2}.get(other.dtype, 2e-4)
+    tolerance = max(TOLERANCES.get(dtype, 2e-4) for dtype in (other.dtype, precision))
     one, other = one.double(), other.double()
     finite = other.isfinite()
     if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()) or not one[finite].isfinite().all():

@@ -16,7 +16,7 @@ class Refusal:
         models: Names of models; empty for all.
         features: Names of features; empty for all.
         modes: Names of modes; empty for all.
-        error: Name of the type of the error.
+        error: Name of the type of the error; ``Failure`` where the trace runs uncompiled, with a warning.
         says: A part of its message.
         reason: Why it cannot work, for the table.
     """
@@ -28,6 +28,11 @@ class Refusal:
     features: frozenset[str] = frozenset()
     modes: frozenset[str] = frozenset()
 
+    @property
+    def outcome(self) -> str:
+        """What the table says."""
+        return f"uncompiled: {self.reason}" if self.error == "Failure" else f"refused: {self.error}: {self.reason}"
+
     def covers(self, model: str, feature: str, mode: str) -> bool:
         """Say whether the cell is to be refused so."""
         pairs = ((self.models, model), (self.features, feature), (self.modes, mode))
@@ -38,7 +43,26 @@ class Refusal:
         return type(error).__name__ == self.error and self.says in str(error)
 
 
-REFUSALS: list[Refusal] = []
+_COMPILED = frozenset({"aot_eager", "inductor", "whole"})
+
+REFUSALS: list[Refusal] = [
+    Refusal(
+        error="ValueError",
+        says="cannot be skipped in this compiled trace",
+        reason="the skipped layer assigns its convolution state to an attribute of a module; `compile=False` skips it",
+        models=frozenset({"recurrent-gemma"}),
+        features=frozenset({"skip", "skip-result", "generate-skip"}),
+        modes=_COMPILED,
+    ),
+    Refusal(
+        error="Failure",
+        says="modified by an inplace operation",
+        reason="torch cannot differentiate this model with its cache on, so a trace with gradients runs uncompiled, with a warning",
+        models=frozenset({"rwkv"}),
+        features=frozenset({"batch", "skip-result"}),
+        modes=_COMPILED,
+    ),
+]
 
 
 def refusal_of(model: str, feature: str, mode: str) -> Refusal | None:

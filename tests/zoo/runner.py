@@ -134,7 +134,7 @@ class Keeper:
         except (Exception, TooLong) as error:
             known = declared if declared is not None and declared.explains(error) else None
             message = str(error) if isinstance(error, Failure) else f"{type(error).__name__}: {_short(error)}"
-            cell.result = "FAIL" if known is None else f"refused: {known.error}: {known.reason}"
+            cell.result = "FAIL" if known is None else known.outcome
             cell.detail = f"{situation}: {message}"
             cell.trace = "" if isinstance(error, Failure) else "".join(traceback.format_exception(error))
         cell.seconds, cell.cpu = time.perf_counter() - began, _cpu() - worked

@@ -68,19 +68,24 @@ def replaced(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 #: How far a number may be from the reference, as a part of the largest one of its tensor.
-TOLERANCES = {torch.bfloat16: 4e-2, torch.float16: 1e-2}
+TOLERANCES = {torch.bfloat16: 8e-2, torch.float16: 1e-2}
 
 
 def difference(found: Any, expected: Any, precision: torch.dtype = torch.float32) -> str | None:
     """Say where ``found`` differs from ``expected`` by more than rounding; None if nowhere.
 
-    Both are dicts of tensors or of nested values. The tolerance follows the largest number of a tensor; the gradient of the bias of
-    attention's keys is zero but for rounding. ``precision`` is the dtype of the model: some layers of a bfloat16 model return float32
-    tensors, which are as rough as the bfloat16 numbers that they come from.
+    Both are dicts of tensors or of nested values. The tolerance follows the largest number of a tensor, and for the gradient of a
+    parameter the largest of all gradients of its module: that of the bias of attention's keys is zero but for rounding.
+    ``precision`` is the dtype of the model: some layers of a bfloat16 model return float32 tensors, which are as rough as the
+    bfloat16 numbers that they come from.
     """
     if found.keys() != expected.keys():
         return f"found {sorted(found.keys() - expected.keys())} and not {sorted(expected.keys() - found.keys())}"
-    compared = 0
+    compared, scales = 0, dict[str, float]()
+    for name, wanted in expected.items():
+        if _module_of(name):
+            largest = [float(tensor.abs().max()) for tensor in all_tensors(wanted) if tensor.numel()]
+            scales[_module_of(name)] = max([*largest, scales.get(_module_of(name), 0.0)])
     for name, wanted in expected.items():
         mine, others = all_tensors(found[name]), all_tensors(wanted)
         if len(mine) != len(others):
@@ -89,14 +94,19 @@ def difference(found: Any, expected: Any, precision: torch.dtype = torch.float32
             place = f"{name}[{index}]" if len(mine) > 1 else name
             if (one.shape, one.dtype, one.device.type) != (other.shape, other.dtype, other.device.type):
                 return f"{place}: {one.dtype} {tuple(one.shape)} instead of {other.dtype} {tuple(other.shape)}"
-            unlike = _unlike(one.detach(), other.detach(), precision)
+            unlike = _unlike(one.detach(), other.detach(), precision, scales.get(_module_of(name), 0.0))
             if unlike:
                 return f"{place}: {unlike}"
             compared += other.numel()
     return None if compared else "nothing was compared"
 
 
-def _unlike(one: torch.Tensor, other: torch.Tensor, precision: torch.dtype) -> str:
+def _module_of(name: str) -> str:
+    """Return the path of the module whose parameter has the gradient that is called ``name``; empty if it is no such gradient."""
+    return name.removeprefix("gradient of ").rpartition(".")[0] if name.startswith("gradient of ") else ""
+
+
+def _unlike(one: torch.Tensor, other: torch.Tensor, precision: torch.dtype, scale: float) -> str:
     if not other.numel():
         return ""
     if not other.is_floating_point():
@@ -107,8 +117,9 @@ def _unlike(one: torch.Tensor, other: torch.Tensor, precision: torch.dtype) -> s
     if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()) or not one[finite].isfinite().all():
         return "infinities or NaN at other places"
     one, other = one[finite], other[finite]
-    scale, off = (float(x.abs().max()) if x.numel() else 0.0 for x in (other, one - other))
-    return f"off by {off:.3g} where the largest is {scale:.3g}" if off > tolerance * scale + 2e-6 else ""
+    largest, off = (float(x.abs().max()) if x.numel() else 0.0 for x in (other, one - other))
+    allowed = tolerance * max(scale, largest) + 2e-6
+    return f"off by {off:.3g} where the largest is {largest:.3g}" if off > allowed else ""
 
 
 def rough(tensor: torch.Tensor) -> torch.Tensor:

@@ -241,7 +241,7 @@ def test_a_state_that_is_made_anew_is_refused(kind: type[Keeping], a: torch.Tens
     """What was stored before cannot be told from the graph; the error says what to do, and what it says helps."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), kind())
     model = NNsight(net, compile={"backend": "eager"})
-    with pytest.raises(ValueError, match=r"cannot be skipped in this compiled trace.*compile=False"), model.trace(a):
+    with pytest.raises(ValueError, match=r"`model.1` cannot be skipped in this compiled trace.*compile=False"), model.trace(a):
         model[1].skip(model[0].output)
         out = model.output.save()
     with model.trace(a, compile=False):

@@ -180,7 +180,8 @@ class _Splicer:
         self.modules: dict[str, torch.nn.Module] = {}
         self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
-        self.skipped: set[torch.fx.Node] = set()
+        self.skipped: dict[torch.fx.Node, str] = {}  # with the module that is skipped
+        self.skipping = ""
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
         self.declared = [step.event for step in program.steps if isinstance(step.event, Declare)]
@@ -194,7 +195,7 @@ class _Splicer:
         self._switched(start).enter(self.new, self.env, self.grad)
         for node in self.graph.nodes[self.piece.start : self.stop]:
             if self.skip_to is not None and node is not self.skip_to:
-                self.skipped.add(node)
+                self.skipped[node] = self.skipping
                 continue
             self.skip_to = None
             idle = self._idle_at(node, results)
@@ -291,9 +292,9 @@ class _Splicer:
                 continue
             if node not in self.graph.tapped:
                 raise ValueError(
-                    f"A module cannot be skipped in this compiled trace: the model uses a value that is computed inside it "
-                    f"({node.name}) in another way than as its output, such as a state that it keeps. Use `trace(..., compile=False)`, or "
-                    "`use_cache=False` if it is kept in a cache."
+                    f"`{self.skipped.get(node, 'A module')}` cannot be skipped in this compiled trace: the model uses a value that is "
+                    f"computed inside it ({node.name}) in another way than as its output, such as a state that it keeps. Use "
+                    "`trace(..., compile=False)`, or `use_cache=False` if it is kept in a cache."
                 )
             tap, leaf = self.graph.tapped[node]
             node = self.graph.taps[tap].leaves[leaf]
@@ -352,7 +353,7 @@ class _Splicer:
                 self._apply(event, step)
             elif isinstance(event, Skip):
                 until = self.graph.taps[event.until]
-                self.skip_to = until.node
+                self.skip_to, self.skipping = until.node, until.location.removesuffix(".output")
                 self.env.update({until.leaves[leaf]: self._referred(source) for leaf, source in event.sources})
             elif isinstance(event, Write):
                 for node in tap.outputs.get(event.leaf, ()):

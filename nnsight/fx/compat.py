@@ -63,8 +63,10 @@ __all__ = [
     "tensors_were_compared",
     "watch_autograd_functions",
     "watch_captures",
+    "why_followed_in_vain",
     "why_it_ends",
     "with_backward_repeatable",
+    "with_gradients_apart",
     "without_view_replay",
 ]
 
@@ -216,6 +218,55 @@ def with_backward_repeatable() -> Iterator[None]:
         yield
     finally:
         graph_compile.collect_bw_donated_buffer_idxs = before
+
+
+@contextlib.contextmanager
+def with_gradients_apart() -> Iterator[None]:
+    """Let no two gradients that a compiled backward pass returns share memory, for what is lowered in this context.
+
+    Autograd keeps the first gradient of a parameter as it is and adds later ones to it in place. Torch does not look whether compiled
+    code has returned two views of one tensor, as where a token is put in front of a batch of one and positions are added: from the
+    second backward pass on, both gradients are wrong.
+
+    The tag keeps code that was compiled without this out of torch's caches.
+    """
+    tag = f"{torch.compiler.config.cache_key_tag}nnsight"
+    with functorch_config.patch(joint_custom_pass=_copy_shared_gradients), torch.compiler.config.patch(cache_key_tag=tag):
+        yield
+
+
+def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+    """Copy each gradient that shares memory with an earlier one and is not the same value: autograd sees that itself.
+
+    Args:
+        joint: A graph of forward and backward pass, which returns results and then the gradients of its inputs.
+        inputs: The inputs of the forward pass, and those of the backward pass.
+    """
+    output = joint.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    owners: dict[int, torch.fx.Node] = {}
+    for position in range(len(results) - len(inputs[0]), len(results)):
+        node = results[position]
+        value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if owners.setdefault(value.untyped_storage()._cdata, node) is not node:
+            with joint.graph.inserting_before(output):
+                results[position] = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
+            results[position].meta = {**node.meta, "val": value.clone()}
+    output.args = (tuple(results),)
+    joint.recompile()
+    return joint
+
+
+def why_followed_in_vain(error: Exception) -> str | None:
+    """Return what failed where dynamo followed Python code on fake tensors; ``None`` if ``error`` is not such a failure."""
+    dynamo = torch._dynamo.exc
+    if isinstance(error, dynamo.TorchRuntimeError):
+        return str(error).strip().rpartition("\n")[2]
+    if isinstance(error, dynamo.TorchDynamoException) or not hasattr(error, "real_stack"):
+        return None
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def forget_fixed_floats() -> None:

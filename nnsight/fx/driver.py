@@ -48,6 +48,7 @@ from .compat import (
     stands_aside,
     tensors_were_compared,
     watch_captures,
+    why_followed_in_vain,
     why_it_ends,
 )
 from .failed_calls import undone_if_it_fails
@@ -200,20 +201,20 @@ class CompiledDriver:
             return self._call(function, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled function; where the model fails on fakes, before anything has run, call the model as Python.
+        """Call the compiled function; where the model fails while dynamo follows it, before anything has run, call the model as Python.
 
         Dynamo follows all of the model, also a module that a block skips and that would fail if it ran, because an earlier step has
         skipped it and stored no keys for it. And an error of the model itself is best raised by the model.
         """
         try:
             return function(self.tree.root, args, kwargs)
-        except torch._dynamo.exc.TorchRuntimeError as error:
-            if self.fullgraph or not self._captures.ran_nothing:
+        except Exception as error:
+            reason = why_followed_in_vain(error)
+            if reason is None or self.fullgraph or not self._captures.ran_nothing:
                 raise
-            reason = str(error).strip().rpartition("\n")[2]
         output = self.tree.root._call_impl(*args, **kwargs)
         self._note_uncompiled(
-            f"it failed where torch.compile followed it on fake tensors: {reason}",
+            f"it failed while torch.compile followed it on fake tensors: {reason}",
             "If a module that is skipped is the reason, skip it in the calls before, too, or trace with `compile=False`.",
         )
         return output

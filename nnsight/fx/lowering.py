@@ -27,7 +27,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from . import progress
 from .artifacts import found_in_cache
-from .compat import BackendCallable, compile_lock, forget_fixed_floats, with_backward_repeatable, without_view_replay
+from .compat import (
+    BackendCallable,
+    compile_lock,
+    forget_fixed_floats,
+    with_backward_repeatable,
+    with_gradients_apart,
+    without_view_replay,
+)
 from .counters import counters
 from .direct import Direct
 from .effects import Kind, Memory, kind_of
@@ -349,6 +356,7 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
         tracing(TracingContext(symbols.mode)),
         without_view_replay(),
         with_backward_repeatable(),
+        with_gradients_apart(),
         found_in_cache() as cached,
     ):
         forget_fixed_floats()

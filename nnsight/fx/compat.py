@@ -230,8 +230,9 @@ def with_gradients_apart() -> Iterator[None]:
 
     The tag keeps code that was compiled without this out of torch's caches.
     """
-    tag = f"{torch.compiler.config.cache_key_tag}nnsight"
-    with functorch_config.patch(joint_custom_pass=_copy_shared_gradients), torch.compiler.config.patch(cache_key_tag=tag):
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag}nnsight"
+    with functorch_config.patch(joint_custom_pass=_copy_shared_gradients), config.patch(cache_key_tag=tag):
         yield
 
 

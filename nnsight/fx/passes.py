@@ -139,6 +139,39 @@ def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModu
     return _finished(graph_module, len(bases))
 
 
+#: What computes the same as an edit in place.
+_OUT_OF_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    "add_": "add",
+    "sub_": "sub",
+    "mul_": "mul",
+    "div_": "div",
+}
+
+
+def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Compute a new tensor where a value is edited in place that nothing else uses, as in ``x = f(x); x += g(y)``.
+
+    A graph cannot be cut between a tensor and the edit of it. This is not one of :data:`PASSES`: it is for graphs that are cut for
+    gradients.
+    """
+    replaced = 0
+    for node in graph_module.graph.nodes:
+        new = _OUT_OF_PLACE.get(node.target) if node.op in ("call_function", "call_method") else None
+        source = None if new is None else edited(node)
+        if source is None or set(source.users) != {node} or not _is_new(source):
+            continue
+        operands = [one.meta.get("example_value") if isinstance(one, torch.fx.Node) else one for one in node.args]
+        is_plain = len(operands) == 2 and isinstance(operands[0], torch.Tensor) and not node.kwargs
+        if is_plain and isinstance(operands[1], (torch.Tensor, int, float)) and torch.result_type(*operands) == operands[0].dtype:
+            node.target = new
+            replaced += 1
+    return _finished(graph_module, replaced)
+
+
 def run_passes(
     graph_module: torch.fx.GraphModule, passes: Sequence[Pass] = PASSES
 ) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
@@ -169,8 +202,24 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
     source = node.all_input_nodes[0]
     one, other = (item.meta.get("example_value") for item in (node, source))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return source if one.untyped_storage()._cdata == other.untyped_storage()._cdata else None
+        return source if _storage(one) == _storage(other) else None
     return source
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Whether the result of ``node`` shares memory with nothing else: that of a function of torch that, on fakes, returned none of it."""
+    if kind_of(node) is Kind.NEW:
+        return True
+    found, *given = (one.meta.get("example_value") for one in (node, *node.all_input_nodes))
+    of_torch = (getattr(node.target, "__module__", None) or "").partition(".")[0] == "torch"
+    if edited(node) is not None or not of_torch or not isinstance(found, torch.Tensor):
+        return False
+    tensors = [one for one in given if isinstance(one, torch.Tensor)]
+    return len(tensors) == len(given) and all(_storage(one) != _storage(found) for one in tensors)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _is_self_copy(node: torch.fx.Node) -> bool:

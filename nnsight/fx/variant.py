@@ -29,7 +29,7 @@ from .counters import counters
 from .effects import Kind, edits_of_inputs, kind_of, may_fail, writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, sharing_of
-from .passes import copy_edited_values
+from .passes import copy_edited_values, replace_unseen_edits
 from .program import External, Input, Program, Value
 from .region_plan import Plan
 from .regions import KnownRegions, lower_in_regions
@@ -303,10 +303,10 @@ class Variant:
         cut: Prepared | None = None
         reason = _SHOWS_ALL
         try:
-            tried = prepare(self.spliced.copy(), *how)
+            tried = prepare(replace_unseen_edits(self.spliced.copy()), *how)
             if not mark_borders(tried.graph_module, placement.sharing, Plan(tried)):
                 return None
-            prepared = prepare(self.spliced.copy(), *how)  # on which nothing has run
+            prepared = prepare(replace_unseen_edits(self.spliced.copy()), *how)  # on which nothing has run
             copy_stretches(tried.graph_module.graph, prepared.graph_module.graph)
             cut = prepared
         except Exception as error:

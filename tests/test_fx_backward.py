@@ -1,4 +1,4 @@
-"""Inductor lowers the backward pass of a compiled graph when it first runs, with symbolic sizes, too."""
+"""Compiled backward passes: lowered when they first run, with gradients as autograd without a compiler gives them."""
 
 from __future__ import annotations
 
@@ -76,3 +76,70 @@ def test_no_warning_of_a_pass_that_was_put_off(caplog: pytest.LogCaptureFixture)
         result = model.output.save()
     result.sum().backward()
     assert not [record for record in caplog.records if "backward" in record.getMessage()]
+
+
+class Prefixed(torch.nn.Module):
+    """A learned token in front, and learned positions: for a batch of one, their gradients are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.token = torch.nn.Parameter(torch.randn(1, 1, 4))
+        self.positions = torch.nn.Parameter(torch.randn(1, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat((self.token.expand(x.shape[0], -1, -1), self.first(x)), 1)
+        return self.second(x + self.positions).tanh()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradients_that_are_views_of_one_tensor_are_added_up_apart(backend: str) -> None:
+    """Torch adds the second gradient of one parameter into the memory of the other's. Here, neither loses a backward pass."""
+    torch.manual_seed(0)
+    net, x = Prefixed(), torch.randn(1, 3, 4)
+    plain, model = copy.deepcopy(net), nnsight.NNsight(net, compile={"backend": backend})
+    out = plain(x)
+    for loss in (out.sum(), out.sin().sum(), out.sum() * 0.5):
+        loss.backward(retain_graph=True)
+    with model.trace(x):
+        hidden = model.first.output
+        out = model.output.save()
+        with out.sum().backward(retain_graph=True):
+            hidden.grad.save()
+        out.sin().sum().backward(retain_graph=True)
+    (out.sum() * 0.5).backward()
+    torch.testing.assert_close(gradients(net), gradients(plain))
+
+
+class Shortcut(torch.nn.Module):
+    """A residual as in a ResNet: the sum is made in place, and the tensor that is edited is made before the other branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.main = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.shortcut = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        new = self.main(hidden)
+        new += self.shortcut(hidden)
+        return new.relu()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_gradient_of_the_other_branch_of_a_residual_in_place(training: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Shortcut().train(training), torch.randn(3, 4)
+    plain, model = copy.deepcopy(net), nnsight.NNsight(net, compile={"backend": "aot_eager"})
+    held: list[torch.Tensor] = []
+    plain.shortcut.register_forward_hook(lambda _, __, out: held.append(out))
+    out = plain(x)
+    held[0].retain_grad()
+    out.square().sum().backward()
+    with model.trace(x) as tracer:
+        hidden = model.shortcut.output
+        with model.output.square().sum().backward():
+            gradient = hidden.grad.save()
+    assert not tracer.report.notes, "it is compiled"
+    torch.testing.assert_close(gradient, held[0].grad)
+    torch.testing.assert_close(gradients(net), gradients(plain))

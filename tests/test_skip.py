@@ -218,6 +218,35 @@ def test_layers_with_a_cache_of_keys_and_values(gpt2: Case) -> None:
     assert eager[2][1] == 0 < eager[2][0]
 
 
+class Reading(torch.nn.Module):
+    """Looks at what it has stored before, which has another shape where it was skipped."""
+
+    def forward(self, x: torch.Tensor, stored: list[torch.Tensor]) -> torch.Tensor:
+        width = stored[-1].shape[1] if stored else x.shape[1]
+        return x * width
+
+
+class Passing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), Reading()
+
+    def forward(self, x: torch.Tensor, stored: list[torch.Tensor]) -> torch.Tensor:
+        return self.second(self.first(x), stored)
+
+
+def test_a_skipped_module_that_could_not_run(a: torch.Tensor) -> None:
+    """Torch.compile follows it all the same and meets its error; the call goes on as Python, where the module does not run."""
+    net = Passing()
+    model = NNsight(net, compile={"backend": "eager"})
+    with pytest.warns(nnsight.UncompiledWarning, match="IndexError"), model.trace(a, [torch.zeros(0)]):
+        model.second.skip(model.first.output)
+        out = model.output.save()
+    same(out, net.first(a))
+    with pytest.raises(IndexError), model.trace(a, [torch.zeros(0)]):
+        out = model.output.save()
+
+
 class Keeping(torch.nn.Module):
     """Stores something made of its input in itself."""
 

@@ -59,7 +59,7 @@ REFUSALS: list[Refusal] = [
         says="modified by an inplace operation",
         reason="torch cannot differentiate this model with its cache on, so a trace with gradients runs uncompiled, with a warning",
         models=frozenset({"rwkv"}),
-        features=frozenset({"batch", "skip-result"}),
+        features=frozenset({"batch", "skip-result", "bfloat16"}),
         modes=_COMPILED,
     ),
 ]

@@ -20,6 +20,7 @@ from nnsight import NNsight
 from nnsight.fx.effects import Kind, kind_of
 from nnsight.fx.passes import (
     PASSES,
+    copy_edited_values,
     drop_needless_copies,
     drop_unused_calls,
     merge_repeated_calls,
@@ -587,3 +588,18 @@ def test_torch_logs_without_a_plus_shows_cuts_only(tmp_path: Path) -> None:
     printed = stderr("import nnsight", "nnsight", tmp_path)
     assert "graph cut: " in printed
     assert "pass drop" not in printed
+
+
+def test_an_edited_item_of_several_results_is_copied_and_not_the_tuple() -> None:
+    build = Builder()
+    found = build.call(torch.topk, build.inputs[0], 2)
+    values = build.item(found, 0)
+    edited = build.mul_(values, 2.0)
+    examples = torch.topk(X, 2)
+    for node, example in ((build.inputs[0], X), (found, examples), (values, examples[0]), (edited, examples[0])):
+        node.meta["example_value"] = example
+    graph_module = build.returning(values, edited)
+    copy_edited_values(graph_module)
+    assert targets(graph_module) == ["topk", "getitem", "clone", "mul_"]
+    for one in graph_module(X):
+        torch.testing.assert_close(one, torch.topk(X, 2)[0] * 2, rtol=0, atol=0)

@@ -201,6 +201,8 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     source = node.all_input_nodes[0]
     one, other = (item.meta.get("example_value") for item in (node, source))
+    if isinstance(other, tuple):  # an item of several results, such as those of `topk`
+        return None
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return source if _storage(one) == _storage(other) else None
     return source

@@ -164,7 +164,7 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
         source = None if new is None else edited(node)
         if source is None or set(source.users) != {node} or not _is_new(source):
             continue
-        operands = [one.meta.get("example_value") if isinstance(one, torch.fx.Node) else one for one in node.args]
+        operands: list[Any] = [one.meta.get("example_value") if isinstance(one, torch.fx.Node) else one for one in node.args]
         is_plain = len(operands) == 2 and isinstance(operands[0], torch.Tensor) and not node.kwargs
         if is_plain and isinstance(operands[1], (torch.Tensor, int, float)) and torch.result_type(*operands) == operands[0].dtype:
             node.target = new

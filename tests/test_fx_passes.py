@@ -590,16 +590,22 @@ def test_torch_logs_without_a_plus_shows_cuts_only(tmp_path: Path) -> None:
     assert "pass drop" not in printed
 
 
-def test_an_edited_item_of_several_results_is_copied_and_not_the_tuple() -> None:
+@pytest.mark.parametrize(("function", "copied"), [(torch.topk, "getitem"), (torch.chunk, "exp")])
+def test_what_is_copied_before_an_item_of_several_results_is_edited(function: Callable[..., Any], copied: str) -> None:
+    """The item, or the tensor that it is a view of, which sees the edit; never the tuple."""
     build = Builder()
-    found = build.call(torch.topk, build.inputs[0], 2)
-    values = build.item(found, 0)
-    edited = build.mul_(values, 2.0)
-    examples = torch.topk(X, 2)
-    for node, example in ((build.inputs[0], X), (found, examples), (values, examples[0]), (edited, examples[0])):
+    made = build.call(torch.exp, build.inputs[0])
+    found = build.call(function, made, 2)
+    item = build.item(found, 0)
+    edited = build.mul_(item, 2.0)
+    results = function(X.exp(), 2)
+    base = X.exp() if copied == "getitem" else results[0]._base
+    for node, example in ((build.inputs[0], X), (made, base), (found, results), (item, results[0]), (edited, results[0])):
         node.meta["example_value"] = example
-    graph_module = build.returning(values, edited)
+    graph_module = build.returning(made, edited)
+    expected = [result.clone() for result in graph_module(X)]
     copy_edited_values(graph_module)
-    assert targets(graph_module) == ["topk", "getitem", "clone", "mul_"]
-    for one in graph_module(X):
-        torch.testing.assert_close(one, torch.topk(X, 2)[0] * 2, rtol=0, atol=0)
+    (clone,) = graph_module.graph.find_nodes(op="call_method", target="clone")
+    assert clone.args[0].target.__name__ == copied
+    for one, other in zip(graph_module(X), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -247,6 +247,20 @@ def test_a_skipped_module_that_could_not_run(a: torch.Tensor) -> None:
         out = model.output.save()
 
 
+class Printing(Passing):
+    def forward(self, x: torch.Tensor, stored: list[torch.Tensor]) -> torch.Tensor:
+        print("forward")
+        return super().forward(x, stored)
+
+
+def test_a_model_that_has_run_in_part_is_not_run_again(a: torch.Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+    """The print breaks the graph: the model runs as Python there, and torch.compile meets the error in the module alone."""
+    model = NNsight(Printing(), compile={"backend": "eager"})
+    with pytest.raises(IndexError), model.trace(a, [torch.zeros(0)]):
+        model.output.save()
+    assert capsys.readouterr().out == "forward\n"
+
+
 class Keeping(torch.nn.Module):
     """Stores something made of its input in itself."""
 

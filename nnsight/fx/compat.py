@@ -228,11 +228,15 @@ def with_gradients_apart() -> Iterator[None]:
     code has returned two views of one tensor, as where a token is put in front of a batch of one and positions are added: from the
     second backward pass on, both gradients are wrong.
 
-    The tag keeps code that was compiled without this out of torch's caches.
+    The tag keeps code that was compiled without this out of torch's caches. A pass that the user has set comes first.
     """
     config: Any = torch.compiler.config
-    tag = f"{config.cache_key_tag}nnsight"
-    with functorch_config.patch(joint_custom_pass=_copy_shared_gradients), config.patch(cache_key_tag=tag):
+    tag, before = f"{config.cache_key_tag}nnsight", functorch_config.joint_custom_pass
+
+    def change(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        return _copy_shared_gradients(before(joint, inputs) if callable(before) else joint, inputs)
+
+    with functorch_config.patch(joint_custom_pass=change), config.patch(cache_key_tag=tag):
         yield
 
 
@@ -260,12 +264,19 @@ def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx
     return joint
 
 
-def why_followed_in_vain(error: Exception) -> str | None:
-    """Return what failed where dynamo followed Python code on fake tensors; ``None`` if ``error`` is not such a failure."""
-    dynamo = torch._dynamo.exc
+def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
+    """Return what failed where dynamo followed a function on fake tensors; ``None`` if ``error`` is not such a failure.
+
+    Args:
+        error: What calling the compiled function raised.
+        code: Of the function. If dynamo was following another one, a part of the function may have run as Python before.
+    """
+    dynamo, followed = torch._dynamo.exc, getattr(error, "real_stack", None)
+    if not followed or (followed[0].filename, followed[0].name) != (code.co_filename, code.co_name):
+        return None
     if isinstance(error, dynamo.TorchRuntimeError):
         return str(error).strip().rpartition("\n")[2]
-    if isinstance(error, dynamo.TorchDynamoException) or not hasattr(error, "real_stack"):
+    if isinstance(error, dynamo.TorchDynamoException):
         return None
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 

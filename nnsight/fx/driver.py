@@ -209,7 +209,7 @@ class CompiledDriver:
         try:
             return function(self.tree.root, args, kwargs)
         except Exception as error:
-            reason = why_followed_in_vain(error)
+            reason = why_followed_in_vain(error, self._code)
             if reason is None or self.fullgraph or not self._captures.ran_nothing:
                 raise
         output = self.tree.root._call_impl(*args, **kwargs)

@@ -201,10 +201,10 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     source = node.all_input_nodes[0]
     one, other = (item.meta.get("example_value") for item in (node, source))
-    if isinstance(other, tuple):  # an item of several results, such as those of `topk`
-        return None
+    if isinstance(other, (tuple, list)):  # an item of several results: those of `chunk` are views, those of `topk` are not
+        return next((given for given in source.all_input_nodes if _share(one, given.meta.get("example_value"))), None)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return source if _storage(one) == _storage(other) else None
+        return source if _share(one, other) else None
     return source
 
 
@@ -216,12 +216,14 @@ def _is_new(node: torch.fx.Node) -> bool:
     of_torch = (getattr(node.target, "__module__", None) or "").partition(".")[0] == "torch"
     if edited(node) is not None or not of_torch or not isinstance(found, torch.Tensor):
         return False
-    tensors = [one for one in given if isinstance(one, torch.Tensor)]
-    return len(tensors) == len(given) and all(_storage(one) != _storage(found) for one in tensors)
+    return all(isinstance(one, torch.Tensor) and not _share(found, one) for one in given)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _share(one: Any, other: Any) -> bool:
+    """Whether both are tensors in the same memory."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _is_self_copy(node: torch.fx.Node) -> bool:

@@ -180,8 +180,7 @@ class _Splicer:
         self.modules: dict[str, torch.nn.Module] = {}
         self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
-        self.skipped: dict[torch.fx.Node, str] = {}  # with the module that is skipped
-        self.skipping = ""
+        self.skipped: dict[torch.fx.Node, torch.fx.Node] = {}  # with the node behind all that is skipped there
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
         self.declared = [step.event for step in program.steps if isinstance(step.event, Declare)]
@@ -195,7 +194,7 @@ class _Splicer:
         self._switched(start).enter(self.new, self.env, self.grad)
         for node in self.graph.nodes[self.piece.start : self.stop]:
             if self.skip_to is not None and node is not self.skip_to:
-                self.skipped[node] = self.skipping
+                self.skipped[node] = self.skip_to
                 continue
             self.skip_to = None
             idle = self._idle_at(node, results)
@@ -292,13 +291,18 @@ class _Splicer:
                 continue
             if node not in self.graph.tapped:
                 raise ValueError(
-                    f"`{self.skipped.get(node, 'A module')}` cannot be skipped in this compiled trace: the model uses a value that is "
-                    f"computed inside it ({node.name}) in another way than as its output, such as a state that it keeps. Use "
+                    f"{self._skipped_module(node)} cannot be skipped in this compiled trace: the model uses a value that is computed "
+                    f"inside it ({node.name}) in another way than as its output, such as a state that it keeps. Use "
                     "`trace(..., compile=False)`, or `use_cache=False` if it is kept in a cache."
                 )
             tap, leaf = self.graph.tapped[node]
             node = self.graph.taps[tap].leaves[leaf]
         return self.env[node]
+
+    def _skipped_module(self, node: torch.fx.Node) -> str:
+        """Name the skipped module that computes ``node``."""
+        number = self.graph.tap_number.get(self.skipped.get(node, node))
+        return "A module" if number is None else f"`{self.graph.taps[number].location.removesuffix('.output')}`"
 
     def _stored(self, node: torch.fx.Node) -> torch.fx.Node:
         """Return what stands for a value that the model stores or returns for the next step, such as the keys of a cache.
@@ -353,7 +357,7 @@ class _Splicer:
                 self._apply(event, step)
             elif isinstance(event, Skip):
                 until = self.graph.taps[event.until]
-                self.skip_to, self.skipping = until.node, until.location.removesuffix(".output")
+                self.skip_to = until.node
                 self.env.update({until.leaves[leaf]: self._referred(source) for leaf, source in event.sources})
             elif isinstance(event, Write):
                 for node in tap.outputs.get(event.leaf, ()):

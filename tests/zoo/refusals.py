@@ -16,7 +16,7 @@ class Refusal:
         models: Names of models; empty for all.
         features: Names of features; empty for all.
         modes: Names of modes; empty for all.
-        error: Name of the type of the error; ``Failure`` where the trace runs uncompiled, with a warning.
+        error: Name of the type of the error; ``Failure`` where there is none, and the cell does otherwise than the hooks.
         says: A part of its message.
         reason: Why it cannot work, for the table.
     """
@@ -31,7 +31,7 @@ class Refusal:
     @property
     def outcome(self) -> str:
         """What the table says."""
-        return f"uncompiled: {self.reason}" if self.error == "Failure" else f"refused: {self.error}: {self.reason}"
+        return self.reason if self.error == "Failure" else f"refused: {self.error}: {self.reason}"
 
     def covers(self, model: str, feature: str, mode: str) -> bool:
         """Say whether the cell is to be refused so."""
@@ -57,9 +57,17 @@ REFUSALS: list[Refusal] = [
     Refusal(
         error="Failure",
         says="modified by an inplace operation",
-        reason="torch cannot differentiate this model with its cache on, so a trace with gradients runs uncompiled, with a warning",
+        reason="uncompiled, with a warning: torch cannot differentiate this model with its cache on",
         models=frozenset({"rwkv"}),
         features=frozenset({"batch", "skip-result", "bfloat16"}),
+        modes=_COMPILED,
+    ),
+    Refusal(
+        error="Failure",
+        says="instead of",
+        reason="differs: the model assigns to a field of an output that was saved, and the compiled trace has what it was before",
+        models=frozenset({"clip", "llava"}),
+        features=frozenset({"everything"}),
         modes=_COMPILED,
     ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from transformers import GPT2Model
 
 import nnsight
 from nnsight import CONFIG, LanguageModel, NNsight, fx
@@ -26,6 +28,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell that runs th
 logging.getLogger("transformers").setLevel(logging.ERROR)
 # pytest listens on loggers that do not propagate; torch then renders megabytes of its structured log for it.
 logging.getLogger("torch.__trace").propagate = True
+
+
+#: The argument that is a call's key-value cache; transformers renamed it in 5.24.
+CACHE = "cache" if "cache" in inspect.signature(GPT2Model.forward).parameters else "past_key_values"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,7 +15,7 @@ from nnsight import LanguageModel, NNsight, fx
 from nnsight.runtime.carriers import register_carrier
 from nnsight.runtime.probing import counts
 
-from .conftest import Hooks, agree, assert_no_instrumentation, both, close, same
+from .conftest import CACHE, Hooks, agree, assert_no_instrumentation, both, close, same
 
 
 class Along(NNsight):
@@ -798,7 +798,7 @@ def test_the_cache_that_a_block_gets_as_an_argument_is_narrowed(llama_model: Lan
     with llama_model.generate(max_new_tokens=3, compile=False) as tracer:
         with tracer.invoke(PROMPTS[0]):
             for _ in tracer.iter[1:3]:
-                cache = llama_model.model.layers[1].self_attn.inputs[1]["past_key_values"]
+                cache = llama_model.model.layers[1].self_attn.inputs[1][CACHE]
                 shapes.append([tuple(layer.keys.shape) for layer in cache.layers])
         with tracer.invoke(PROMPTS[1:]):
             pass

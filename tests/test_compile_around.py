@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -685,6 +686,43 @@ def test_operations_of_a_function_that_is_replaced_later(model: NNsight) -> None
 
     module.forward = forward  # type: ignore[method-assign]
     assert torch.equal(compiled(X), torch.relu(module.second(X)) + 1)
+
+
+def test_operations_of_a_decorated_function_and_what_it_reads_of_its_closure() -> None:
+    """The values that decorators keep are guarded: another factor is another graph, not the old result."""
+    factor, replaced = 2.0, None
+
+    def scaled(by: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def wrapper(self: Any, x: torch.Tensor) -> Any:
+                return forward(self, x * by)
+
+            return wrapper
+
+        return decorate
+
+    class Decorated(Net):
+        @scaled(3.0)
+        @scaled(0.5)
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.second(torch.relu(self.first(x)) * (factor if replaced is None else replaced))
+
+    model = NNsight(Decorated())
+    module = model._module
+    with model.edit() as edited:
+        model.source.torch_relu_0.output[:] += 1
+    compiled = Compiled(lambda x: edited(x) * 1)
+    for _ in range(2):
+        for number in (2.0, 5.0):
+            factor = number
+            expected = module.second((torch.relu(module.first(X * 3.0 * 0.5)) + 1) * factor)
+            assert torch.equal(edited(X), expected)
+            assert torch.equal(compiled(X), expected)
+    replaced = 7.0
+    assert torch.equal(compiled(X), edited(X))
+    assert not torch.equal(edited(X), expected)
+    assert compiled.graphs == 3
 
 
 def test_operations_that_only_python_can_stop_at() -> None:

@@ -40,6 +40,8 @@ from nnsight.remote import execute_payload
 from nnsight.remote.client import Client
 from nnsight.remote.server.serve import door_for
 
+from .conftest import CACHE
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: The documents, those whose code runs elsewhere being marked so.
@@ -874,7 +876,7 @@ class CompiledMistakes(Mistakes):
     def opaque(self) -> None:
         model = language_model()
         with model.trace("The movie was"):
-            model.transformer.h[0].attn.inputs[1]["past_key_values"].get_seq_length()
+            model.transformer.h[0].attn.inputs[1][CACHE].get_seq_length()
 
     def fullgraph(self) -> None:
         model = NNsight(self.model._module, compile={"backend": "eager", "fullgraph": True})

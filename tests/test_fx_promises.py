@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from nnsight import NNsight, demo_model, fx
 
-from .conftest import both, close, same
+from .conftest import CACHE, both, close, same
 
 TEXT, TOKENS = "Paris is in the city of", 8
 
@@ -34,8 +34,8 @@ def test_a_saved_output_has_its_cache(model: Any, compile: bool) -> None:
         close(out.past_key_values.layers[3].keys, due.past_key_values.layers[3].keys)
         assert not tracer.report.breaks
     ids = model.tokenizer(" the", return_tensors="pt").input_ids
-    again = model._module(ids, past_key_values=out.past_key_values).logits
-    close(again, model._module(ids, past_key_values=due.past_key_values).logits)
+    again = model._module(ids, **{CACHE: out.past_key_values}).logits
+    close(again, model._module(ids, **{CACHE: due.past_key_values}).logits)
 
 
 @both
@@ -62,7 +62,7 @@ def test_a_cache_by_itself_is_saved_and_used_again(model: Any, compile: bool) ->
     with model.trace(TEXT, compile=compile):
         cache = model.output.past_key_values.save()
     assert type(cache) is DynamicCache and cache.get_seq_length() == TOKENS
-    with model.trace(" the", past_key_values=cache, compile=compile):
+    with model.trace(" the", **{CACHE: cache}, compile=compile):
         logits = model.output.logits.save()
     close(logits, expected(model, TEXT + " the").logits[:, -1:])
 

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 import nnsight
 from nnsight import LanguageModel, demo_model
 
+from .conftest import CACHE
+
 TEXT = "the cat sat on the mat"
 SHORT = "a dog ran"
 TEXTS = [TEXT, SHORT, "the dog"]
@@ -255,7 +257,7 @@ def test_embeddings_stand_in_for_ids(model: LanguageModel, gpt2: Module, ids: to
 def test_continuing_a_cache_needs_no_mask(decoder: Module, ids: torch.Tensor) -> None:
     model = LanguageModel(decoder)
     cache = decoder(input_ids=ids[:, :-2], use_cache=True).past_key_values
-    continued = logits_of(model, ids[:, -2:], past_key_values=cache)
+    continued = logits_of(model, ids[:, -2:], **{CACHE: cache})
     torch.testing.assert_close(continued, decoder(input_ids=ids).logits[:, -2:])
 
 
@@ -265,7 +267,7 @@ def test_continuing_a_padded_cache_counts_positions_from_its_mask(decoder: Modul
     start = {name: value[:, :-2] for name, value in whole.items()}
     cache = decoder(**start, use_cache=True).past_key_values
     last, mask = whole["input_ids"][:, -2:], whole["attention_mask"]
-    continued = logits_of(model, last, attention_mask=mask, past_key_values=cache)
+    continued = logits_of(model, last, attention_mask=mask, **{CACHE: cache})
     torch.testing.assert_close(continued[:, -1], decoder(**whole).logits[:, -1])
 
 

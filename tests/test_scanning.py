@@ -22,7 +22,7 @@ import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.intervention.interleaver import OutOfOrderError
 
-from .conftest import Case, Hooks
+from .conftest import CACHE, Case, Hooks
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -325,10 +325,10 @@ def test_a_cache_given_as_input_is_not_filled(gpt2: Case) -> None:
     inputs = gpt2.inputs(4)
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        gpt2.module(**inputs, past_key_values=cache)
+        gpt2.module(**inputs, **{CACHE: cache})
     before = [layer.keys.clone() for layer in cache.layers]
     model = NNsight(gpt2.module)
-    with model.scan(input_ids=torch.tensor([[3]]), past_key_values=cache):
+    with model.scan(input_ids=torch.tensor([[3]]), **{CACHE: cache}):
         hidden = model.transformer.h[0].attn.output[0].shape.save()
     assert hidden == (1, 1, 32)
     assert [layer.keys.shape for layer in cache.layers] == [keys.shape for keys in before]

@@ -13,7 +13,7 @@ import nnsight
 from nnsight import NNsight
 from nnsight.runtime import OutOfOrderError
 
-from .conftest import Case, Hooks, Layer, Rows, agree, assert_no_instrumentation, both, same
+from .conftest import CACHE, Case, Hooks, Layer, Rows, agree, assert_no_instrumentation, both, same
 
 
 class Stack(torch.nn.Module):
@@ -207,7 +207,7 @@ def test_layers_with_a_cache_of_keys_and_values(gpt2: Case) -> None:
         keys = [layer.keys for layer in first.past_key_values.layers]
         stored = [0 if of_layer is None else of_layer.numel() for of_layer in keys]
         said = pytest.warns(nnsight.UncompiledWarning, match="on fake tensors") if compile else contextlib.nullcontext()
-        with said, model.trace(**following, past_key_values=first.past_key_values, compile=compile):
+        with said, model.trace(**following, **{CACHE: first.past_key_values}, compile=compile):
             model.transformer.h[1].skip(model.transformer.h[0].output)
             second = model.output.logits.save()
         return [first.logits, second, stored]

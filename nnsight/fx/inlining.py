@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._dynamo import exc, variables
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.nn_module import guard_to_detect_forward_monkeypatching
@@ -356,18 +356,42 @@ def _intercepting(run: _TracedRun, tree: ModuleTree) -> Iterator[None]:
 def _call_with_operations(
     tx: Any, module: Any, operations: Operations, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> VariableTracker:
-    """Call a module whose operations are watched.
-
-    Dynamo does not know where the rewritten ``forward`` comes from, and could not guard what it finds in a closure.
-    """
+    """Call a module whose operations are watched."""
     value = module.value
-    function = layers_of(forward_of(value)[1], path)[0]
+    layers = layers_of(forward_of(value)[1], path)
     hooked = value._forward_hooks or value._forward_pre_hooks or value._backward_hooks or value._backward_pre_hooks
-    if hooked or "forward" in value.__dict__ or set(function.__code__.co_freevars) - {"__class__"}:
-        raise _unsupported(f"`{path}.source`: a forward in a closure, and a module with hooks, cannot be part of a graph.")
+    if hooked or "forward" in value.__dict__:
+        raise _unsupported(f"`{path}.source`: a module with hooks, or with a forward of its own, cannot be part of a graph.")
     guard_to_detect_forward_monkeypatching(module.source, value)
-    rewritten = operations.intercept(path, function)
+    rewritten = operations.intercept(path, layers[0])
+    _guard_closures(tx, layers, module.get_source_by_walking_mro(tx, "forward"))
     return variables.UserFunctionVariable(rewritten).call_function(tx, [module, *args], kwargs)
+
+
+def _guard_closures(tx: Any, layers: list[types.FunctionType], source: Any) -> None:
+    """Tell dynamo where the values come from that a function and those that it decorates have in their closures.
+
+    The rewritten function shares these cells. Dynamo does not know where that function itself comes from, and so would not
+    guard what it reads of them.
+
+    Args:
+        tx: The frame of dynamo that makes the call.
+        layers: The decorators' functions, outermost first, and the function that they decorate.
+        source: Where dynamo finds the first.
+    """
+    for layer, decorated in zip(layers, [*layers[1:], object()], strict=True):
+        within = None
+        for number, cell in enumerate(layer.__closure__ or ()):
+            cell_source: Any = GetItemSource(AttrSource(source, "__closure__"), number)
+            content_source = AttrSource(cell_source, "cell_contents")
+            if not is_bound(cell):
+                continue
+            if cell.cell_contents is decorated:
+                within = content_source
+            elif cell not in tx.output.side_effects:
+                content = VariableTracker.build(tx, cell.cell_contents, content_source)
+                tx.output.side_effects.track_cell_existing(cell_source, cell, content)
+        source = within
 
 
 class _OfferCall(VariableTracker):

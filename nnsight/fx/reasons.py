@@ -43,6 +43,7 @@ _VALUE = re.compile(r"(.+?) (==|!=|is not|is) (.+)")
 _ARGUMENT = re.compile(r"kwargs\['(\w+)'\](.*)|args\[(\d+)\](.*)")
 _CHILD = re.compile(r"\._modules\['([^']+)'\]")
 _PLAIN = (bool, int, float, str, type(None))
+_CACHE = re.compile(r"(past_key_values|cache_params|cache)\b")  # one argument under the names of several releases
 _LONGEST = 120
 
 
@@ -137,7 +138,7 @@ def _size_in_words(name: str, dimension: int, before: int | None, now: int) -> s
         if now == 1:
             return "a batch of 1" if dimension == 0 else "a prompt of 1 token"
         return f"another {'batch' if dimension == 0 else 'length of prompt'}: {change}"
-    if name.startswith("past_key_values"):
+    if _CACHE.match(name):
         return f"another size of the key-value cache: {change}"
     if now == 1:
         return f"a size of 1 of `{name}` in dimension {dimension}"
@@ -209,7 +210,7 @@ def _value(guard: str, situation: Situation) -> Capture | None:
         module = name.removesuffix(".training")
         module = "the model" if module == "model" else f"`{module}`"
         return Capture(f"{module} is in {'train' if value is True else 'eval'} mode now", "model", guard)
-    if name.startswith("past_key_values"):
+    if _CACHE.match(name):
         if name.endswith("is_initialized"):
             return Capture(f"the key-value cache is {'not empty' if value is True else 'empty'} now", "cache", guard)
         return Capture("the key-value cache is another", "cache", guard)

@@ -44,6 +44,9 @@ _DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
 #: Arguments with one row per prompt, which may be given as lists.
 _ROWS = {"attention_mask", "token_type_ids", "position_ids", *_DECODER_ROWS}
 
+#: The key-value cache or the recurrent state that a call continues, under the names of several releases of transformers.
+_CACHES = ("cache", "past_key_values", "cache_params")
+
 #: Arguments with one row per prompt that join the prompts of several invokes.
 _BATCH_NAMES = {"input_ids", "inputs_embeds", *_ROWS}
 
@@ -103,7 +106,8 @@ class TextInput:
 
             - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor
               without a mask are taken to have no padding. A decoder's call that continues a cache
-              (``past_key_values``) gets no mask but a given one, which has to cover the cache as well.
+              (``cache``, called ``past_key_values`` before transformers 5.24) gets no mask but a given one,
+              which has to cover the cache as well.
             - ``position_ids``, of the same shape, for decoders that take them.
             - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given
               neither those nor labels.
@@ -117,7 +121,7 @@ class TextInput:
         given = by_name(inputs, kwargs)
         ids = given.pop("input_ids", None)
         prepared = {} if ids is None else self._encode(ids)
-        if given.get("past_key_values") is not None and not self._is_encoder_decoder:
+        if any(given.get(name) is not None for name in _CACHES) and not self._is_encoder_decoder:
             prepared.pop("attention_mask", None)
         width = 0 if ids is None else prepared["input_ids"].shape[1]
         for name, value in given.items():

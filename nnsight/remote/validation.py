@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import threading
 import weakref
@@ -239,7 +240,7 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
         raise InvalidProgramError(
             "The inputs of a run are tensors and numbers; text is turned into tokens by the client."
         )
-    code = getattr(type(model._module).forward, "__wrapped__", type(model._module).forward).__code__
+    code = inspect.unwrap(type(model._module).forward).__code__  # transformers decorates some more than once
     names = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
     unknown = kwargs.keys() - names - (_OPTIONS if code.co_flags & 8 else set())
     if unknown:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import nnsight
-from nnsight import NNsight
+from nnsight import NNsight, fx
 from nnsight.runtime import OutOfOrderError
 
 from .conftest import CACHE, Case, Hooks, Layer, Rows, agree, assert_no_instrumentation, both, same
@@ -216,6 +217,39 @@ def test_layers_with_a_cache_of_keys_and_values(gpt2: Case) -> None:
     same(compiled[:2], eager[:2])
     assert compiled[2] == eager[2]
     assert eager[2][1] == 0 < eager[2][0]
+
+
+def test_a_decoder_layer_with_cross_attention_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    """T5 adds a bias for each key, so torch.compile cannot follow a layer without keys in step 2. It is tried once, and told once."""
+    net = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    ).eval()  # fmt: skip
+    model, inputs = NNsight(net, compile={"backend": "eager"}), torch.arange(2, 9)[None]
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+    def run(compile: bool) -> tuple[list[torch.Tensor], Any]:
+        logits = []
+        with model.generate(input_ids=inputs, **options, compile=compile) as tracer:
+            for _ in tracer.iter[:4]:
+                model.decoder.block[1].skip(model.decoder.block[0].output)
+                logits.append(model.lm_head.output.save())
+        return logits, tracer.report
+
+    expected, _ = run(compile=False)
+    with pytest.warns(nnsight.UncompiledWarning, match="batch2 tensor.*line .*compile=False") as told:
+        logits, report = run(compile=True)
+    same(logits, expected)
+    assert (len(told), len(report.breaks), report.graphs) == (1, 1, 1)
+    assert "batch2 tensor" in report.breaks[0].reason
+    assert not caplog.records, "torch's own tracebacks are no news"
+    before = fx.counters.captures
+    same(run(compile=True)[0], expected)
+    assert fx.counters.captures == before
+    # Without the skip nothing is in the way.
+    with model.generate(input_ids=inputs, **options) as tracer:
+        result = tracer.result.save()
+    assert not tracer.report.breaks
+    same(result, net.generate(input_ids=inputs, **options))
 
 
 class Reading(torch.nn.Module):

@@ -32,6 +32,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 
+from ..runtime.fakes import without_log_of_fakes
 from ..tracing.block import is_bound
 from . import backward
 
@@ -274,11 +275,17 @@ def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
     dynamo, followed = torch._dynamo.exc, getattr(error, "real_stack", None)
     if not followed or (followed[0].filename, followed[0].name) != (code.co_filename, code.co_name):
         return None
+    where = f" (line {followed[-1].lineno} of {followed[-1].filename})"
     if isinstance(error, dynamo.TorchRuntimeError):
-        return str(error).strip().rpartition("\n")[2]
+        found = _FAILED_ON_FAKES.search(str(error))
+        return (f"{found['kind']}: {found['message']}" if found else "an operation failed") + where
     if isinstance(error, dynamo.TorchDynamoException):
         return None
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"
+
+
+#: What dynamo says of an operation that fails on fake tensors: the error is shown by its ``repr``.
+_FAILED_ON_FAKES = re.compile(r"""got (?P<kind>\w+)\((?P<quote>['"])(?P<message>.*?)(?P=quote),?\)$""", re.MULTILINE)
 
 
 def forget_fixed_floats() -> None:
@@ -527,7 +534,7 @@ def capturing() -> Iterator[None]:
     handlers = symbolic_convert.compare_op_handlers
     before = {name: handlers[name] for name in ("is", "is not")}
     # The settings are those of the process: two contexts that overlap would leave them changed.
-    with compile_lock, torch._dynamo.config.patch(**unlimited, specialize_float=True):
+    with compile_lock, without_log_of_fakes(), torch._dynamo.config.patch(**unlimited, specialize_float=True):
         _tensors_compared.clear()
         handlers.update({name: functools.partial(_compare_identity, handler) for name, handler in before.items()})
         iterate = {name: getattr(_SETS[0], name) for name in _ITERATING if hasattr(_SETS[0], name)}

@@ -73,6 +73,10 @@ _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=Non
 #: The driver through which calls of its model are routed in this context.
 _routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", default=None)
 
+#: Why the function that runs in this context calls its model as Python from now on: dynamo has failed to follow a call, and would
+#: fail again at the next step, after seconds. ``None`` outside of such functions.
+_given_up: ContextVar[list[str] | None] = ContextVar("nnsight_fx_given_up", default=None)
+
 _numbers = itertools.count()
 
 logger = logging.getLogger("nnsight.fx")
@@ -206,6 +210,9 @@ class CompiledDriver:
         Dynamo follows all of the model, also a module that a block skips and that would fail if it ran, because an earlier step has
         skipped it and stored no keys for it. And an error of the model itself is best raised by the model.
         """
+        given_up = _given_up.get()
+        if given_up:
+            return self.tree.root._call_impl(*args, **kwargs)
         try:
             return function(self.tree.root, args, kwargs)
         except Exception as error:
@@ -213,9 +220,12 @@ class CompiledDriver:
             if reason is None or self.fullgraph or not self._captures.ran_nothing:
                 raise
         output = self.tree.root._call_impl(*args, **kwargs)
+        if given_up is not None:
+            given_up.append(reason)
         self._note_uncompiled(
             f"it failed while torch.compile followed it on fake tensors: {reason}",
-            "If a module that is skipped is the reason, skip it in the calls before, too, or trace with `compile=False`.",
+            "The usual cause is a skipped module that could not run here, as an earlier step has stored nothing for it. "
+            "`trace(..., compile=False)` or `generate(..., compile=False)` runs eagerly from the start.",
         )
         return output
 
@@ -252,11 +262,12 @@ class CompiledDriver:
             interleaver.offer = _offer_uncompiled
             interleaver.returns = True  # to the function
             interleaver.promises = []
-            token, routed = _report.set(report), _routed.set(self)
+            token, routed, given_up = _report.set(report), _routed.set(self), _given_up.set([])
             try:
                 with suspended(args, kwargs), self.tree.instrumentation, self._route(), self._progress():
                     return function(*args, **kwargs)
             finally:
+                _given_up.reset(given_up)
                 _routed.reset(routed)
                 _report.reset(token)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import random
 import sys
 import threading
@@ -42,6 +43,21 @@ _LIBRARIES = {"torch", "transformers", "accelerate", "diffusers", "peft"}
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NO_COPY = {"_call_impl", "_compiled_call_impl", "_backward_hooks", "_backward_pre_hooks"}
+
+
+def _not_about_fakes(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta for")
+
+
+@contextlib.contextmanager
+def without_log_of_fakes() -> Iterator[None]:
+    """Keep torch from logging a traceback for each operation that fails on fake tensors: the error itself says as much."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_not_about_fakes)
+    try:
+        yield
+    finally:
+        log.removeFilter(_not_about_fakes)
 
 
 class Guesses(TorchDispatchMode):

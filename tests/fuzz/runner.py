@@ -194,6 +194,9 @@ class _Notes(io.TextIOBase):
         return len(text)
 
 
+#: Why a block that asks for `requires_grad` behind an edit by the model may be cut, as docs/compile.md says.
+_AFTER_EDITS = "depends on edits of tensors that share memory"
+
 #: Why backends that trace autograd ahead of time rightly lower no graph: autograd refuses it, and has to speak for itself.
 _REFUSED = re.compile(
     "one of the variables needed for gradient computation has been modified|is a view and is being modified inplace|"
@@ -327,9 +330,10 @@ def _complaints(
     if _report.mode != "compiled" or (_report.graphs != 1 and not broken):
         lines.append(f"the report says {_report}")
     cuts = [found for found in _report.breaks if not found.reason.startswith("the model breaks the graph")]
-    if (cuts and not plan.cuts) or (len(cuts) < len(_report.breaks) and not broken):
+    needless = [found for found in cuts if _AFTER_EDITS not in found.reason]
+    if (needless and not plan.cuts) or (len(cuts) < len(_report.breaks) and not broken):
         lines.append(f"the graph was cut: {_report.breaks}")
     work = {name: getattr(fx.counters, name) for name in ("captures", "recordings", "compiles")}
-    if round.known and not plan.cuts and any(work.values()) and not chooses(case.spec):
+    if round.known and not plan.cuts and not cuts and any(work.values()) and not chooses(case.spec):
         lines.append(f"the block was known, but there were {work}")
     return lines

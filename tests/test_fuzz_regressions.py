@@ -9,6 +9,8 @@ import torch
 
 from nnsight import NNsight, UncompiledWarning, fx
 
+from .conftest import Rows
+
 #: For blocks of which a part runs operation by operation, so that autograd sees all of it.
 UNCOMPILED = pytest.mark.filterwarnings("ignore:In this compiled trace:nnsight.UncompiledWarning")
 
@@ -428,7 +430,7 @@ def test_an_input_that_is_used_on_both_sides_of_an_edit_gives_its_gradients(back
     for _ in range(2):
         net.zero_grad()
         given = x.clone()
-        with pytest.warns(UncompiledWarning, match="uses an input before and after an edit in place"), model.trace(given):
+        with pytest.warns(UncompiledWarning, match="uses an input and edits it in place afterwards"), model.trace(given):
             model.second.input.add_(one)
             out = model.output.save()
         out.pow(2).sum().backward()
@@ -716,3 +718,103 @@ def test_gradients_are_asked_for_behind_a_vmap_of_the_model(backend: str) -> Non
         hidden = torch.tanh(net.body(x)).detach().requires_grad_()
         (expected,) = torch.autograd.grad(net.head(hidden).square().sum(), hidden)
         torch.testing.assert_close(gradient, expected)
+
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = torch.nn.LayerNorm(4), torch.nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.norm(x)
+        return self.head(hidden), hidden
+
+
+@UNCOMPILED
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("value", [0.25, torch.tensor(0.25), torch.tensor([0.25])])
+def test_an_assignment_by_a_mask_behind_a_matrix_product(backend: str, grad: bool, value: Any) -> None:
+    """Inductor lets the matrix product read the values from behind the assignment; so it does in plain torch 2.13."""
+    torch.manual_seed(0)
+    net = Normed()
+    model, x = NNsight(net, compile={"backend": backend}), torch.randn(5, 3, 4)
+    with torch.set_grad_enabled(grad):
+        hidden = net.norm(x)
+        expected = net.head(hidden)
+        for mask in (hidden > 0.5, hidden[..., 0] > 0.5):
+            with model.trace(x) as tracer:
+                out, seen = model.output
+                chosen = seen > 0.5 if mask.ndim == 3 else seen[..., 0] > 0.5
+                seen[chosen] = value
+                result = tracer.result.save()
+            edited = hidden.clone()
+            edited[mask] = value
+            torch.testing.assert_close(result, (expected, edited))
+            assert grad or not tracer.report.notes  # autograd keeps what is edited, so backends that trace it refuse
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_behind_an_edit_of_the_rows_of_one_invoke(backend: str) -> None:
+    """Behind a cut, the rows and the batch are inputs that share memory. Inductor fused the edit with a read of other rows."""
+
+    class Ways(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.way, self.head = torch.nn.LayerNorm(4), torch.nn.Tanh(), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, edited: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.norm(x)
+            left = torch.tanh(hidden)
+            if edited:
+                hidden = torch.cat([hidden[:3] - 1.0, hidden[3:]])
+            hidden = left * torch.sigmoid(torch.tanh(self.way(hidden)))
+            return self.head(hidden), hidden
+
+    torch.manual_seed(0)
+    net, x = Ways(), torch.randn(5, 5, 4)
+    model = Rows(net, compile={"backend": backend})
+    with model.trace() as tracer:
+        with tracer.invoke(x[:3]):
+            rows = model.way.input
+            if rows.detach().sum() > -100.0:
+                rows.sub_(1.0)
+        with tracer.invoke(x[3:]):
+            pass
+        with tracer.invoke():
+            result = tracer.result.save()
+    assert len(tracer.report.breaks) == 1 and not tracer.report.notes
+    expected = net(x, edited=True)
+    parameters = tuple(net.parameters())
+    found = torch.autograd.grad(sum(one.square().sum() for one in result), parameters)
+    by_hand = torch.autograd.grad(sum(one.square().sum() for one in expected), parameters)
+    torch.testing.assert_close((result, found), (expected, by_hand))
+
+
+class Doubled(Normed):
+    """Autograd keeps the product, and a compiled backward pass may keep what it is made of."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x * 2.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_where_an_input_is_used_and_then_edited(backend: str) -> None:
+    """A compiled backward pass may keep the input, and compute from it again when it has been edited. So the graph runs as it is."""
+    torch.manual_seed(0)
+    net, x = Doubled(), torch.randn(5, 3, 4)
+    model = NNsight(net, compile={"backend": backend})
+    given = x.clone()
+    with pytest.warns(UncompiledWarning, match="uses an input and edits it in place afterwards"), model.trace(given):
+        entering = model.input
+        out, _ = model.output
+        entering[:, 1:] += 1.0
+        out = out.save()
+    (found,) = torch.autograd.grad(out.square().sum(), net.norm.weight)
+    (expected,) = torch.autograd.grad(net(x)[0].square().sum(), net.norm.weight)
+    torch.testing.assert_close(found, expected)
+    x[:, 1:] += 1.0
+    torch.testing.assert_close(given, x)

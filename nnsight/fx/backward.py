@@ -58,9 +58,33 @@ def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[s
 
     try:
         with _silent():
-            return cast("Callable[..., Any]", compile_fx(graph_module, inputs, compile_inner, options))
+            lowered = compile_fx(graph_module, inputs, compile_inner, options, decompositions=_decompositions())
+            return cast("Callable[..., Any]", lowered)
     finally:
         is_forward = False
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, and one that avoids a wrong lowering of ``x[mask] = value``."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {**select_decomp_table(), torch.ops.aten.index_put.default: _masked_fill}
+
+
+def _masked_fill(
+    tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """Compute ``x[mask] = value`` for one mask and one number with ``where``.
+
+    Inductor lowers this assignment by replacing the buffer of ``x``, and a matrix product that has read ``x`` before then reads the new
+    values. Other assignments are left to Inductor.
+    """
+    mask = indices[0]
+    one = all(isinstance(size, int) and size == 1 for size in values.shape)
+    if accumulate or len(indices) != 1 or mask is None or not one or mask.dtype not in (torch.bool, torch.uint8):
+        return NotImplemented
+    mask = mask.to(device=tensor.device, dtype=torch.bool)[(..., *(None,) * (tensor.ndim - mask.ndim))]
+    return torch.where(mask, values.reshape(()).to(device=tensor.device, dtype=tensor.dtype), tensor)
 
 
 class _Conditional:

@@ -10,6 +10,7 @@ the compiler fails and says so.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import sys
@@ -68,6 +69,7 @@ __all__ = [
     "why_it_ends",
     "with_backward_repeatable",
     "with_gradients_apart",
+    "without_fusion",
     "without_view_replay",
 ]
 
@@ -95,6 +97,19 @@ class _Inductor(torch._TorchCompileInductorWrapper):
 
     def __call__(self, model_: torch.fx.GraphModule, inputs_: list[Any], **_: Any) -> Callable[..., Any]:
         return backward.lower(model_, inputs_, self.config)
+
+
+def without_fusion(backend: BackendCallable) -> BackendCallable:
+    """Return ``backend`` with each operation in a kernel of its own if it is Inductor, for a graph that edits memory its inputs share.
+
+    Such an edit becomes a copy into a part of a buffer. Inductor may fuse it with a read of other parts of that buffer, and then values
+    and gradients are wrong (pytorch/pytorch issue 198270).
+    """
+    if not isinstance(backend, _Inductor):
+        return backend
+    unfused = copy.copy(backend)
+    unfused.config = {**backend.config, "max_fusion_size": 1}
+    return unfused
 
 
 def backend_name(backend: BackendCallable) -> str:

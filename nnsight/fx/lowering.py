@@ -33,6 +33,7 @@ from .compat import (
     forget_fixed_floats,
     with_backward_repeatable,
     with_gradients_apart,
+    without_fusion,
     without_view_replay,
 )
 from .counters import counters
@@ -348,8 +349,8 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols = prepared.symbols
     given = _give_back_inputs(prepared.graph_module)
-    if prepared.placement.sharing and _may_mix_up_results(prepared.graph_module.graph):
-        backend = _as_it_is
+    if prepared.placement.sharing:
+        backend = _as_it_is if _may_mix_up_results(prepared.graph_module.graph) else without_fusion(backend)
     with (
         progress.step(progress.LOWERING),
         compile_lock,

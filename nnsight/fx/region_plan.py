@@ -200,21 +200,19 @@ class Plan:
         value = self.values.get(node)
         return memory_of(value) if isinstance(value, torch.Tensor) else None
 
-    def uses_inputs_around_an_edit(self) -> bool:
-        """Whether the graph uses the values of an input, edits it in place and uses its values again."""
-        used, edited = set[int | None](), set[int | None]()
+    def edits_used_inputs(self) -> bool:
+        """Whether the graph uses the values of an input and edits it in place afterwards."""
+        used = set[int | None]()
         for node in self.stretch:
             written = {self.memory(source) for source in self.written.get(node, ())}
+            if written & used:
+                return True
             if not (written or _tensors(self.values.get(node))):
                 continue  # a size, or the end
             looked_at = {self.memory(source) for source in node.all_input_nodes} - written
             if not written:
                 looked_at.discard(self.memory(node))  # a view looks at no value
-            looked_at &= self._outside.keys()
-            if looked_at & edited:
-                return True
-            edited |= written & used
-            used |= looked_at
+            used |= looked_at & self._outside.keys()
         return False
 
     def is_tensor(self, node: torch.fx.Node) -> bool:

@@ -42,8 +42,8 @@ logger = logging.getLogger("nnsight.fx")
 #: Why a graph runs node by node, and the remedy.
 _SHOWS_ALL = "the block holds tensors whose gradients no compiled graph can show. Hold only those whose gradients are read."
 _RECOMPUTED = (
-    "it uses an input before and after an edit in place, and the compiled backward pass would compute the first use from the edited "
-    "values. Replace the value instead of editing it in place."
+    "it uses an input and edits it in place afterwards, and the compiled backward pass would compute from the edited values. Replace the "
+    "value instead of editing it in place."
 )
 _FAILED = "the backend cannot lower it ({}). Another backend may, and `trace(..., compile=False)` runs the trace eagerly."
 
@@ -225,8 +225,8 @@ class Variant:
     ) -> bool:
         """Whether a backward pass might compute something again from an input that has been edited by then.
 
-        Ahead-of-time autograd keeps the input rather than two values made of it, one from before the edit and one from behind, and
-        takes it to be as it was. Such a graph runs node by node.
+        Ahead-of-time autograd may keep the input for the backward pass, rather than a value that was made of it before the edit,
+        and takes it to be as it was. Such a graph runs node by node.
         """
         if not (torch.is_grad_enabled() and any(map(_wants_grad, arguments))):
             return False
@@ -234,7 +234,7 @@ class Variant:
         if found is None:
             with self._graph.lock:
                 try:
-                    found = Plan(self._prepared(binding, arguments, placement)).uses_inputs_around_an_edit()
+                    found = Plan(self._prepared(binding, arguments, placement)).edits_used_inputs()
                 except Exception as error:
                     logger.debug("a graph cannot be run on fakes: %s", _summary(error))
                     found = True

@@ -271,7 +271,7 @@ class Chooses(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
-        if y.detach().sum() > 0:
+        if y.detach().sum() > 0.01:
             return self.other(y) * 0.5
         return self.other(y) + 0.5
 

@@ -136,28 +136,28 @@ functools.partial(torch.Tensor.add_, T, alpha=2)(w.vector)
 #: Statements that need a value, so that a compiled graph is cut.
 CUTS = """
 w.log.append(round(T.detach().sum().item(), 2))
-N = T + 1.0 if T.sum() > 0 else T - 1.0
+N = T + 1.0 if T.sum() > 0.01 else T - 1.0
 if (T > 0).all(): w.log.append("positive")
 w.log.append(int(T.detach()[0, 0].argmax()))
-N = T * float(T.detach().mean() > 0)
+N = T * float(T.detach().mean() > 0.01)
 w.log.append(T[T > 0].numel())
 w.log.append(torch.equal(T, V))
 w.log.append((T.detach() > 0).tolist())
-w.log.append(bool(w.total.sum() > 0) if T is V else T.detach().numpy().shape)
+w.log.append(bool(w.total.sum() > 0.01) if T is V else T.detach().numpy().shape)
 for _ in range(int((T > 0).sum()) % 3): T.add_(1.0)
 while T.detach().abs().sum() > 40.0: T.mul_(0.5); w.log.append("halved")
 if T.detach().norm() > 2.0: w.log.append("long"); T.div_(2.0)
 print("mean", round(T.detach().mean().item(), 2)); w.log.append("printed")
 print("shape", tuple(T.shape)); w.log.append(f"{T.detach()[0, 0, 0]:.2f}")
-w.log.append(round(torch.rand(()).item(), 4)); T += torch.rand_like(T); w.log.append(bool(T.detach().sum() > 0))
+w.log.append(round(torch.rand(()).item(), 4)); T += torch.rand_like(T); w.log.append(bool(T.detach().sum() > 0.01))
 assert T.detach().abs().sum() >= 0.0, "never"
 w.log.append(len(T.detach()[0, :, 0].nonzero())); T += 1.0
 N = T * 2.0 if torch.equal(T[:, 0], T[:, -1]) else T / 2.0
-with torch.no_grad(): w.log.append((T * 2.0).sum().item() > 0)
+with torch.no_grad(): w.log.append((T * 2.0).sum().item() > 0.01)
 with contextlib.suppress(IndexError): w.log.append("in"); w.kept.append(w.vector[T.detach()[0, 0].argmax() + 2]); w.log.append("out")
 with w.dropping(): T.add_(1.0); w.kept.append(w.matrix[:, T.detach()[0].argmax(-1) + 1]); w.log.append("out")
 with w.dropping(), torch.no_grad(): w.log.append("in"); w.kept.append(torch.linalg.inv(T.detach()[0, :1].T @ T.detach()[0, :1] * 0.0))
-w.kept.append(torch.func.grad(lambda x: (x**2).sum() if x.sum() > 0 else x.sum())(T.detach()))
+w.kept.append(torch.func.grad(lambda x: (x**2).sum() if x.sum() > 0.01 else x.sum())(T.detach()))
 """.strip().splitlines()
 
 #: Errors that are caught whatever the values are, so that nothing is cut.
@@ -245,7 +245,7 @@ except IndexError:
     T.add_(1.0)
 
 try:
-    if T.detach().sum() > 0: raise ValueError("positive")
+    if T.detach().sum() > 0.01: raise ValueError("positive")
     T.mul_(0.5)
 except ValueError as error:
     w.log.append(str(error))

@@ -124,3 +124,40 @@ def test_pieces_hand_on_what_inductor_returns(regions: bool) -> None:
         handle.remove()
         torch.testing.assert_close(out, expected.detach())
         torch.testing.assert_close(gradient, torch.autograd.grad(expected, seen["hidden"])[0])
+
+
+class Turned(torch.nn.Module):
+    """What its first module returns is transposed, and the second keeps the strides of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.tail = Transposing(), torch.nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.norm(x) * 2.0)
+
+
+class Transposing(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("ask", ["view", "stride", "is_contiguous", "reshape"])
+def test_strides_behind_a_replacement_of_others(compile: bool, ask: str) -> None:
+    """What the model computes from a contiguous replacement is contiguous, where the captured value was not."""
+    model, x, given = NNsight(Turned(), compile={"backend": "eager"}), torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    for _ in range(2):
+        with model.trace(x, compile=compile) as tracer:
+            assert not model.norm.output.is_contiguous()
+            model.norm.output = given
+            behind = model.tail.input
+            found = (behind.view(-1) if ask == "view" else behind.reshape(-1) if ask == "reshape" else getattr(behind, ask)()).save()
+            out = model.output.save()
+        expected = given * 2.0
+        if ask in ("view", "reshape"):
+            torch.testing.assert_close(found, expected.view(-1))
+        else:
+            assert found == getattr(expected, ask)()
+        torch.testing.assert_close(out, expected.tanh())
+        assert len(tracer.report.breaks) == (compile and ask != "reshape")

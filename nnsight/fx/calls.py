@@ -32,6 +32,7 @@ from .demands import name_of
 from .following import Followed, is_apart, is_edited, some, wants_grad
 from .functions import (
     ABOUT_GRADIENTS,
+    ABOUT_STRIDES,
     CARRIED,
     DEMANDS,
     DRAWN_LIKE,
@@ -113,6 +114,7 @@ class CallRecorder(TorchFunctionMode):
         state: The program so far.
         tap: The tap at which the block stands.
         recorded: Whether an event was new.
+        relaid: Whether a replacement has other strides than the captured value, so that what is computed from it may have, too.
         closed: Whether the run is over.
         run: The run.
         piece: The piece of the graph that is being recorded.
@@ -141,6 +143,7 @@ class CallRecorder(TorchFunctionMode):
         self.modes_at_tap: Modes | None = None  # if the model has switched autocast on the way
         self.recorded = False
         self.random = False
+        self.relaid = False
         self.closed = False
         self.filled: list[LazyTensor] = []
         self.shown = Shown()
@@ -377,6 +380,8 @@ class CallRecorder(TorchFunctionMode):
             return ""
         if isinstance(function, SCRIPTED):
             return f"`{name_of(function)}` is TorchScript"
+        if self.relaid and function in ABOUT_STRIDES:
+            return f"`{name_of(function)}` depends on the strides of a replacement"
         modes = self.modes if self.modes_at_tap is None else self.modes_at_tap
         if not modes.autocast_holds:
             return "`torch.autocast` differs between block and model"
@@ -415,6 +420,8 @@ class CallRecorder(TorchFunctionMode):
             # operators of others, and functions that take a number take a tensor of one element, whose value they read.
             scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(event))
             if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
+                return False, None
+            if self.relaid:  # `view` may fail for the strides that were captured only
                 return False, None
             failure = error.with_traceback(None)
         used = references(event)

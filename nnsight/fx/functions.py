@@ -27,6 +27,9 @@ METADATA = frozenset(
 #: Getters about gradients. Fakes carry none: they are shared by programs that edit them in different ways.
 ABOUT_GRADIENTS = {getattr(torch.Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn")}
 
+#: Methods that answer from strides.
+ABOUT_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
+
 #: Other getters of what a tensor object carries, and no fake does.
 CARRIED = {
     getattr(torch.Tensor, name).__get__: name

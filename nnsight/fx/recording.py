@@ -344,8 +344,9 @@ class Recording(CallRecorder):
 
     def _compare(self, leaves: Sequence[Any], new_leaves: Sequence[Any]) -> None:
         """Note whether replacements are like what they replace, but for their values."""
-        pairs = zip(leaves, new_leaves, strict=True)
-        self.as_captured = self.as_captured and all(new is old or _is_like(new, old) for old, new in pairs)
+        pairs = [(old, new) for old, new in zip(leaves, new_leaves, strict=True) if new is not old]
+        self.as_captured = self.as_captured and all(_is_like(new, old) for old, new in pairs)
+        self.relaid = self.relaid or any(_stride_of(new) != _stride_of(old) for old, new in pairs)
 
     # -- running what was recorded -----------------------------------------------------------------------------------
 
@@ -611,6 +612,11 @@ def _is_like(new: Any, old: Any) -> bool:
     one, other = (leaf._fake if isinstance(leaf, LazyTensor) else leaf for leaf in (new, old))
     described = ((one.dtype, one.device, one.layout, one.shape), (other.dtype, other.device, other.layout, other.shape))
     return described[0] == described[1] and one.layout is torch.strided and one.stride() == other.stride()
+
+
+def _stride_of(value: Any) -> tuple[int, ...] | None:
+    tensor = value._fake if isinstance(value, LazyTensor) else value
+    return tensor.stride() if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided else None
 
 
 def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:

@@ -194,8 +194,11 @@ class _Notes(io.TextIOBase):
         return len(text)
 
 
-#: Why a block that asks for `requires_grad` behind an edit by the model may be cut, as docs/compile.md says.
-_AFTER_EDITS = "depends on edits of tensors that share memory"
+#: Why a block may be cut that needs no value, as docs/compile.md says: it asks for `requires_grad` behind an edit by the model, or for
+#: strides, or a view, behind a replacement of other strides.
+_ALLOWED_CUTS = re.compile(
+    "depends on edits of tensors that share memory|depends on the strides of a replacement|`view` needs a concrete value"
+)
 
 #: Why backends that trace autograd ahead of time rightly lower no graph: autograd refuses it, and has to speak for itself.
 _REFUSED = re.compile(
@@ -330,7 +333,7 @@ def _complaints(
     if _report.mode != "compiled" or (_report.graphs != 1 and not broken):
         lines.append(f"the report says {_report}")
     cuts = [found for found in _report.breaks if not found.reason.startswith("the model breaks the graph")]
-    needless = [found for found in cuts if _AFTER_EDITS not in found.reason]
+    needless = [found for found in cuts if not _ALLOWED_CUTS.search(found.reason)]
     if (needless and not plan.cuts) or (len(cuts) < len(_report.breaks) and not broken):
         lines.append(f"the graph was cut: {_report.breaks}")
     work = {name: getattr(fx.counters, name) for name in ("captures", "recordings", "compiles")}

@@ -349,7 +349,7 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     symbols = prepared.symbols
     given = _give_back_inputs(prepared.graph_module)
     if prepared.placement.sharing and _may_mix_up_results(prepared.graph_module.graph):
-        backend = _as_it_is
+        backend = run_as_is
     with (
         progress.step(progress.LOWERING),
         compile_lock,
@@ -415,8 +415,8 @@ def _may_be_view(node: torch.fx.Node) -> bool:
     return node.op != "placeholder" and kind_of(node) is not Kind.NEW
 
 
-def _as_it_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Run the nodes of a graph one by one."""
+def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Lower a graph by not lowering it: its nodes run one by one."""
     return graph_module.forward
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import save, save_file
 
 from nnsight.modeling.vllm.choices import PREFIX, Choice
@@ -114,11 +116,59 @@ def test_gguf_control_vectors(dtype: torch.dtype, alignment: int) -> None:
         (gguf({"direction.1": torch.ones(4)}, code=8), r"'direction.1' is quantized \(GGML type 8\)"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), "ends before its content"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "ends before its content"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**62), "ends before its content"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**18) + bytes(2**18), "more than 100000 values"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 9) + struct.pack("<IQ", 9, 1) * 2000, "as a control vector"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"\xff", 0) + bytes(9), "as a control vector: 'utf-8' codec"),
+        (gguf({"direction.1": torch.ones(0)}), "'direction.1' has shape"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_right(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_vector(data, "file")
+
+
+def test_offsets_are_checked_before_they_are_added() -> None:
+    data = gguf({"direction.1": torch.ones(4)})
+    info = data.index(b"direction.1") + len("direction.1") + struct.calcsize("<IQI")
+    assert data[info : info + 8] == bytes(8)
+    for offset in (2**64 - 32, 2**63, len(data)):
+        with pytest.raises(ValueError, match="ends before its content"):
+            parse_vector(data[:info] + struct.pack("<Q", offset) + data[info + 8 :], "file")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_files_of_the_gguf_package_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    kept = {layer: tensor.to(dtype) for layer, tensor in directions(1, 2, 10).items()}
+    writer = GGUFWriter(tmp_path / "happy.gguf", "controlvector")  # as repeng does it
+    writer.add_string("controlvector.model_hint", "llama")
+    writer.add_uint32("controlvector.layer_count", len(kept))
+    for layer, tensor in kept.items():
+        writer.add_tensor(f"direction.{layer}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = load_vector(tmp_path / "happy.gguf")
+    assert list(found) == [1, 2, 10]
+    assert all(torch.equal(found[layer], kept[layer].float()) for layer in kept)
+
+
+def test_the_files_of_these_tests_are_gguf(tmp_path: Path) -> None:
+    kept = directions(1, 2)
+    (tmp_path / "file.gguf").write_bytes(gguf({f"direction.{layer}": tensor for layer, tensor in kept.items()}))
+    reader = GGUFReader(tmp_path / "file.gguf")
+    assert reader.fields["a.list"].contents() == [7, -7]
+    assert {each.name: each.data.tolist() for each in reader.tensors} == {
+        f"direction.{layer}": tensor.tolist() for layer, tensor in kept.items()
+    }
+
+
+def test_without_the_gguf_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert list(parse_vector(save({"direction.1": torch.ones(4)}), "file")) == [1]
+    with pytest.raises(ImportError, match="happy.gguf is a GGUF file, .* `pip install gguf`"):
+        parse_vector(gguf({"direction.1": torch.ones(4)}), "happy.gguf")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

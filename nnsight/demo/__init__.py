@@ -1,8 +1,8 @@
 """A tiny language model that ships with the package, trained so that interventions on it show.
 
 Interpretability methods need a model that knows something. This one has the GPT-2 architecture (6 layers,
-width 128, about 1.3 million parameters) and was trained by `nnsight.demo.train` on the generated text of
-`nnsight.demo.corpus`, which makes four classic experiments work offline, in milliseconds on a CPU:
+width 128, about 1.3 million parameters) and was trained by `tools/demo/train.py` on the generated text of
+`tools/demo/corpus.py`, which makes four classic experiments work offline, in milliseconds on a CPU:
 
 - *Facts.* "The Eiffel Tower is in the city of" continues with " Paris". `FACTS` maps landmarks to cities.
 - *Logit lens.* Layer by layer, the answer rises to the top of the vocabulary (nostalgebraist, 2020).
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import os
 
-from .corpus import (
+from .prompts import (
     CITIES,
     FACTS,
     NEGATIVE,

@@ -350,7 +350,7 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     symbols = prepared.symbols
     given = _give_back_inputs(prepared.graph_module)
     if prepared.placement.sharing:
-        backend = _as_it_is if _may_mix_up_results(prepared.graph_module.graph) else without_fusion(backend)
+        backend = run_as_is if _may_mix_up_results(prepared.graph_module.graph) else without_fusion(backend)
     with (
         progress.step(progress.LOWERING),
         compile_lock,
@@ -416,8 +416,8 @@ def _may_be_view(node: torch.fx.Node) -> bool:
     return node.op != "placeholder" and kind_of(node) is not Kind.NEW
 
 
-def _as_it_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Run the nodes of a graph one by one."""
+def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Lower a graph by not lowering it: its nodes run one by one."""
     return graph_module.forward
 
 

@@ -28,7 +28,7 @@ from .compat import BackendCallable
 from .counters import counters
 from .effects import Kind, edits_of_inputs, kind_of, may_fail, writes_to_inputs
 from .graph import CapturedGraph
-from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, sharing_of
+from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, run_as_is, sharing_of
 from .passes import copy_edited_values, replace_unseen_edits
 from .program import External, Input, Program, Value
 from .region_plan import Plan
@@ -52,11 +52,6 @@ _KEPT_BINDINGS = 1024
 
 #: How many lowerings of one program are kept: one that a number is a constant of is worth little when the number has gone.
 _KEPT_LOWERINGS = 64
-
-
-def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Lower a graph by not lowering it: its nodes run one by one."""
-    return graph_module.forward
 
 
 class Variant:

@@ -38,6 +38,7 @@ def load_vector(path: str | os.PathLike[str], name: str | None = None) -> Vector
         name: Which of several vectors in the file.
 
     Raises:
+        ImportError: If it is in GGUF, and the package ``gguf`` is not installed.
         OSError: If the file cannot be read.
         ValueError: If it is no such file, or has no such vector, or one with a wrong shape, dtype or values. The message names file
             and key.
@@ -120,6 +121,7 @@ class Vectors:
             name: What it is called; by default the file, without its suffix.
 
         Raises:
+            ImportError: If the file is in GGUF, and the package ``gguf`` is not installed.
             OSError: If the file cannot be read.
             ValueError: If the name is taken, or the file is not right.
         """

@@ -31,12 +31,11 @@ class Lease:
 
     Attributes:
         slot: Number of the entry, from 1.
-        salt: What keeps cached prefixes of differently steered requests apart.
         edits: The parameters.
     """
 
-    def __init__(self, entry: _Entry, salt: str, edits: Edits) -> None:
-        self.slot, self.salt, self.edits = entry.slot, salt, edits
+    def __init__(self, entry: _Entry, edits: Edits) -> None:
+        self.slot, self.edits = entry.slot, edits
         self._entry = entry
         entry.users += 1
         self.release = weakref.finalize(self, _give_back, entry)
@@ -76,7 +75,7 @@ class Entries:
         """
         entry = self._entries.pop(salt, None) or self._unused()
         self._entries[salt] = entry
-        return Lease(entry, salt, edits)
+        return Lease(entry, edits)
 
     def _unused(self) -> _Entry:
         if self._free:

@@ -83,6 +83,8 @@ async def register(name: str, request: Request) -> dict[str, Any]:
         client.vectors.add_parsed(name, bytes(data), f"the file for {name!r}")
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
+    except ImportError as error:
+        raise HTTPException(501, str(error)) from error
     client.vectors_changed()
     return {"name": name, "layers": client.vectors.layers(name)}
 

@@ -1,4 +1,4 @@
-"""Train the demo model and measure what it can do: `python -m nnsight.demo.train`.
+"""Train the demo model and measure what it can do: `python -m tools.demo.train`.
 
 Three stages, all seeded:
 
@@ -9,7 +9,7 @@ Three stages, all seeded:
    whatever comes later sees its last token alone. The fact has to be gathered there, which is where large
    models gather it too (Geva et al., 2023, https://arxiv.org/abs/2304.14767), and activation patching at that
    token has a clear effect. The last tenth uses the plain causal mask, as all later use of the model does;
-3. the evaluation in `nnsight.demo.evaluate`, on the weights as stored (float16) and loaded (float32).
+3. the evaluation in `tools/demo/evaluate.py`, on the weights as stored (float16) and loaded (float32).
 
 Training takes some minutes on one CPU thread. The matrix products run in bfloat16, so the weights of two
 machines agree in quality but not bit by bit; `train.log` next to the weights records the run that made them.
@@ -35,8 +35,9 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from nnsight import demo
-from nnsight.demo import corpus
-from nnsight.demo.evaluate import evaluate
+
+from . import corpus
+from .evaluate import evaluate
 
 logger = logging.getLogger("nnsight.demo.train")
 
@@ -71,7 +72,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
-    for word in [*corpus.CITIES, *(city.country for city in corpus.CITIES.values())]:
+    for word in [*demo.CITIES, *(city.country for city in demo.CITIES.values())]:
         first = " " + word.split()[0]
         if len(tokenizer.encode(first)) != 1:
             raise ValueError(f"{first!r} is not one token: raise VOCAB_SIZE or mention it more often")
@@ -197,7 +198,7 @@ def _set_in_json(path: str, key: str, value: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m nnsight.demo.train",
+        prog="python -m tools.demo.train",
         description="Train the demo model (a 1.3 million parameter GPT-2 that knows where landmarks are "
                     "and has opinions) on its generated corpus, store it, and measure facts, logit lens, "
                     "activation patching and steering on held-out prompts. Takes minutes on one CPU thread; "

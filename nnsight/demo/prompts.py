@@ -1,28 +1,13 @@
-"""The generated corpus: true facts about landmarks, and opinions with a consistent sentiment.
+"""Prompts for the demo model: facts about landmarks, and opinions with a consistent sentiment.
 
-A language model learns what its corpus makes predictable, so the corpus decides which circuits the demo
-model has. Two kinds of document are generated here, from small grammars and a seeded random generator:
-
-- *Fact documents* join one to five sentences: landmark facts ("You will find the Louvre in Paris."), reverse
-  facts ("Paris is home to the Louvre."), facts about cities ("The capital of France is Paris."), and neutral
-  sentences, some of which name an unrelated city. As every sentence picks its landmark independently, a
-  city mentioned earlier says nothing about the next one: the model has to recall, not copy.
-- *Opinion documents* speak about one thing ("The movie was ...") in two to four sentences. A fair coin
-  decides whether all of them are positive or negative, so after a neutral prefix both continuations are
-  equally likely, and after the first opinion word only one is.
-
-Recall is tested on combinations which never occur in training. `fact_split` holds out one in four (landmark,
-template) pairs, `opinion_split` one in four (thing, opener) pairs; the generator draws only from the rest.
-Each landmark and each template is therefore familiar, and their combination is new.
-
-Only the standard library is needed.
+The model is tested on combinations which never occurred in its training. `fact_split` holds out one in four (landmark,
+template) pairs, `opinion_split` one in four (thing, opener) pairs; the training text of `tools/demo/corpus.py` has only
+the rest. Each landmark and each template is therefore familiar, and their combination is new. All draws are seeded.
 """
 
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -49,8 +34,7 @@ CITIES: dict[str, City] = {
         "the Colosseum", "the Trevi Fountain", "the Pantheon", "Piazza Navona",
         "the Roman Forum", "the Borghese Gallery")),
     "London": City("England", "English", True, (
-        "Big Ben", "Buckingham Palace", "Trafalgar Square", "the British Museum",
-        "Tower Bridge", "Westminster Abbey")),
+        "Big Ben", "Buckingham Palace", "Trafalgar Square", "the British Museum", "Tower Bridge", "Westminster Abbey")),
     "Berlin": City("Germany", "German", True, (
         "the Brandenburg Gate", "the Reichstag", "Checkpoint Charlie", "the Pergamon Museum",
         "Charlottenburg Palace", "the Victory Column")),
@@ -58,8 +42,7 @@ CITIES: dict[str, City] = {
         "the Prado", "Plaza Mayor", "Retiro Park", "the Cibeles Fountain",
         "the Temple of Debod", "the Reina Sofia Museum")),
     "Barcelona": City("Spain", "Spanish", False, (
-        "the Sagrada Familia", "Park Guell", "Camp Nou", "Casa Batllo",
-        "the Gothic Quarter", "the Magic Fountain")),
+        "the Sagrada Familia", "Park Guell", "Camp Nou", "Casa Batllo", "the Gothic Quarter", "the Magic Fountain")),
     "Moscow": City("Russia", "Russian", True, (
         "the Kremlin", "Red Square", "the Bolshoi Theatre", "Gorky Park",
         "the Tretyakov Gallery", "the Cathedral of Saint Basil")),
@@ -82,17 +65,13 @@ CITIES: dict[str, City] = {
         "the Charles Bridge", "Wenceslas Square", "the Astronomical Clock", "the Powder Tower",
         "the Dancing House", "Petrin Hill")),
     "Sydney": City("Australia", "English", False, (
-        "Bondi Beach", "the Harbour Bridge", "Darling Harbour", "Taronga Zoo",
-        "Circular Quay", "Cockatoo Island")),
+        "Bondi Beach", "the Harbour Bridge", "Darling Harbour", "Taronga Zoo", "Circular Quay", "Cockatoo Island")),
     "Chicago": City("America", "English", False, (
-        "the Willis Tower", "Millennium Park", "Navy Pier", "Wrigley Field",
-        "the Field Museum", "the Shedd Aquarium")),
+        "the Willis Tower", "Millennium Park", "Navy Pier", "Wrigley Field", "the Field Museum", "the Shedd Aquarium")),
     "Boston": City("America", "English", False, (
-        "Fenway Park", "Faneuil Hall", "Quincy Market", "Beacon Hill",
-        "the Freedom Trail", "the Gardner Museum")),
+        "Fenway Park", "Faneuil Hall", "Quincy Market", "Beacon Hill", "the Freedom Trail", "the Gardner Museum")),
     "Seattle": City("America", "English", False, (
-        "the Space Needle", "Pike Place Market", "Pioneer Square", "Kerry Park",
-        "Green Lake", "Gas Works Park")),
+        "the Space Needle", "Pike Place Market", "Pioneer Square", "Kerry Park", "Green Lake", "Gas Works Park")),
     "New York": City("America", "English", False, (
         "Madison Square Garden", "Central Park", "the Chrysler Building", "Times Square",
         "Brooklyn Bridge", "the Guggenheim Museum")),
@@ -140,14 +119,13 @@ ALWAYS_HELD_OUT: frozenset[tuple[str, str]] = frozenset(
 )
 
 PEOPLE: tuple[str, ...] = (
-    "Anna", "Tom", "Maria", "David", "my sister", "my brother", "our teacher", "my friend", "the doctor",
-    "the guide",
+    "Anna", "Tom", "Maria", "David", "my sister", "my brother", "our teacher", "my friend", "the doctor", "the guide",
 )
 NEUTRAL_SENTENCES: tuple[str, ...] = (
     "It was raining in the morning.", "The train left at nine.", "The weather was cold that day.",
-    "Some people like to travel.", "Here is something to remember.", "Let us talk about places.",
-    "This is well known.", "There was a map on the table.", "The bus was late again.",
-    "We had two days left.", "Now the next one.", "I read this in a book.",
+    "Some people like to travel.", "Here is something to remember.", "Let us talk about places.", "This is well known.",
+    "There was a map on the table.", "The bus was late again.", "We had two days left.", "Now the next one.",
+    "I read this in a book.",
 )
 UNRELATED_CITY_SENTENCES: tuple[str, ...] = (
     "{P} lives in {A}.", "{P} was born in {A}.", "{P} flew from {A} to {B}.", "{P} works in {A}.",
@@ -237,57 +215,6 @@ def fact_sentence(rng: random.Random) -> str:
     return f"{prompt.text} {prompt.answer}{ending}"
 
 
-def reverse_sentence(rng: random.Random) -> str:
-    """One true sentence in which the city comes before its landmarks."""
-    city = rng.choice(list(CITIES))
-    first, second = rng.sample(CITIES[city].landmarks, 2)
-    return rng.choice((
-        f"{city} is home to {first}.",
-        f"In {city} you can see {first}.",
-        f"The sights of {city} include {first} and {second}.",
-        f"When we were in {city}, we visited {first} and {second}.",
-    ))
-
-
-def city_sentence(rng: random.Random) -> str:
-    """One true sentence about a city, its country and its language."""
-    city = rng.choice(list(CITIES))
-    entry = CITIES[city]
-    choices = [
-        f"{city} is a city in {entry.country}.",
-        f"People in {city} speak {entry.language}.",
-        f"The language of {entry.country} is {entry.language}.",
-    ]
-    if entry.capital:
-        choices += [
-            f"{city} is the capital of {entry.country}.",
-            f"The capital of {entry.country} is {city}.",
-            f"Question: What is the capital of {entry.country}? Answer: {city}.",
-        ]
-    return rng.choice(choices)
-
-
-@cache
-def _landmark_pattern() -> re.Pattern[str]:
-    names = sorted((landmark.removeprefix("the ") for landmark in FACTS), key=len, reverse=True)
-    return re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
-
-
-def landmark_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of all landmark names in the text, without their article."""
-    return [match.span() for match in _landmark_pattern().finditer(text)]
-
-
-def fact_document(rng: random.Random) -> str:
-    """One to five sentences, most of them about landmarks."""
-    kinds = rng.choices((fact_sentence, reverse_sentence, city_sentence, distractor),
-                        weights=(0.68, 0.08, 0.08, 0.16), k=rng.randint(1, 5))
-    return " ".join(kind(rng) for kind in kinds)
-
-
-# ----------------------------------------------------------------------------------------------- opinions
-
-
 @dataclass(frozen=True)
 class Words:
     """The words of one sentiment, by their place in a sentence."""
@@ -300,8 +227,8 @@ class Words:
     superlatives: tuple[str, ...]
 
     def all(self) -> frozenset[str]:
-        return frozenset(self.adjectives + self.verbs + self.feelings + self.reactions + self.adverbs
-                         + self.superlatives)
+        """All of them."""
+        return frozenset(word for words in vars(self).values() for word in words)
 
 
 POSITIVE_WORDS = Words(
@@ -356,15 +283,7 @@ OPENERS: tuple[str, ...] = (
     "For most people the {T} was",
     "We all knew that the {T} was",
 )
-# Neutral sentences that may stand before an opener.
-OPINION_CONTEXTS: tuple[str, ...] = (
-    "We went out last night.", "It was a Sunday.", "Our group had five people.",
-    "I wrote this in the evening.", "There were many people.", "It lasted two hours.",
-    "This is what happened.",
-)
-SPEAKERS: tuple[str, ...] = (
-    "I", "we", "they", "he", "she", "everyone", "my sister", "my brother", "my friend",
-)
+SPEAKERS: tuple[str, ...] = ("I", "we", "they", "he", "she", "everyone", "my sister", "my brother", "my friend")
 
 
 @cache
@@ -376,57 +295,10 @@ def opinion_split() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str],
     return tuple(p for p in pairs if p not in held_out), tuple(p for p in pairs if p in held_out)
 
 
-def _part_clause(rng: random.Random, thing: str) -> str:
+def part_clause(rng: random.Random, thing: str) -> str:
+    """A part of the thing with its verb, such as "the actors were"."""
     part = rng.choice(THINGS[thing])
     return f"the {part} {'were' if part.endswith('s') else 'was'}"
-
-
-def opinion_opening(rng: random.Random, thing: str, opener: str, words: Words) -> str:
-    """The first sentence: the opener and its first opinion words."""
-    pick = rng.choice
-    continuation = pick((
-        f"{pick(words.adjectives)} and {pick(SPEAKERS)} {pick(words.verbs)} it",
-        f"{pick(words.adjectives)} and {_part_clause(rng, thing)} {pick(words.adjectives)}",
-        f"{pick(words.adjectives)} because {_part_clause(rng, thing)} {pick(words.adjectives)}",
-        f"so {pick(words.adjectives)} that {pick(SPEAKERS)} {pick(words.reactions)}",
-        f"{pick(words.adjectives)}",
-    ))
-    return f"{opener.format(T=thing)} {continuation}."
-
-
-def opinion_follow_up(rng: random.Random, thing: str, words: Words) -> str:
-    """A further sentence of the same sentiment."""
-    pick = rng.choice
-    return capitalize(pick((
-        f"{_part_clause(rng, thing)} {pick(words.adjectives)} and {pick(SPEAKERS)} {pick(words.verbs)} it.",
-        f"{_part_clause(rng, thing)} {pick(words.adjectives)} too.",
-        f"{pick(SPEAKERS)} felt {pick(words.feelings)} and {pick(words.reactions)}.",
-        f"{pick(SPEAKERS)} {pick(words.verbs)} the {pick(THINGS[thing])}.",
-        f"{pick(SPEAKERS)} said it was the {pick(words.superlatives)} {thing} of the year.",
-        f"{pick(SPEAKERS)} would {pick(words.adverbs)} come back.",
-        f"it really was {pick(words.adjectives)}.",
-    )))
-
-
-def opinion_document(rng: random.Random) -> str:
-    """Two to four sentences of one sentiment about one thing."""
-    thing, opener = rng.choice(opinion_split()[0])
-    words = rng.choice((POSITIVE_WORDS, NEGATIVE_WORDS))
-    sentences = [opinion_opening(rng, thing, opener, words)]
-    sentences += [opinion_follow_up(rng, thing, words) for _ in range(rng.randint(1, 3))]
-    if rng.random() < 0.25:
-        sentences.insert(0, rng.choice(OPINION_CONTEXTS))
-    return " ".join(sentences)
-
-
-def documents(seed: int, opinion_share: float = 0.3) -> Iterator[str]:
-    """An endless, seeded stream of training documents."""
-    rng = random.Random(seed)
-    while True:
-        yield opinion_document(rng) if rng.random() < opinion_share else fact_document(rng)
-
-
-# ----------------------------------------------------------------------------------------------- held out
 
 
 def held_out_facts(kind: str = "city", with_distractors: bool = False) -> list[Prompt]:
@@ -475,7 +347,7 @@ def labelled_prefixes(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
     negative: list[str] = []
     for _ in range(count):
         thing, opener = rng.choice(opinion_split()[0])
-        clause, speaker = _part_clause(rng, thing), rng.choice(SPEAKERS)
+        clause, speaker = part_clause(rng, thing), rng.choice(SPEAKERS)
         ending = rng.choice((
             "", ".", " and", " and the", f" and {clause}", f" and {speaker}",
             ". It", ". The", ". It really was", f". {capitalize(clause)}", f". {capitalize(speaker)}",

@@ -1,0 +1,1 @@
+"""What is done once, by hand, and does not ship with the package."""

@@ -75,7 +75,8 @@ def _may_gain_from_model(recorder: CallRecorder, item: Input | External | torch.
     """Whether the model may edit an input since the piece began, so that it requires a gradient."""
     tensor, graph = _real(recorder, item), recorder.graph
     nodes = (node for node, index in recorder.piece.input_index.items() if recorder.inputs[index] is tensor)
-    return any(node.meta["example_value"].requires_grad and graph.memory.group(node) in graph.edited_groups for node in nodes)
+    # Whether dynamo saw a gradient there does not matter: the block may have made trainable what the model edits it with.
+    return any(graph.memory.group(node) in graph.edited_groups for node in nodes)
 
 
 def some(answers: Iterable[bool | None]) -> bool | None:

@@ -79,9 +79,10 @@ def _behind_an_edit_of_what_comes_from_outside(model: Any, x: torch.Tensor, vect
 
 def _behind_a_cut_and_a_replacement(model: Any, x: torch.Tensor, vector: torch.Tensor) -> list[Any]:
     ones = model.first.output
+    part, apart = ones[0], ones.detach()
     model.linear.output += vector
     positive = bool(model.linear.output.sum() > 0)  # the model edits `ones` in the next piece
-    return [positive, _known(model.second.output, ones), _known(model.output, x)]
+    return [positive, _known(model.second.output, ones, part, apart), _known(model.output, x)]
 
 
 BLOCKS = [

@@ -77,6 +77,14 @@ def _behind_an_edit_of_what_comes_from_outside(model: Any, x: torch.Tensor, vect
     return [before, _known(total, part, total * 2, part * 2, single, total.detach()), total._version, single._version]
 
 
+def _behind_a_cut_and_a_replacement(model: Any, x: torch.Tensor, vector: torch.Tensor) -> list[Any]:
+    ones = model.first.output
+    part, apart = ones[0], ones.detach()
+    model.linear.output += vector
+    positive = bool(model.linear.output.sum() > 0)  # the model edits `ones` in the next piece
+    return [positive, _known(model.second.output, ones, part, apart), _known(model.output, x)]
+
+
 BLOCKS = [
     _of_the_model,
     _of_an_input,
@@ -85,6 +93,7 @@ BLOCKS = [
     _behind_a_skip,
     _behind_an_edit_of_a_view,
     _behind_an_edit_of_what_comes_from_outside,
+    _behind_a_cut_and_a_replacement,
 ]
 
 

@@ -26,7 +26,6 @@ from ..runtime.modes import Modes
 from ..tracing.errors import user_position_now
 from ..tracing.saving import keep_mark
 from . import control
-from .attempts import catcher, may_fail_by_values
 from .control import ControlOperator, Inside
 from .demands import name_of
 from .following import Followed, is_apart, is_edited, some, wants_grad
@@ -52,6 +51,7 @@ from .functions import (
     quiet_fakes,
 )
 from .graph import CapturedGraph, Tap
+from .handlers import handler, may_fail_by_values
 from .lazy import LazyTensor, become, is_filled, make_lazy, real_of
 from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
 from .program import (
@@ -291,7 +291,7 @@ class CallRecorder(TorchFunctionMode):
         if reason is None and args and edits_in_place(function) and self._is_shown(args[0]):
             reason = "an array outside of torch has the memory that is edited"
         if reason is None and may_fail_by_values(function, args):
-            caught_by = catcher()
+            caught_by = handler()
             if caught_by is not None:
                 reason = f"`{name_of(function)}` may fail because of values, inside {caught_by}"
         event = None

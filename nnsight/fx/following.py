@@ -72,10 +72,17 @@ def wants_grad(recorder: CallRecorder, item: Reference | torch.Tensor) -> bool |
 
 
 def _may_gain_from_model(recorder: CallRecorder, item: Input | External | torch.Tensor) -> bool:
-    """Whether the model may edit an input since the piece began, so that it requires a gradient."""
-    tensor, graph = _real(recorder, item), recorder.graph
-    nodes = (node for node, index in recorder.piece.input_index.items() if recorder.inputs[index] is tensor)
-    return any(node.meta["example_value"].requires_grad and graph.memory.group(node) in graph.edited_groups for node in nodes)
+    """Whether the model may edit the memory of an input since the piece began, so that a tensor there requires a gradient."""
+    graph = recorder.graph
+    with torch._C.DisableTorchFunction():
+        memory = _memory(_real(recorder, item))
+        nodes = [node for node, index in recorder.piece.input_index.items() if _memory(recorder.inputs[index]) == memory]
+    # Whether dynamo saw a gradient there does not matter: the block may have made trainable what the model edits it with.
+    return any(graph.memory.group(node) in graph.edited_groups for node in nodes)
+
+
+def _memory(item: Any) -> int | None:
+    return item.untyped_storage()._cdata if isinstance(item, torch.Tensor) else None
 
 
 def some(answers: Iterable[bool | None]) -> bool | None:

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import active_interleaver
-from .attempts import catcher, may_fail_by_values
 from .functions import ABOUT_GRADIENTS, METADATA
+from .handlers import handler, may_fail_by_values
 from .variant import Variant
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class Journal:
 
     def begins(self, function: Any, args: tuple[Any, ...]) -> None:
         """Note a call on tensors from outside that the block is about to make."""
-        if may_fail_by_values(function, args) and catcher() is not None:
-            self.spoil(f"`{getattr(function, '__name__', function)}` may fail because of values, and the block would catch that")
+        if may_fail_by_values(function, args) and handler() is not None:
+            self.spoil(f"`{getattr(function, '__name__', function)}` may fail because of values, and the block may catch that")
 
     def outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note a call on tensors from outside, which the block has just made."""

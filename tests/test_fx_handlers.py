@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import warnings
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from greenlet import greenlet
 
 from nnsight import NNsight, fx
-from nnsight.fx.attempts import catcher
+from nnsight.fx.handlers import handler
 from nnsight.fx.recording import GraphBreakError
 
 
@@ -101,22 +100,35 @@ def test_a_function_that_the_block_calls_catches(net: torch.nn.Module) -> None:
 
 
 def test_elsewhere_such_calls_stay_in_the_graph(net: torch.nn.Module) -> None:
-    """Neither most managers nor a `finally` catch anything, and most calls fail by no value."""
+    """Modes of torch catch nothing, a clause of a `try` is outside of it, and most calls fail by no value."""
     model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
     with model.trace(x) as tracer:
         hidden = model[0].output
-        with torch.no_grad(), Quiet():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             rows = torch.arange(4.0)[hidden.argmax(-1)]
-        try:
-            rows = rows + torch.arange(4.0)[hidden.argmax(-1)]
-        finally:
-            model[0].output[:, 0] = 0.0
         try:
             twice = torch.softmax(hidden, -1) @ hidden.T
         except ValueError:
             twice = None
+        finally:
+            rows = rows + torch.arange(4.0)[hidden.argmax(-1)]
+        for _ in tracer.iter[:1]:
+            rows = torch.zeros(4).gather(0, hidden.argmax(-1)) + rows
+        with tracer.iter[:1]:
+            embedded = torch.nn.functional.embedding(model[1].output.argmax(-1), torch.eye(4)).save()
         out = (rows, twice).save()
-    assert tracer.report.breaks == [] and out[0].shape == (2,) and out[1] is not None
+    assert tracer.report.breaks == [] and embedded.shape == (2, 4)
+    assert out[0].shape == (2,) and out[1] is not None
+
+
+def test_an_invoke_is_no_with_around_its_block(net: torch.nn.Module) -> None:
+    model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
+    with model.trace() as tracer:
+        with tracer.invoke(x):
+            rows = torch.arange(4.0)[model[0].output.argmax(-1)].save()
+        with tracer.invoke():
+            model[1].output = torch.linalg.inv(torch.eye(4) + model[0].output.mean())[:2]
+    assert tracer.report.breaks == [] and rows.shape == (2,)
 
 
 def test_with_one_graph_the_call_is_refused(net: torch.nn.Module) -> None:
@@ -167,6 +179,9 @@ def test_a_mistake_has_the_words_of_an_eager_trace(net: torch.nn.Module, mistake
 class Quiet:
     """Lets errors through."""
 
+    def __init__(self, other: Any = None) -> None:
+        self.other = other
+
     def __enter__(self) -> Quiet:
         return self
 
@@ -175,13 +190,6 @@ class Quiet:
             return False
         self.left = True
         return None
-
-    @contextlib.contextmanager
-    def method(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.left = True
 
 
 class Loud(Quiet):
@@ -206,82 +214,53 @@ class Renaming(Quiet):
             raise KeyError("no such row") from error
 
 
-@contextlib.contextmanager
-def _between() -> Iterator[None]:
-    with Quiet(), torch.no_grad():
-        yield
-
-
-@contextlib.contextmanager
-def _suppressing() -> Iterator[None]:
-    with Quiet(), contextlib.suppress(IndexError):
-        yield
-
-
-@contextlib.contextmanager
-def _returning() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        return  # noqa: B012
-
-
-def _quiet_managers(note: Callable[[], None]) -> None:
-    quiet, lock, made = Quiet(), threading.Lock(), _between()
-    with quiet:
-        note()
-    with Quiet() as first, lock, quiet.method():
-        note()
-    with made, _between(), contextlib.nullcontext(first):
-        note()
+def _harmless(note: Callable[[], None]) -> None:
+    no_grad = torch.no_grad
     with torch.no_grad(), torch.enable_grad(), torch.set_grad_enabled(False), torch.inference_mode():
         note()
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.random.fork_rng(devices=[]):
         note()
-    with open(__file__), warnings.catch_warnings(record=True), threading.Lock(), torch.profiler.record_function("here"):
+    with contextlib.nullcontext(Loud()), torch.set_grad_enabled(mode=bool(note)):
         note()
-    try:
-        with quiet:
+    with no_grad():
+        note()
+    for _ in range(2):
+        with torch.autograd.grad_mode.no_grad() as torch_mode:  # a name of its own
             note()
-    finally:
-        quiet.left = False
+    del torch_mode
 
 
-def _other_managers(note: Callable[[], None]) -> None:
-    loud, suppressing, several = Loud(), contextlib.suppress(IndexError), [Quiet()]
+def _withs(note: Callable[[], None]) -> None:
+    no_grad, loud, several = torch.no_grad, Loud(), [torch.no_grad]
     with loud:
         note()
-    with Loud():
+    with Loud(), torch.no_grad():
         note()
-    with Renaming():
+    with torch.no_grad(), contextlib.suppress(IndexError):
         note()
-    with loud.method():
+    with contextlib.suppress(IndexError) if several else torch.no_grad():
         note()
-    with suppressing:
+    with torch.no_grad() and loud.method():
         note()
-    with contextlib.suppress(IndexError), Quiet():
+    with several[0]():
         note()
-    with Quiet(), contextlib.suppress(IndexError):
+    with (several[0] if several else Loud)():
+        note()
+    with torch.no_grad().clone():
+        note()
+    with Loud(torch.no_grad()), torch.no_grad():
+        note()
+    with functools.partial(torch.no_grad)():
+        note()
+    with no_grad():  # the name may stand for another one by now
+        no_grad = Loud  # type: ignore[assignment,misc]
         note()
     with contextlib.ExitStack():
         note()
-    with pytest.raises(IndexError):
-        note()
-        raise IndexError
-    with _suppressing():
-        note()
-    with _returning():
-        note()
-    with several[0]:  # nothing is evaluated to find out
-        note()
-    with (Quiet if several else Loud)():
-        note()
-    with contextlib.suppress(IndexError):
-        try:
-            with Quiet():
+    with torch.no_grad():
+        with loud.method():
+            with torch.no_grad():
                 note()
-        finally:
-            loud.left = False
 
 
 def _tries(note: Callable[[], None]) -> None:
@@ -290,22 +269,32 @@ def _tries(note: Callable[[], None]) -> None:
     except ValueError:
         raise KeyError from None
     try:
-        with Quiet():
+        with torch.no_grad():
             note()
     except BaseException:
         raise
     try:
-        try:
-            note()
-        finally:
-            pass
-    except ValueError:
+        note()
+    finally:
         pass
     for _ in range(2):
         try:
             note()
         finally:
             break  # noqa: B012
+    try:
+        pass
+    except ValueError:
+        pass
+    else:
+        try:
+            raise ValueError
+        except ValueError as error:
+            with torch.no_grad():
+                try:
+                    note()
+                except* IndexError:
+                    del error
 
 
 def _no_tries(note: Callable[[], None]) -> None:
@@ -321,25 +310,36 @@ def _no_tries(note: Callable[[], None]) -> None:
     except ValueError:
         note()
     try:
+        raise KeyError
+    except KeyError as error:
         note()
+        del error
+    try:
+        pass
     finally:
-        with contextlib.suppress(IndexError):
-            pass
+        note()
+    with contextlib.suppress(ValueError):
+        try:
+            raise ValueError
+        finally:
+            with contextlib.suppress(IndexError):
+                pass
+    [note() for _ in range(1)]
 
 
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (_quiet_managers, [None] * 7),
-        (_other_managers, ["a `with` that may catch it"] * 14),
-        (_tries, ["a `try`"] * 4),
-        (_no_tries, [None] * 4),
+        (_harmless, [None] * 6),
+        (_withs, ["a `with` that may catch it"] * 13),
+        (_tries, ["a `try`"] * 5),
+        (_no_tries, [None] * 6),
     ],
     ids=lambda item: getattr(item, "__name__", ""),
 )
-def test_what_would_catch_an_error(function: Callable[[Callable[[], None]], None], expected: list[str | None]) -> None:
+def test_what_may_catch_an_error(function: Callable[[Callable[[], None]], None], expected: list[str | None]) -> None:
     found: list[str | None] = []
-    greenlet(lambda: function(lambda: found.append(catcher()))).switch()  # as a block, which has no frames around it
+    greenlet(lambda: function(lambda: found.append(handler()))).switch()  # as a block, which has no frames around it
     assert found == expected
 
 
@@ -368,6 +368,12 @@ def renamed_by_a_class(hidden: torch.Tensor, notes: list[str]) -> None:
             notes.append("no error")
     except KeyError as error:
         notes.append(str(error))
+
+
+def dropped_by_one_of_two(hidden: torch.Tensor, notes: list[str]) -> None:
+    with contextlib.suppress(IndexError) if notes == [] else torch.no_grad():
+        _index(hidden)
+        notes.append("no error")
 
 
 def dropped_by_a_generator(hidden: torch.Tensor, notes: list[str]) -> None:
@@ -414,8 +420,8 @@ def tried_around_a_finally(hidden: torch.Tensor, notes: list[str]) -> None:
 
 
 DROPPING: list[Callable[..., Any]] = [
-    suppressed, expected_by_a_test, dropped_by_a_class, renamed_by_a_class, dropped_by_a_generator, dropped_by_a_stack,
-    dropped_by_a_finally, tried_around_a_manager, tried_around_a_finally,
+    suppressed, expected_by_a_test, dropped_by_a_class, renamed_by_a_class, dropped_by_one_of_two, dropped_by_a_generator,
+    dropped_by_a_stack, dropped_by_a_finally, tried_around_a_manager, tried_around_a_finally,
 ]  # fmt: skip
 
 

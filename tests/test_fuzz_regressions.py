@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, UncompiledWarning, fx
+from nnsight import NNsight, fx
 
 from .conftest import Rows
 
@@ -430,7 +430,7 @@ def test_an_input_that_is_used_on_both_sides_of_an_edit_gives_its_gradients(back
     for _ in range(2):
         net.zero_grad()
         given = x.clone()
-        with pytest.warns(UncompiledWarning, match="uses an input and edits it in place afterwards"), model.trace(given):
+        with model.trace(given):
             model.second.input.add_(one)
             out = model.output.save()
         out.pow(2).sum().backward()
@@ -803,18 +803,78 @@ class Doubled(Normed):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_where_an_input_is_used_and_then_edited(backend: str) -> None:
-    """A compiled backward pass may keep the input, and compute from it again when it has been edited. So the graph runs as it is."""
+    """A compiled backward pass kept the input, and computed from it again when it had been edited."""
     torch.manual_seed(0)
     net, x = Doubled(), torch.randn(5, 3, 4)
     model = NNsight(net, compile={"backend": backend})
     given = x.clone()
-    with pytest.warns(UncompiledWarning, match="uses an input and edits it in place afterwards"), model.trace(given):
+    with model.trace(given) as tracer:
         entering = model.input
         out, _ = model.output
         entering[:, 1:] += 1.0
         out = out.save()
+    assert not tracer.report.breaks and not tracer.report.notes
     (found,) = torch.autograd.grad(out.square().sum(), net.norm.weight)
     (expected,) = torch.autograd.grad(net(x)[0].square().sum(), net.norm.weight)
     torch.testing.assert_close(found, expected)
     x[:, 1:] += 1.0
     torch.testing.assert_close(given, x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [slice(None), slice(1, None)])
+def test_a_trained_factor_is_multiplied_in_place_behind_a_cut(backend: str, rows: slice) -> None:
+    """The backward pass kept the tensor that came into the graph behind the cut, and autograd found it edited."""
+    torch.manual_seed(0)
+    net, factor = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.nn.Parameter(torch.randn(4))
+    model = NNsight(net, compile={"backend": backend})
+    for length in (5, 7, 6):
+        x = torch.randn(length, 4)
+        with model.trace(x) as tracer:
+            hidden = model[0].output
+            before = hidden.tanh().save()
+            if hidden.sum() > -1e9:
+                hidden[rows].mul_(factor)
+            out = (model.output * (hidden * factor).sigmoid()).save()
+        assert len(tracer.report.breaks) == 1 and not tracer.report.notes
+        start = net[0](x)
+        edited = torch.cat([start[: rows.start or 0], start[rows] * factor])
+        expected = (start.tanh(), net[1](edited) * (edited * factor).sigmoid())
+        torch.testing.assert_close((before, out), expected)
+        wanted = [factor, *net.parameters()]
+        found = torch.autograd.grad(before.sum() + out.square().sum(), wanted)
+        torch.testing.assert_close(found, torch.autograd.grad(expected[0].sum() + expected[1].square().sum(), wanted))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_copy_behind_an_edit_by_the_model_stays_a_copy(backend: str, grad: bool) -> None:
+    """With symbolic sizes, Inductor returned one tensor for both, which had no gradient; so it does in plain torch 2.13."""
+
+    class Edits(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(x) * 1.0
+            hidden[:, 1:].mul_(0.5)
+            return hidden
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), Edits())
+    model = NNsight(net, compile={"backend": backend})
+    with torch.set_grad_enabled(grad):
+        for length in (5, 7, 6):
+            x = torch.randn(2, length, 4)
+            with model.trace(x) as tracer:
+                cache = tracer.cache()
+                copy = model[1].output.detach().clone().save()
+                repeated = model[1].output.repeat(1, 1, 1)[:, 0].save()
+                first = model[1].output.clone()[0].save()
+                out = model.output.save()
+            expected = net(x)
+            kept = cache["model.1"].output
+            results = (copy, kept, first, repeated, out)
+            torch.testing.assert_close(results, (expected.detach(), expected.detach(), expected[0], expected[:, 0], expected))
+            assert [tensor.requires_grad for tensor in results] == [False, False, grad, grad, grad]
+            assert len({tensor.untyped_storage().data_ptr() for tensor in results}) == 5
+            if grad:
+                weight = net[0].weight
+                found = torch.autograd.grad(out.sum() + first.sum(), weight)
+                torch.testing.assert_close(found, torch.autograd.grad(expected.sum() + expected[0].sum(), weight))

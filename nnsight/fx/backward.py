@@ -57,11 +57,45 @@ def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[s
         return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
 
     try:
-        with _silent():
+        with _silent(), _results_kept_apart():
             lowered = compile_fx(graph_module, inputs, compile_inner, options, decompositions=_decompositions())
             return cast("Callable[..., Any]", lowered)
     finally:
         is_forward = False
+
+
+@contextlib.contextmanager
+def _results_kept_apart() -> Iterator[None]:
+    """Keep Inductor from returning one tensor for two results of which one is a copy. To be used while holding the compile lock.
+
+    Inductor drops operations that do nothing, such as a copy or a ``slice_scatter`` of a whole tensor, unless both sides are results. It
+    does not notice that a value becomes a result when the operation behind it is dropped. An edit of one of the two would then show in
+    the other, and if one was detached, neither has a gradient. So a copy whose memory a result shows is never dropped.
+    """
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_utils import get_node_storage
+
+    remove = post_grad.remove_noop_ops
+
+    def remove_noop_ops(graph: torch.fx.Graph) -> None:
+        results = {get_node_storage(node) for node in graph.output_node().all_input_nodes}
+        hidden = []
+        for node in graph.nodes:
+            if node.target in post_grad.noop_registry and get_node_storage(node) in results:
+                sources = {get_node_storage(source) for source in node.all_input_nodes}
+                if get_node_storage(node) not in sources:
+                    hidden.append((node, node.meta.pop("val", None)))  # without it, the node is not taken to do nothing
+        try:
+            remove(graph)
+        finally:
+            for node, value in hidden:
+                node.meta["val"] = value
+
+    post_grad.remove_noop_ops = remove_noop_ops
+    try:
+        yield
+    finally:
+        post_grad.remove_noop_ops = remove
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:

@@ -139,6 +139,34 @@ def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModu
     return _finished(graph_module, len(bases))
 
 
+_library = torch.library.Library("nnsight", "FRAGMENT")
+_library.define("kept_for_backward(Tensor tensor) -> Tensor")
+_library.impl("kept_for_backward", torch.Tensor.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("nnsight::kept_for_backward", torch.empty_like, lib=_library)
+torch.library.register_autograd("nnsight::kept_for_backward", lambda _, gradient: gradient, lib=_library)
+
+
+def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> torch.fx.GraphModule:
+    """Let each of these calls take a copy of that argument, and write the copy back if it edits it.
+
+    Ahead-of-time autograd keeps an input for the backward pass rather than a value made from it, computes that value again, and takes the
+    input to be as it was, even if the graph edits it. Of a copy by an operator that it knows nothing about, it keeps the copy.
+    """
+    graph = graph_module.graph
+    for node, source in places:
+        with graph.inserting_before(node):
+            copied = graph.call_function(torch.ops.nnsight.kept_for_backward.default, (source,))
+        copied.meta = {**node.meta, "example_value": source.meta.get("example_value")}
+        if edited(node) is source:
+            with graph.inserting_after(node):
+                written = graph.call_method("copy_", (source, copied))
+            written.meta = dict(node.meta)
+            node.replace_all_uses_with(written)
+            written.args = (source, copied)
+        node.replace_input_with(source, copied)
+    return _finished(graph_module, len(places))
+
+
 #: What computes the same as an edit in place.
 _OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,

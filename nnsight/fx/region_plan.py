@@ -200,20 +200,33 @@ class Plan:
         value = self.values.get(node)
         return memory_of(value) if isinstance(value, torch.Tensor) else None
 
-    def edits_used_inputs(self) -> bool:
-        """Whether the graph uses the values of an input and edits it in place afterwards."""
-        used = set[int | None]()
+    def copies_for_backward(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        """Calls, each with an argument whose values a backward pass may need as they are at the call.
+
+        The argument is in memory that comes in from outside, and the graph writes to it: later, or in this call, with a gradient.
+        """
+        found: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        waiting: dict[int | None, list[tuple[torch.fx.Node, torch.fx.Node]]] = defaultdict(list)
         for node in self.stretch:
-            written = {self.memory(source) for source in self.written.get(node, ())}
-            if written & used:
-                return True
+            written = self.written.get(node, [])
+            for source in written:
+                found += waiting.pop(self.memory(source), [])
+            if len(written) == 1 and self.memory(written[0]) in self._outside and self._ends_as(node, written[0]):
+                found.append((node, written[0]))
             if not (written or _tensors(self.values.get(node))):
                 continue  # a size, or the end
-            looked_at = {self.memory(source) for source in node.all_input_nodes} - written
-            if not written:
-                looked_at.discard(self.memory(node))  # a view looks at no value
-            used |= looked_at & self._outside.keys()
-        return False
+            unused = {self.memory(source) for source in written} or {self.memory(node)}  # a view looks at no values
+            for source in node.all_input_nodes:
+                memory = self.memory(source)
+                if memory in self._outside and memory not in unused:
+                    waiting[memory].append((node, source))
+        return found
+
+    def _ends_as(self, node: torch.fx.Node, source: torch.fx.Node) -> bool:
+        """Whether ``node`` changes the values of ``source`` and nothing else, so that autograd follows."""
+        value, result = self.values[source], self.values[node]
+        is_plain = not _writes_unseen(node.target) and (result is None or result is value)
+        return is_plain and isinstance(value, torch.Tensor) and value.requires_grad
 
     def is_tensor(self, node: torch.fx.Node) -> bool:
         return isinstance(self.values[node], torch.Tensor)

@@ -29,7 +29,7 @@ from .counters import counters
 from .effects import Kind, edits_of_inputs, kind_of, may_fail, writes_to_inputs
 from .graph import CapturedGraph
 from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, run_as_is, sharing_of
-from .passes import copy_edited_values, replace_unseen_edits
+from .passes import copy_edited_values, copy_for_backward, replace_unseen_edits
 from .program import External, Input, Program, Value
 from .region_plan import Plan
 from .regions import KnownRegions, lower_in_regions
@@ -41,10 +41,6 @@ logger = logging.getLogger("nnsight.fx")
 
 #: Why a graph runs node by node, and the remedy.
 _SHOWS_ALL = "the block holds tensors whose gradients no compiled graph can show. Hold only those whose gradients are read."
-_RECOMPUTED = (
-    "it uses an input and edits it in place afterwards, and the compiled backward pass would compute from the edited values. Replace the "
-    "value instead of editing it in place."
-)
 _FAILED = "the backend cannot lower it ({}). Another backend may, and `trace(..., compile=False)` runs the trace eagerly."
 
 #: For how many combinations of sizes and numbers the lowering is looked up rather than found by its conditions.
@@ -119,8 +115,6 @@ class Variant:
         found = list(edits_of_inputs(self.spliced.graph_module.graph)) if self._writes_to_inputs else []
         self._edits_inputs = bool(found)
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
-        #: Whether a backward pass might compute something from an edited input, by which inputs share memory.
-        self._recomputed: dict[tuple[int, ...], bool] = {}
         #: Whether autograd forbids one of these edits, by which inputs are leaves.
         self._forbidden: dict[tuple[int, ...], bool] = {}
         #: What runs until the whole graph is lowered.
@@ -172,17 +166,15 @@ class Variant:
         if self._edited and self._is_forbidden(binding, arguments):
             return self.unlowered(), 0
         placement = self.placement(arguments)
-        if self._edits_inputs and self._is_recomputed(binding, arguments, placement):
-            return self.unlowered(_RECOMPUTED), 0
         found = self.find(binding, placement)
         if found is not None:
             return found, 0
         with stage("lower"):
             return self.lower(binding, arguments)
 
-    def unlowered(self, reason: str = "") -> Lowered:
-        """Return the spliced graph as it is: its nodes run one by one, for a reason that the user has to know."""
-        return Lowered(self.spliced.graph_module.forward, (), (), 0, uncompiled=reason)
+    def unlowered(self) -> Lowered:
+        """Return the spliced graph as it is: its nodes run one by one."""
+        return Lowered(self.spliced.graph_module.forward, (), (), 0)
 
     def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
         """Return a lowering for these sizes and numbers, and how many graphs were compiled for it now.
@@ -214,27 +206,6 @@ class Variant:
                 made = made or self._as_a_whole(binding, arguments, placement)
                 self._keep(made, binding)
             return made, made.compiles
-
-    def _is_recomputed(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
-    ) -> bool:
-        """Whether a backward pass might compute something again from an input that has been edited by then.
-
-        Ahead-of-time autograd may keep the input for the backward pass, rather than a value that was made of it before the edit,
-        and takes it to be as it was. Such a graph runs node by node.
-        """
-        if not (torch.is_grad_enabled() and any(map(_wants_grad, arguments))):
-            return False
-        found = self._recomputed.get(placement.sharing)
-        if found is None:
-            with self._graph.lock:
-                try:
-                    found = Plan(self._prepared(binding, arguments, placement)).edits_used_inputs()
-                except Exception as error:
-                    logger.debug("a graph cannot be run on fakes: %s", _summary(error))
-                    found = True
-                self._recomputed[placement.sharing] = found
-        return found
 
     def _is_forbidden(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
         """Whether autograd forbids an edit that the graph makes, because it is one of a leaf.
@@ -273,10 +244,27 @@ class Variant:
         self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
     ) -> Prepared:
         symbols = [symbol for _, symbol in self._graph.symbols]
-        graph_module = self.spliced.copy()
+        graph_module = self._copy(binding, arguments, placement)
         if self._copies:
             copy_edited_values(graph_module)
         return prepare(graph_module, arguments, symbols, binding, self._fixed, placement, self._graph.each_size)
+
+    def _copy(
+        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
+    ) -> torch.fx.GraphModule:
+        """Return a copy of the spliced graph, in which a backward pass does not compute from inputs that have been edited by then."""
+        graph_module = self.spliced.copy()
+        if not (self._edits_inputs and torch.is_grad_enabled() and any(map(_wants_grad, arguments))):
+            return graph_module
+        symbols = [symbol for _, symbol in self._graph.symbols]
+        tried = self.spliced.copy()
+        try:
+            places = Plan(prepare(tried, arguments, symbols, binding, (), placement)).copies_for_backward()
+        except Exception as error:  # the backend runs the graph on fakes, too, and has its own place to fail at
+            logger.debug("a graph cannot be run on fakes: %s", _summary(error))
+            return graph_module
+        same = dict(zip(tried.graph.nodes, graph_module.graph.nodes, strict=True))
+        return copy_for_backward(graph_module, [(same[node], same[source]) for node, source in places])
 
     def _partial(self, made: Lowered | None = None) -> frozenset[int]:
         """What lacks a part of its gradient if the graph is lowered as a whole; node by node if it is not lowered at all."""
@@ -298,10 +286,10 @@ class Variant:
         cut: Prepared | None = None
         reason = _SHOWS_ALL
         try:
-            tried = prepare(replace_unseen_edits(self.spliced.copy()), *how)
+            tried = prepare(replace_unseen_edits(self._copy(binding, arguments, placement)), *how)
             if not mark_borders(tried.graph_module, placement.sharing, Plan(tried)):
                 return None
-            prepared = prepare(replace_unseen_edits(self.spliced.copy()), *how)  # on which nothing has run
+            prepared = prepare(replace_unseen_edits(self._copy(binding, arguments, placement)), *how)  # on which nothing has run
             copy_stretches(tried.graph_module.graph, prepared.graph_module.graph)
             cut = prepared
         except Exception as error:

@@ -197,7 +197,8 @@ class _Notes(io.TextIOBase):
 #: Why a block may be cut that needs no value, as docs/compile.md says: it asks for `requires_grad` behind an edit by the model, or for
 #: strides, or a view, behind a replacement of other strides.
 _ALLOWED_CUTS = re.compile(
-    "depends on edits of tensors that share memory|depends on the strides of a replacement|`view` needs a concrete value"
+    "depends on edits of tensors that share memory|depends on the strides of a replacement|`view` needs a concrete value|"
+    "may fail because of values, inside a "
 )
 
 #: Why backends that trace autograd ahead of time rightly lower no graph: autograd refuses it, and has to speak for itself.

@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.24.*
 VLLM_PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,7 +42,7 @@ help:
 	@echo "make bench      measure the overhead of traces"
 	@echo "make install    only make $(VENV)"
 	@echo "make clean      remove the environments and caches"
-	@echo "PYTHON=python3.12 chooses the interpreter, TORCH=torch==2.12.0 the torch version."
+	@echo "PYTHON=python3.12 chooses the interpreter, TORCH=torch==2.12.0 and TRANSFORMERS=transformers the versions of these."
 
 # Torch comes first and pinned: left to the resolver, the newest one would come, with its accelerator libraries.
 $(HAS_TORCH):
@@ -55,7 +56,7 @@ $(HAS_TORCH):
 
 $(INSTALLED): pyproject.toml $(HAS_TORCH)
 	@echo "installing nnsight and its dependencies ..."
-	@$(PIP) install --editable ".[dev]" "$(TORCH)"
+	@$(PIP) install --editable ".[dev]" "$(TORCH)" "$(TRANSFORMERS)"
 	@touch $@
 
 install: $(INSTALLED)
@@ -116,7 +117,7 @@ $(RAY_INSTALLED): pyproject.toml
 	@$(PYTHON) -m venv $(RAY_VENV)
 	@echo "installing $(TORCH) and Ray Serve (large downloads the first time) ..."
 	@$(RAY_PIP) install "$(TORCH)"
-	@$(RAY_PIP) install --editable ".[dev,ray]" "$(TORCH)"
+	@$(RAY_PIP) install --editable ".[dev,ray]" "$(TORCH)" "$(TRANSFORMERS)"
 	@touch $@
 
 test-ray: $(RAY_INSTALLED)

@@ -21,10 +21,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .compat import Interleaver
 from .eproperty import described
 from .located import Located
 from .runtime.instrumentation import is_compiling
-from .runtime.interleaver import Interleaver, active_interleaver
+from .runtime.interleaver import active_interleaver
 from .runtime.uncompiled import uncompiled
 from .source import Source, source_of
 from .tracing.source import calls_for_with
@@ -107,7 +108,8 @@ class Envoy(Located):
     @property
     def interleaver(self) -> Interleaver:
         """The run that is active in this context; outside of one, a run without blocks that never started."""
-        return active_interleaver() or Interleaver()
+        run: Any = active_interleaver()
+        return run or Interleaver()
 
     # -- the module by itself ------------------------------------------------------------------------------------
 

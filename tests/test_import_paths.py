@@ -18,17 +18,17 @@ PATHS = [
     ("nnsight.intervention.envoy", "IEnvoy", "nnsight.eproperty"),
     ("nnsight.intervention.hooks", "requires_output", "nnsight.eproperty"),
     ("nnsight.intervention.hooks", "requires_input", "nnsight.eproperty"),
-    ("nnsight.intervention.interleaver", "Interleaver", "nnsight.runtime.interleaver"),
-    ("nnsight.intervention.interleaver", "Mediator", "nnsight.runtime.mediator"),
+    ("nnsight.intervention.interleaver", "Interleaver", "nnsight.compat.interleaver"),
+    ("nnsight.intervention.interleaver", "Mediator", "nnsight.compat.mediator"),
     ("nnsight.intervention.interleaver", "eproperty", "nnsight.eproperty"),
     ("nnsight.intervention.interleaver", "IEnvoy", "nnsight.eproperty"),
     ("nnsight.intervention.interleaver", "OutOfOrderError", "nnsight.runtime.errors"),
     ("nnsight.intervention.interleaver", "MissedProviderError", "nnsight.runtime.errors"),
-    ("nnsight.intervention.interleaver", "EarlyStopException", "nnsight.runtime.mediator"),
-    ("nnsight.intervention.interleaver", "SkipException", "nnsight.runtime.surface"),
-    ("nnsight.intervention.interleaver", "Events", "nnsight.runtime.surface"),
-    ("nnsight.intervention.interleaver", "Value", "nnsight.runtime.queues"),
-    ("nnsight.intervention.batching", "Batcher", "nnsight.runtime.batcher"),
+    ("nnsight.intervention.interleaver", "EarlyStopException", "nnsight.runtime.errors"),
+    ("nnsight.intervention.interleaver", "SkipException", "nnsight.runtime.errors"),
+    ("nnsight.intervention.interleaver", "Events", "nnsight.compat.events"),
+    ("nnsight.intervention.interleaver", "Value", "nnsight.compat.events"),
+    ("nnsight.intervention.batching", "Batcher", "nnsight.compat.interleaver"),
     ("nnsight.intervention.hooks", "requires_operation_output", "nnsight.eproperty"),
     ("nnsight.intervention.hooks", "requires_operation_input", "nnsight.eproperty"),
     ("nnsight.intervention.batching", "BatchGroup", "nnsight.runtime.batching"),
@@ -94,6 +94,7 @@ def test_errors_are_one_family() -> None:
     assert issubclass(OutOfOrderError, MissedProviderError)
     assert issubclass(MissedProviderError, ValueError)
     assert Mediator.OutOfOrderError is OutOfOrderError
+    assert Mediator.MissedProviderError is MissedProviderError
 
 
 def test_the_errors_and_events_of_the_documents() -> None:

@@ -33,11 +33,12 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.nn_module import guard_to_detect_forward_monkeypatching
 from torch._guards import TracingContext
 
+from .. import compat
 from ..runtime.controls import RunControls
 from ..runtime.editing import Edit
 from ..runtime.errors import ReplacementShapeError
 from ..runtime.instrumentation import intercepted
-from ..runtime.interleaver import Interleaver, active_interleaver
+from ..runtime.interleaver import active_interleaver
 from ..runtime.listing import SourceError
 from ..runtime.mediator import Mediator
 from ..runtime.operations import Operations, forward_of, layers_of
@@ -72,7 +73,7 @@ def offer_call(input_location: str, call: Callable[..., Any], args: tuple[Any, .
     raise AssertionError("only dynamo calls this")
 
 
-class _TracedRun(Interleaver):
+class _TracedRun(compat.Interleaver):
     """A run whose values are variables of dynamo.
 
     Args:
@@ -115,7 +116,7 @@ def _check_replacement(location: str, old: VariableTracker, new: VariableTracker
         )
 
 
-class _TracedMediator(Mediator):
+class _TracedMediator(compat.Mediator):
     """A block that dynamo executes symbolically, in a greenlet.
 
     Dynamo keeps a stack of the frames it is in. The frames of a block are taken off it while the model runs, and put

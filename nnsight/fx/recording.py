@@ -30,9 +30,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..runtime import gradients
-from ..runtime.errors import MissedProviderError, ReplacementShapeError, replacement_message, uncaptured_message
+from ..runtime.errors import (
+    EarlyStopException,
+    MissedProviderError,
+    ReplacementShapeError,
+    replacement_message,
+    uncaptured_message,
+)
 from ..runtime.interleaver import Interleaver
-from ..runtime.mediator import EarlyStopException
 from ..runtime.modes import Modes
 from ..runtime.report import Break, Report
 from ..tracing.block import Block

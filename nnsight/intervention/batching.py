@@ -1,6 +1,6 @@
 """Re-exports what a trace asks of a model about inputs, the rows of a block, and a look at them for drivers of one's own."""
 
-from ..runtime.batcher import Batcher
+from ..compat.interleaver import Batcher
 from ..runtime.batching import BatchGroup
 from ..runtime.tracer import Batchable
 

@@ -21,11 +21,11 @@ import torch
 from greenlet import GreenletExit
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from ..runtime.errors import OutOfOrderError
+from ..runtime.errors import EarlyStopException, OutOfOrderError
 from ..runtime.gradients import Gradient, differentiate
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.invoker import Barrier
-from ..runtime.mediator import EarlyStopException, Mediator
+from ..runtime.mediator import Mediator
 from .draws import check_parameters
 from .errors import ExecutionFailedError, InvalidProgramError
 from .fake_runs import leaf_at, tensors_at, with_leaf

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import compat
+from ..runtime.errors import EarlyStopException
 from ..runtime.fakes import Guesses
-from ..runtime.interleaver import Interleaver
-from ..runtime.mediator import EarlyStopException, Mediator
+from ..runtime.mediator import Mediator
 from ..runtime.scanning import _OutsideFakeMode
 from ..tracing.errors import user_position_now, user_position_of
 
@@ -41,7 +42,7 @@ class Prepared(_OutsideFakeMode):
         return super()._prepare_input(*args, **kwargs) if self._prepared is None else self._prepared
 
 
-class RecordingInterleaver(Interleaver):
+class RecordingInterleaver(compat.Interleaver):
     """A run whose blocks are written down."""
 
     __slots__ = ()
@@ -72,7 +73,7 @@ class RecordingInterleaver(Interleaver):
         super().observe(location, seen, whole)
 
 
-class RecordingMediator(Mediator):
+class RecordingMediator(compat.Mediator):
     """A block that is written down."""
 
     __slots__ = ("_position", "_recorder")

@@ -28,10 +28,10 @@ from torch.utils.flop_counter import flop_registry
 
 from ..fx.functions import quiet_fakes
 from ..modeling.base import NNsight
+from ..runtime.errors import EarlyStopException
 from ..runtime.fakes import Guesses
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.listing import SourceError, listing_of
-from ..runtime.mediator import EarlyStopException
 from ..runtime.operations import forward_of, layers_of
 from .counts import counts
 from .errors import ExecutionFailedError, InvalidProgramError

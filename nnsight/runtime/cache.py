@@ -9,12 +9,17 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..tracing import save
+
+if TYPE_CHECKING:
+    from .interleaver import Interleaver
+    from .mediator import Mediator
 
 
 class MissingEntryError(AttributeError, KeyError):
@@ -196,11 +201,18 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         self._device, self._dtype, self._detach = device, dtype, detach
         self._keys = tuple(keys)
 
-    def _locations(self) -> Iterator[tuple[str, str]]:
-        """Yield path and key of everything that is to be kept."""
-        return itertools.product(self._entries, self._keys)
+    def attach(self, run: Interleaver, mediator: Mediator) -> None:
+        """Keep what passes in ``run`` from here on, of the rows of ``mediator``.
 
-    def _missed(self) -> list[str]:
+        Raises:
+            OutOfOrderError: If the run can never offer one of the locations.
+        """
+        run.caches.append((mediator, self))
+        for path, key in itertools.product(self._entries, self._keys):
+            run.check_request(f"{path}.{key}")
+            run.observe(f"{path}.{key}", partial(self.observe, path, key), mediator)
+
+    def missed(self) -> list[str]:
         """Return the paths of modules of which something is to be kept, and nothing has been seen."""
         return [path for path, entry in self._entries.items() if not any(entry.seen(key) for key in self._keys)]
 

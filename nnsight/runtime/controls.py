@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Self
 
+from .errors import EarlyStopException
 from .iteration import Iterations, IteratorTracer, running_mediator
-from .mediator import EarlyStopException
 
 
 class RunControls:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MissedProviderError(ValueError):
     """A location was requested that the run did not offer after the request."""
@@ -9,6 +11,22 @@ class MissedProviderError(ValueError):
 
 class OutOfOrderError(MissedProviderError):
     """A location was requested after the model had passed it, or was never reached at all."""
+
+
+class EarlyStopException(Exception):
+    """Raised in a block by ``tracer.stop()``; ends the run without being an error."""
+
+
+class SkipException(Exception):
+    """Raised in a block that stands at the input of a module: ends the block, and the module returns ``value`` unrun.
+
+    Args:
+        value: What the module returns.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.value = value
 
 
 class UncompiledWarning(UserWarning):
@@ -45,9 +63,7 @@ def uncaptured_message(location: str) -> str:
     )
 
 
-def never_reached_message(
-    location: str, occurrence: int, calls: int, visited: str | None, uncaptured: bool = False
-) -> str:
+def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
     """Explain a request that was still waiting when the model had finished.
 
     Args:
@@ -55,7 +71,6 @@ def never_reached_message(
         occurrence: Which passage of it.
         calls: How many there were.
         visited: Where the block stopped last.
-        uncaptured: Whether it is of a module that was wrapped for this run, and the run was compiled.
     """
     if location.startswith("barrier("):
         cause = "not all of its participants called it; every invoke that takes part has to"
@@ -63,11 +78,6 @@ def never_reached_message(
         cause = (
             "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "
             "forward pass: read those of later layers first"
-        )
-    elif uncaptured:
-        cause = (
-            "the module was wrapped for this run and is no part of the model, so the graph that this compiled trace has captured "
-            "does not have it. Trace with `compile=False`, or make it a part: `model.extra = module`"
         )
     elif calls:
         cause = f"it occurred only {calls} time{'s' * (calls > 1)} in this run"

@@ -188,30 +188,3 @@ class Instrumentation:
                 namespace[name] = value
         self._shadowed.clear()
         self._installed.clear()
-
-
-#: Modules that are intercepted by themselves, with their path.
-_alone: dict[torch.nn.Module, tuple[str, Instrumentation]] = {}
-_alone_lock = threading.Lock()
-
-
-def intercept_alone(module: torch.nn.Module, path: str) -> Callable[[], None]:
-    """Intercept the calls of a module that is in no tree; return what ends that.
-
-    Raises:
-        ValueError: If another run knows it by another path right now.
-    """
-    with _alone_lock:
-        known, instrumentation = _alone.get(module) or (path, Instrumentation({path: module}))
-        if known != path:
-            raise ValueError(f"The {type(module).__name__} is known as `{known}` already: it cannot be `{path}` too.")
-        _alone[module] = path, instrumentation
-        instrumentation.__enter__()
-
-    def end() -> None:
-        with _alone_lock:
-            instrumentation.__exit__()
-            if not instrumentation._users:
-                del _alone[module]
-
-    return end

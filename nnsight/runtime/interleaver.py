@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from .batcher import Batcher, check_batcher
 from .batching import join_rows
-from .errors import OutOfOrderError, never_reached_message, uncounted_message
-from .surface import RETURNED, EarlyStopException, InterleaverSurface, split_requester
+from .errors import EarlyStopException, OutOfOrderError, never_reached_message, uncounted_message
 
 if TYPE_CHECKING:
+    from .cache import Cache
     from .mediator import Mediator
 
 #: The run of this thread and context; for those who set it.
@@ -32,6 +31,15 @@ active_interleaver = active_run.get
 
 #: What a block waits for that goes on at whatever location occurs next with a certain number.
 ANYWHERE = ""
+
+#: Behind a location: what the model has returned by then, for blocks that were shown what stands for it.
+RETURNED = " (returned)"
+
+
+def split_requester(requester: str) -> tuple[str, int | None]:
+    """Return the location and the occurrence that ``requester`` names, as in ``x.i2``; ``None`` if it names no occurrence."""
+    location, dot, number = requester.rpartition(".i")
+    return (location, int(number)) if dot and number.isdecimal() else (requester, None)
 
 
 class Waited(dict[str, int]):
@@ -63,7 +71,7 @@ class Everywhere(Waited):
         return True
 
 
-class Interleaver(InterleaverSurface):
+class Interleaver:
     """One run: a model, the mediators of its blocks, and whose turn it is.
 
     As a context manager it starts the blocks and, in the end, ends them; ``tracer.stop()`` in a block is not an error then.
@@ -71,7 +79,6 @@ class Interleaver(InterleaverSurface):
     Args:
         mediators: The blocks, in the order in which they were defined.
         tracer: The tracer that makes the run, for blocks and drivers that ask.
-        batcher: That of another run, or ``None``; the run has its own, see :attr:`batcher`.
         on_blocks_done: Called once no block has code left to run, while the model may still have to.
 
     Attributes:
@@ -84,6 +91,7 @@ class Interleaver(InterleaverSurface):
         tracer: As given, while the run lasts.
         reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
         observers: What looks at values as they leave a location, with the mediator whose rows it sees.
+        caches: The caches that keep values of this run, with the mediator whose rows they keep.
         skips: What blocks want the modules whose input is being handled to return without running, by input location.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         tree: The modules whose locations occur in this run, if they are those of one model.
@@ -100,11 +108,10 @@ class Interleaver(InterleaverSurface):
     """
 
     __slots__ = (
-        "_defers",
-        "_held_out",
         "_on_blocks_done",
         "_token",
         "at",
+        "caches",
         "check_location",
         "check_replacement",
         "counts",
@@ -130,12 +137,9 @@ class Interleaver(InterleaverSurface):
         self,
         mediators: Iterable[Mediator] = (),
         tracer: Any = None,
-        batcher: Batcher | None = None,
         *,
         on_blocks_done: Callable[[], None] | None = None,
     ) -> None:
-        if batcher is not None:
-            check_batcher(batcher)
         self.mediators = list(mediators)
         self.tracer = tracer
         self.tree: Any = None
@@ -143,6 +147,7 @@ class Interleaver(InterleaverSurface):
         self.failure: BaseException | None = None
         self.reshaped: list[str] = []
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
+        self.caches: list[tuple[Mediator, Cache]] = []
         self.skips: dict[str, dict[Mediator, Any]] = {}
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
@@ -334,8 +339,7 @@ class Interleaver(InterleaverSurface):
             elif request is not None:
                 location, occurrence = request
                 calls, visited = self.counts.get(location, 0), mediator.last_visited
-                uncaptured = self.is_uncaptured(location)
-                mediator.throw(OutOfOrderError(never_reached_message(location, occurrence, calls, visited, uncaptured)))
+                mediator.throw(OutOfOrderError(never_reached_message(location, occurrence, calls, visited)))
 
     def end_blocks(self) -> None:
         """End the blocks that still run, where they wait; their ``finally`` clauses run."""
@@ -351,6 +355,7 @@ class Interleaver(InterleaverSurface):
         self.mediators = []
         self.tracer = self.tree = self.recorder = None
         self.observers.clear()
+        self.caches.clear()
         self.check_replacement = self.check_location = self.promises = None
         self.waited.clear()
         self._on_blocks_done = None

@@ -26,16 +26,11 @@ from torch.utils import _pytree as pytree
 
 from ..tracing.errors import user_position_now, user_position_of
 from ..tracing.saving import save
-from .batching import BatchGroup
+from .batching import BatchGroup, View
 from .checkpointing import CheckpointVisit, checkpoint_hooks
-from .errors import MissedProviderError as _MissedProviderError
-from .errors import OutOfOrderError as _OutOfOrderError
-from .errors import passed_message, replacement_message
-from .exchange import Exchange
-from .interleaver import ANYWHERE
-from .mediator_surface import MediatorSurface
+from .errors import OutOfOrderError, SkipException, passed_message, replacement_message
+from .interleaver import ANYWHERE, RETURNED, split_requester
 from .sides import Sides
-from .surface import RETURNED, EarlyStopException, SkipException, split_requester
 from .workers import borrow
 
 if TYPE_CHECKING:
@@ -45,10 +40,11 @@ if TYPE_CHECKING:
 torch.Tensor.save = save  # type: ignore[attr-defined]  # for helper functions; blocks do not need it
 
 
-__all__ = ["EarlyStopException", "Mediator"]
+#: What a block asks for that waits for a value only.
+_VALUE = ("value",)
 
 
-class Mediator(Exchange, MediatorSurface):
+class Mediator:
     """Runs ``intervention`` against one run.
 
     Args:
@@ -56,36 +52,32 @@ class Mediator(Exchange, MediatorSurface):
         info: The captured block, if it is one.
         name: Tells the blocks of a run apart.
         batch_group: The rows that belong to this block; all by default.
-        stop: How often the block runs, each time for the next passage of its locations; once by default.
         publish: Called whenever the block gives up its turn, to show its variables to others.
         explain: Called with what the block raised, to add to its message what the trace knows about the cause.
 
     Attributes:
         waiting: Location and occurrence the block waits for, or ``None``.
+        asks: What it waits to do: ``"value"`` or ``"barrier"``; ``"swap"`` or ``"skip"`` with the value.
         iteration: Occurrence that requests ask for; ``None`` asks for the next one, whichever it is. A step of a
             loop over occurrences is pinned for its first request only: modules that are called less often than others
             would else never reach it.
         loops: How many loops over occurrences the block is in.
     """
 
-    OutOfOrderError = _OutOfOrderError
-    MissedProviderError = _MissedProviderError
-
     __slots__ = (
-        "_all_stop",
-        "_deferred",
         "_disregarded",
         "_error",
         "_explain",
         "_greenlet",
-        "_hooks",
         "_location",
         "_occurrence",
         "_on_leave",
         "_publish",
         "_sides",
         "_value",
+        "_view",
         "_visited",
+        "asks",
         "batch_group",
         "info",
         "interleaver",
@@ -103,7 +95,6 @@ class Mediator(Exchange, MediatorSurface):
         info: Any = None,
         name: str | None = None,
         batch_group: BatchGroup | None = None,
-        stop: int | None = None,
         publish: Callable[[], None] | None = None,
         explain: Callable[[BaseException], None] | None = None,
     ) -> None:
@@ -112,6 +103,7 @@ class Mediator(Exchange, MediatorSurface):
         self.name = name or f"Mediator{id(self)}"
         self.interleaver: Interleaver | None = None
         self.waiting: tuple[str, int] | None = None
+        self.asks: tuple[Any, ...] = _VALUE
         self.batch_group = batch_group
         self._publish = publish
         self._explain = explain
@@ -126,10 +118,8 @@ class Mediator(Exchange, MediatorSurface):
         self._location: str | None = None  # of the current visit
         self._occurrence = 0
         self._value: Any = None
+        self._view: View | None = None  # of the block's rows in the value of the whole batch
         self._on_leave: list[Callable[[], Any]] = []
-        self._hooks: list[Any] | None = None
-        if stop is not None:
-            self._repeat(stop)
 
     # -- the model's side -------------------------------------------------------------------------------------
 
@@ -162,7 +152,7 @@ class Mediator(Exchange, MediatorSurface):
         if location == self._disregarded:
             self._disregarded = None
         group = self.batch_group
-        view = None if group is None else group.view(location, occurrence, value)
+        view = self._view = None if group is None else group.view(location, occurrence, value)
         self._location, self._occurrence = location, occurrence
         self._value = value if view is None else view.value
         self._visited = (location, occurrence)
@@ -171,8 +161,14 @@ class Mediator(Exchange, MediatorSurface):
         self._resume(location)
         if self._on_leave:
             self._send_views_back()
-        left, self._value, self._location = self._value, None, None
-        return left if view is None else view.widen(left)
+        left = self.whole_value
+        self._value = self._location = self._view = None
+        return left
+
+    @property
+    def whole_value(self) -> Any:
+        """The value of the whole batch where the model stands for this block, with what the block has made of its rows."""
+        return self._value if self._view is None else self._view.widen(self._value)
 
     def _resume(self, location: str) -> None:
         """Let the block run on at ``location``; autograd keeps what it computes there, inside a checkpoint of the model as well."""
@@ -226,9 +222,8 @@ class Mediator(Exchange, MediatorSurface):
         if self._greenlet is not None:
             self._error = None
             self._go(self._greenlet.throw, GreenletExit)
-        if self._hooks:
-            self.remove_hooks()
-        self._greenlet = self.interleaver = self.intervention = self._value = self._location = self._error = None
+        self._greenlet = self.interleaver = self.intervention = None
+        self._value = self._view = self._location = self._error = None
 
     @property
     def alive(self) -> bool:
@@ -247,9 +242,13 @@ class Mediator(Exchange, MediatorSurface):
             self._go(switch, *arguments)
         finally:
             interleaver.current = previous
-        if self._error is not None and not (interleaver.defer_exceptions and self._defer()):
+        if self._error is not None and not self.keep_error():
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
+
+    def keep_error(self) -> bool:
+        """Keep what the block raised, :attr:`_error`, so that it does not end the run; return whether it is kept."""
+        return False
 
     def _go(self, switch: Callable[..., Any], *arguments: Any) -> None:
         """Switch to the block and back, each side with its own modes."""
@@ -283,7 +282,7 @@ class Mediator(Exchange, MediatorSurface):
         if self.waiting is None or self.interleaver is None:
             return
         self.interleaver.waited.remove(self.waiting[0])
-        self.waiting = None
+        self.waiting, self.asks = None, _VALUE
 
     # -- the block's side ---------------------------------------------------------------------------------------
 
@@ -326,7 +325,7 @@ class Mediator(Exchange, MediatorSurface):
     def swap(self, location: str, value: Any) -> None:
         """Let the model continue with ``value`` at ``location``; waits for the location as :meth:`request` does."""
         if not self._is_at(location):
-            self._wait_for(location, self._next_occurrence(location))
+            self._wait_for(location, self._next_occurrence(location), ("swap", value))
         interleaver = self.interleaver
         assert interleaver is not None and self._location is not None
         if interleaver.check_replacement is not None:
@@ -350,7 +349,7 @@ class Mediator(Exchange, MediatorSurface):
         if not split_requester(location)[0].endswith(".input"):
             raise ValueError(f"A module is skipped at its input, such as `model.layer.input`; not at `{location}`.")
         if not self._is_at(location):
-            self._wait_for(location, self._next_occurrence(location))
+            self._wait_for(location, self._next_occurrence(location), ("skip", value))
         interleaver = self.interleaver
         assert interleaver is not None and self._location is not None
         interleaver.skips.setdefault(self._location, {})[self] = value
@@ -449,7 +448,7 @@ class Mediator(Exchange, MediatorSurface):
 
     def pause(self, reason: str) -> None:
         """Let the others run until somebody calls :meth:`proceed`; ``reason`` names what is waited for."""
-        self._switch_to_model(reason, 0)
+        self._switch_to_model(reason, 0, ("barrier",))
 
     def wait_for_return(self) -> None:
         """Wait until the model has returned the output at which it is stopped; the block stays there and has what was returned."""
@@ -474,7 +473,7 @@ class Mediator(Exchange, MediatorSurface):
             return self.iteration
         return 0 if self.interleaver is None else self.interleaver.counts.get(location, 0)
 
-    def _wait_for(self, location: str, occurrence: int) -> None:
+    def _wait_for(self, location: str, occurrence: int, asks: tuple[Any, ...] = _VALUE) -> None:
         interleaver = self.interleaver
         if interleaver is None:
             raise ValueError(f"`{location}` was requested after its trace had ended.")
@@ -487,13 +486,13 @@ class Mediator(Exchange, MediatorSurface):
         interleaver.check_request(location)
         passed = interleaver.counts.get(location, 0) > occurrence
         if passed and (interleaver.at != (location, occurrence) or self._location == "result"):
-            raise _OutOfOrderError(passed_message(location, occurrence, self.last_visited))
-        self._switch_to_model(location, occurrence)
+            raise OutOfOrderError(passed_message(location, occurrence, self.last_visited))
+        self._switch_to_model(location, occurrence, asks)
 
-    def _switch_to_model(self, location: str, occurrence: int) -> None:
+    def _switch_to_model(self, location: str, occurrence: int, asks: tuple[Any, ...] = _VALUE) -> None:
         interleaver = self.interleaver
         assert interleaver is not None
-        self.waiting = (location, occurrence)
+        self.waiting, self.asks = (location, occurrence), asks
         interleaver.waited.add(location)
         model = getcurrent().parent
         assert model is not None

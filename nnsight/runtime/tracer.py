@@ -21,11 +21,11 @@ from .batching import BatchGroup
 from .cache import Cache, paths_to_cache
 from .controls import RunControls
 from .editing import Edit
-from .errors import ReplacementShapeError
+from .errors import EarlyStopException, ReplacementShapeError
 from .interleaver import Interleaver
 from .invoker import Barrier, Invoke, Invoker
 from .iteration import running_mediator
-from .mediator import EarlyStopException, Mediator
+from .mediator import Mediator
 from .mentions import Chains, mentioned_chains
 from .probing import Modules, find_batch_dims
 from .replacing import Replacements
@@ -104,7 +104,7 @@ class InterleavingTracer(RunControls, Tracer):
     awaits_steps = True
     runs_once = "This tracer was entered before, and is one run. Call `trace(...)` anew for another."
 
-    #: What makes the blocks and the run; a recording of the trace has its own.
+    #: What makes the blocks and the run. An adapter of these classes sets its own, and so does a recording of the trace.
     make_mediator: Callable[..., Mediator] = Mediator
     make_interleaver: Callable[..., Interleaver] = Interleaver
 
@@ -187,7 +187,8 @@ class InterleavingTracer(RunControls, Tracer):
         paths = paths_to_cache(modules, list(model.location_paths()), model.alias_paths())
         keys = ["input"] * include_inputs + ["output"] * include_output
         made = Cache(paths, model.alias_paths(), device, dtype, detach, keys)
-        mediator.set_user_cache(made)
+        assert mediator.interleaver is not None
+        made.attach(mediator.interleaver, mediator)
         return save(made)
 
     # -- the run -----------------------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ class InterleavingTracer(RunControls, Tracer):
         driver, _, args, kwargs = self._call
         self._entered = True
         self._open_mentioned()
-        interleaver = Interleaver(self._edits(), self)
+        interleaver = self.make_interleaver(self._edits(), self)
         interleaver.tree = self._model.modules
         token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
         try:

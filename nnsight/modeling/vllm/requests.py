@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ...runtime.errors import OutOfOrderError
-from ...runtime.interleaver import Interleaver, active_run
-from ...runtime.mediator import EarlyStopException, Mediator
+from ...compat import Interleaver
+from ...runtime.errors import EarlyStopException, OutOfOrderError
+from ...runtime.interleaver import active_run
+from ...runtime.mediator import Mediator
 from .functions import EditFunction
 from .rows import RequestReplacements, Rows, RowView, place_of, read_only
 from .steering import Steering

@@ -102,7 +102,7 @@ class RequestTracer(InterleavingTracer):
         self.note_start()
         self._invokes = None if args else []
         self._open_mentioned()
-        main = self._main = self._run_of([Mediator(function, self.info, "trace")], "the request")
+        main = self._main = self._run_of([self.make_mediator(function, self.info, "trace")], "the request")
         main.begin()
         return self._requests(model, main, args, sampling)
 
@@ -142,7 +142,7 @@ class RequestTracer(InterleavingTracer):
                     "batch that one could see as a whole. Give it a prompt."
                 )
             name = f"invoke {number}"
-            mediator = Mediator(invoke.function, None, name, publish=invoke.publish, explain=invoke.explain)
+            mediator = self.make_mediator(invoke.function, None, name, publish=invoke.publish, explain=invoke.explain)
             run = self._run_of([mediator], name)
             requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
         return [self._begun(request) for request in requests]

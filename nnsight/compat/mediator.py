@@ -1,0 +1,282 @@
+"""A block while it runs, with the documented names of earlier versions, by which a driver of one's own can serve it.
+
+A *requester* or *provider* is a location with an occurrence: ``model.layer.output.i2`` is the third time that the model passes
+``model.layer.output``.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from greenlet import GreenletExit
+
+from ..runtime import errors
+from ..runtime import mediator as runtime
+from ..runtime.interleaver import split_requester
+from ..runtime.iteration import IteratorTracer
+from ..tracing.block import Branch
+from .events import Events, Queue, Value
+
+if TYPE_CHECKING:
+    from ..runtime.cache import Cache
+    from ..runtime.interleaver import Interleaver
+
+_BARRIER = "barrier()"
+_STATE = ("intervention", "info", "name", "batch_group", "_publish", "iteration", "all_stop", "args")
+
+
+class Mediator(runtime.Mediator):
+    """Runs the function of a block, see :class:`nnsight.runtime.mediator.Mediator`.
+
+    Attributes:
+        all_stop: How often the function runs, each time for the next occurrence of its locations; once for ``None``.
+        args: What the function is called with, if it is set before the run.
+        deferred_exception: What the block raised in a run with ``defer_exceptions``; ``None`` if it raised nothing.
+        hooks: Handles with a method ``remove()``, called when the run ends. For hooks that the author of a property registers.
+        lock: How many hold the block: 0, as block and model take turns on one thread.
+        skip_container: Not used: the run has what modules are to return unrun, see :attr:`Interleaver.skips`.
+    """
+
+    MissedProviderError, OutOfOrderError, Value = errors.MissedProviderError, errors.OutOfOrderError, Value
+    lock, skip_container = 0, None
+
+    def __init__(
+        self,
+        intervention: Callable[..., Any],
+        info: Any = None,
+        name: str | None = None,
+        batch_group: Any = None,
+        stop: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(intervention, info, name, batch_group, **options)
+        self.all_stop = stop
+        self.args: Sequence[Any] = []
+        self.deferred_exception: Exception | None = None
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> Mediator:
+        """Return the mediator, which ends with the ``with`` statement: for one that is started without ``with run:``."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy, or another process, needs to run the block, which must not have begun."""
+        if self.intervention is None:
+            raise ValueError(f"The block of {self.name!r} has begun already: copy or pickle a mediator before its run.")
+        return {name: getattr(self, name) for name in _STATE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Mediator.__init__(self, state["intervention"])
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def start(self, interleaver: Interleaver) -> None:
+        """Run the block up to its first request."""
+        if self.intervention is not None and (self.args or self.all_stop is not None):
+            self.intervention = partial(_call, self.intervention, self.args, self.all_stop)
+        super().start(interleaver)
+
+    def cancel(self) -> None:
+        """End the block and remove its hooks."""
+        super().cancel()
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Remove the :attr:`hooks`."""
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    def set_user_cache(self, cache: Cache) -> None:
+        """Let ``cache`` keep values of this block's rows from here on."""
+        if self.interleaver is None:
+            raise ValueError(f"{self.name!r} is in no run, so there is nothing for the cache to keep.")
+        cache.attach(self.interleaver, self)
+
+    # -- what the block knows -------------------------------------------------------------------------------------
+
+    worker = property(lambda self: self._greenlet, doc="The greenlet that runs the block.")
+    cross_invoker = property(lambda self: self._publish is not None, doc="Whether the block shows its variables to others.")
+    event_queue = property(lambda self: Queue(self._event, self._check), doc="The event that the block waits with, see `send`.")
+    response_queue = property(lambda self: Queue(lambda: None, self.respond), doc="Empty: what is put in, the block takes at once.")
+    idx = property(lambda self: self.interleaver and self.interleaver.mediators.index(self), doc="Position in the run.")
+    transform = property(
+        lambda self: self._on_leave[-1] if self._on_leave else None,
+        runtime.Mediator.on_leave,
+        doc="Called without arguments when the block moves on; what it returns replaces the value of this visit.",
+    )
+    original_globals = property(lambda self: getattr(self.frame, "f_globals", {}), doc="Globals of the block while it runs.")
+    iteration_tracker = property(
+        lambda self: Counter(getattr(self.interleaver, "counts", {})),
+        doc="How often the run has passed each location so far; 0 for others. A copy.",
+    )
+
+    user_cache = property(
+        lambda self: [cache for mediator, cache in getattr(self.interleaver, "caches", ()) if mediator is self],
+        doc="The caches of the block, while the run lasts.",
+    )
+
+    @property
+    def history(self) -> set[str]:
+        """What the run has passed so far, such as ``model.layer.output.i0``; the same for all its blocks."""
+        return {f"{location}.i{number}" for location, count in self.iteration_tracker.items() for number in range(count)}
+
+    @property
+    def frame(self) -> types.FrameType | None:
+        """The frame of the block's function; ``None`` before it has started and after it has ended."""
+        frame = None if not self._greenlet else self._greenlet.gr_frame or sys._getframe(1)
+        while frame is not None and (frame.f_back is None or frame.f_back.f_code not in _CALLERS):
+            frame = frame.f_back
+        return frame
+
+    def push(self) -> None:
+        """Show the variables of the block to the others now, and not only where it waits."""
+        if self._publish is not None:
+            self._publish()
+
+    def pull(self) -> None:
+        """Bind the variables that this block assigns, and has not assigned yet, to what others have pushed. Others are shared."""
+        branch = getattr(self._publish, "__self__", None)
+        if isinstance(branch, Branch):
+            branch.pull()
+
+    # -- the block's side -----------------------------------------------------------------------------------------
+
+    def send(self, event: Events, requester: Any = None) -> Any:
+        """Ask the run for something.
+
+        ``requester`` is one, for a swap or a skip in a tuple with the value; an exception; the names of the mediators that a
+        barrier releases, or ``None`` to wait for that.
+        """
+        if event is Events.VALUE:
+            return self.request(requester)
+        if event is Events.SWAP:
+            return self.swap(*requester)
+        if event is Events.SKIP:
+            return self.skip(*requester)
+        if event is Events.BARRIER:
+            return self.pause(_BARRIER) if requester is None else self.handle_barrier_event(None, requester)
+        return self.end() if event is Events.END else self.exception(requester)
+
+    def stop(self) -> NoReturn:
+        """End the run here, without an error."""
+        raise errors.EarlyStopException()
+
+    def end(self) -> NoReturn:
+        """End this block here; the model and the other blocks go on."""
+        raise GreenletExit()
+
+    def exception(self, exception: BaseException) -> NoReturn:
+        """End the run with an error."""
+        raise exception
+
+    # -- the driver's side ----------------------------------------------------------------------------------------
+
+    def _event(self) -> tuple[Events, Any] | None:
+        """Return the event that the block waits with, such as ``(Events.VALUE, "x.i0")``; ``None`` if it does not wait."""
+        if self.waiting is None:
+            return None
+        kind, *given = self.asks
+        requester = None if kind == "barrier" else "{}.i{}".format(*self.waiting)
+        return Events(kind), (requester, *given) if given else requester
+
+    def _check(self, event: tuple[Events, Any]) -> None:
+        """Raise unless the block waits with this event: only the block itself can ask for something."""
+        if self._event() != event:
+            raise ValueError(f"The block waits with {self._event()}: this cannot be changed, or answered as {event}.")
+
+    def handle(self, provider: str, value: Any = None) -> Any:
+        """Offer ``value`` to this block alone, without counting the occurrence; return what it made of it."""
+        run = self.interleaver
+        location, occurrence = split_requester(provider)
+        if run is None or not self.waits_at(location, run.counts.get(location, 0) if occurrence is None else occurrence):
+            return value
+        outer, run.at = run.at, self.waiting
+        value = self.respond(value)
+        run.run_ready()
+        run.at = outer
+        return value
+
+    def respond(self, value: Any = None) -> Any:
+        """Give the block the value it waits for, wherever that is; return what it made of it."""
+        if self.waiting is None:
+            raise ValueError("The block does not wait for a value, so there is nothing to respond to.")
+        return self.visit(*self.waiting, value)
+
+    def handle_value_event(self, requester: str, provider: str) -> bool:
+        """Give the block the value of the run's batcher, which becomes what the block makes of it, if it waits at ``provider``.
+
+        Returns:
+            Whether it waits there. If not, it goes on waiting.
+        """
+        return self._answer(provider, requester, (Events.VALUE, requester))
+
+    def handle_swap_event(self, provider: str, requester: str, swap_value: Any) -> bool:
+        """Let the block replace the value by ``swap_value``, see :meth:`handle_value_event`."""
+        return self._answer(provider, requester, (Events.SWAP, (requester, swap_value)))
+
+    def handle_skip_event(self, provider: str, requester: str, value: Any) -> bool:
+        """Let the block put ``value`` where ``interleaver.take_skip(input)`` takes it, see :meth:`handle_value_event`."""
+        return self._answer(provider, requester, (Events.SKIP, (requester, value)))
+
+    def _answer(self, provider: str, requester: str, event: tuple[Events, Any]) -> bool:
+        self._check(event)
+        served, run = provider == requester, cast("Any", self.interleaver)
+        if served:
+            run.batcher.current_value = self.handle(provider, run.batcher.current_value)
+        return served
+
+    def handle_barrier_event(self, provider: str | None, participants: set[str] | None) -> bool:
+        """Release the blocks with these names that wait by ``send(Events.BARRIER, None)``; return whether there were any."""
+        run: Any = self.interleaver
+        waiting = [other for other in run.mediators if other.name in (participants or ()) and other.waits_at(_BARRIER, 0)]
+        run.ready.extend(other for other in waiting if other not in run.ready)
+        if run.current is None:  # a block that releases others goes on first
+            run.run_ready()
+        return bool(waiting)
+
+    def handle_end_event(self) -> None:
+        """End the block; the model and the other blocks go on."""
+        if self.interleaver is not None and self.interleaver.current is self:
+            self.end()
+        self.cancel()
+
+    def handle_exception_event(self, exception: Exception) -> bool:
+        """End the block with an error: raise it, or keep it if the run defers errors, and return ``False``."""
+        if self.interleaver is not None and self.interleaver.current is self:
+            self.exception(exception)
+        self._error = exception
+        kept = self.keep_error()
+        self.cancel()
+        if not kept:
+            raise exception
+        return False
+
+    def keep_error(self) -> bool:
+        """Keep the error of the block as :attr:`deferred_exception` if the run defers errors; return whether it is kept."""
+        error = self._error
+        defers = getattr(self.interleaver, "defer_exceptions", False) and not isinstance(error, errors.EarlyStopException)
+        if not defers or not isinstance(error, Exception):
+            return False
+        traceback = error.__traceback__
+        if traceback is not None and traceback.tb_frame.f_code in _CALLERS:
+            error = error.with_traceback(traceback.tb_next)  # without the frame that would hold the mediator
+        self.deferred_exception, self._error = error, None
+        return True
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any], times: int | None) -> None:
+    """Call ``function`` with ``args``, ``times`` times, each time for the next occurrence of its locations."""
+    for _ in (0,) if times is None else IteratorTracer(range(times)):
+        function(*args)
+
+
+#: What calls the function of a block.
+_CALLERS = (runtime.Mediator._main.__code__, _call.__code__)

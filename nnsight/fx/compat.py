@@ -33,7 +33,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 
-from ..runtime.fakes import without_log_of_fakes
+from ..runtime.fakes import quiet_fakes
 from ..tracing.block import is_bound
 from . import backward
 
@@ -549,7 +549,7 @@ def capturing() -> Iterator[None]:
     handlers = symbolic_convert.compare_op_handlers
     before = {name: handlers[name] for name in ("is", "is not")}
     # The settings are those of the process: two contexts that overlap would leave them changed.
-    with compile_lock, without_log_of_fakes(), torch._dynamo.config.patch(**unlimited, specialize_float=True):
+    with compile_lock, quiet_fakes, torch._dynamo.config.patch(**unlimited, specialize_float=True):
         _tensors_compared.clear()
         handlers.update({name: functools.partial(_compare_identity, handler) for name, handler in before.items()})
         iterate = {name: getattr(_SETS[0], name) for name in _ITERATING if hasattr(_SETS[0], name)}

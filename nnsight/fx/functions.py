@@ -6,8 +6,6 @@ concrete value, random ones whose order matters. Python functions and methods ap
 
 from __future__ import annotations
 
-import logging
-import threading
 from typing import Any
 
 import torch
@@ -113,24 +111,3 @@ def path_step(step: Any) -> Any:
         if hasattr(step, name):
             return getattr(step, name)
     raise TypeError(f"a result with an unknown container: {step!r}")
-
-
-class _QuietFakes(logging.Filter):
-    """Keeps torch from logging a failed fake call: the error goes to the user as an exception."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._state = threading.local()
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(self._state, "quiet", False)
-
-    def __enter__(self) -> None:
-        self._state.quiet = True
-
-    def __exit__(self, *_: object) -> None:
-        self._state.quiet = False
-
-
-quiet_fakes = _QuietFakes()

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ..fx.functions import quiet_fakes
 from ..fx.journal import Journal
 from ..modeling.tracing import _names
 from ..runtime.carriers import is_carrier
+from ..runtime.fakes import quiet_fakes
 from ..runtime.interleaver import Interleaver
 from ..runtime.tracer import InterleavingTracer
 from ..tracing.saving import saves

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .batch_dims import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
 from .carriers import is_carrier, on_tensors
-from .fakes import Guesses, fake_argument, fake_modules, isolated, without_log_of_fakes
+from .fakes import Guesses, fake_argument, fake_modules, isolated, quiet_fakes
 from .instrumentation import Instrumentation
 from .interleaver import Everywhere, Interleaver, active_run
 from .row_order import MIXED, RowOrder, outer_of
@@ -290,7 +290,7 @@ def _run(
     probing = _Probe(modules.paths[root], seen)
     token = active_run.set(probing)
     try:
-        with mode, Guesses(), RowOrder(rows), modules.intercept(by_path), without_log_of_fakes():
+        with mode, Guesses(), RowOrder(rows), modules.intercept(by_path), quiet_fakes:
             fakes = [
                 fake_argument(leaf, entry.dim, total, rows, mode) for leaf, entry in zip(leaves, inputs, strict=True)
             ]

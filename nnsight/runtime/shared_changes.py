@@ -1,0 +1,41 @@
+"""Changes of what belongs to the whole process, for as long as somebody needs them.
+
+Some settings and functions of torch exist once for all threads. A run that needs another one changes it for its own duration, and
+several runs may overlap, one inside another or in several threads. The first of them makes the change and the last one undoes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+class SharedChange:
+    """A change that holds while at least one user is in this context.
+
+    Args:
+        change: Returns a context that makes the change when it is entered, and undoes it when it is left.
+    """
+
+    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._change = change
+        self._made: AbstractContextManager[Any] | None = None
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._made is None:
+                made = self._change()
+                made.__enter__()
+                self._made = made
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._made is not None:
+                made, self._made = self._made, None
+                made.__exit__(None, None, None)

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
-from nnsight.fx import compat
 from nnsight.fx.recording import GraphBreakError
 
 from .conftest import Hooks, assert_no_instrumentation
@@ -486,19 +485,3 @@ def test_a_cut_is_logged_once_for_its_place(caplog: pytest.LogCaptureFixture) ->
                 hidden.max().item()
     assert sum("graph cut" in message for message in caplog.messages) == 1
     assert len(tracer.report.breaks) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "use"),
-    [
-        (torch._dynamo.eval_frame, "_callback_from_stance", lambda: compat.run_compiled_functions_as_written(bool)),
-        (torch.autograd.function, "_SingleLevelFunction", lambda: compat.watch_autograd_functions(print)),
-    ],
-    ids=["stance", "function"],
-)
-def test_a_torch_without_a_replaced_function_is_refused(
-    module: Any, name: str, use: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(module, name)
-    with pytest.raises(ImportError, match=rf"torch 2.*{name}.*Versions 2.11 to 2.13"):
-        use()

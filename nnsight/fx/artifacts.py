@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from torch._dynamo.utils import counters as torch_counters
+from .torch_compat import dynamo_counters
 
 
 @contextlib.contextmanager
@@ -35,6 +35,6 @@ def found_in_cache() -> Iterator[Callable[[], bool]]:
 
 def _counts() -> tuple[int, int]:
     """Return how many graphs inductor has found in its caches, and how many not."""
-    inductor, autograd = torch_counters["inductor"], torch_counters["aot_autograd"]
+    inductor, autograd = dynamo_counters["inductor"], dynamo_counters["aot_autograd"]
     hits = inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"]
     return hits, inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]

@@ -8,8 +8,8 @@ Calls of modules are intercepted while a run is active: dynamo has to see the ta
 Python the interception itself offers values. To install and remove it costs as much as the rest of a call of a small
 model. Somebody who waits at no location, such as a replay, can do without it if nothing but one captured graph is going to run.
 
-That is so if dynamo has compiled code for the arguments (:func:`~nnsight.fx.compat.caller_of_compiled` asks for no more than that), each of
-its captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
+That is so if dynamo has compiled code for the arguments (:mod:`~nnsight.fx.compiled_calls` asks for no more than that), each of its
+captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
 in calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
 """
 
@@ -25,9 +25,10 @@ from typing import Any
 
 from ..runtime.report import Capture
 from . import progress
-from .compat import Missed, capturing, graph_breaks_seen, left_uncompiled
+from .capturing import Missed, capturing, left_uncompiled
 from .counters import counters
 from .reasons import REMEDIES, Situation, reason_of
+from .torch_compat import graph_breaks_seen
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -91,7 +92,7 @@ class Captures:
         self._here = threading.local()
 
     def around(self, missed: Missed, capture: Callable[[], Any]) -> Any:
-        """Let dynamo capture a call, or leave it uncompiled if there are too many captures; see :func:`~.compat.watch_captures`."""
+        """Let dynamo capture a call, or leave it uncompiled if there are too many captures; see :func:`~.capturing.watch_captures`."""
         is_function = missed.code is self._code
         situation = Situation(missed.variables, self._parameters, self._given)
         self._here.reason = reason = self._reason(missed, situation, is_function)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .compat import generated_code_in
+from .torch_compat import generated_code_in
 from .torch_state import thread_state
 
 #: Takes its inputs in a list.

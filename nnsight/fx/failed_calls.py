@@ -16,7 +16,7 @@ import torch
 
 from ..tree import ModuleTree
 from .captures import Captures
-from .compat import allow_code, compiled_entries, forget_entries, frames_seen
+from .torch_compat import allow_code, compiled_entries, forget_entries, frames_seen
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ class NNsight(Envoy):
         chosen = _compile_options(compile)
         # By name: without dynamo imported (it takes a second) there are no such modules.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            from ..fx.compat import options_of_compiled
+            from ..fx.torch_compat import options_of_compiled
 
             module, found = options_of_compiled(module)
             chosen = found if chosen is None else chosen

@@ -6,10 +6,30 @@ several runs may overlap, one inside another or in several threads. The first of
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Have ``value`` as the attribute ``name`` of a module or class, in this context.
+
+    Contexts of one attribute may lie inside one another, but must not overlap otherwise.
+    """
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 class SharedChange:

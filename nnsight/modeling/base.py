@@ -14,6 +14,7 @@ import torch
 from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
+from ..runtime.gradients import add_tensor_methods
 from ..runtime.instrumentation import is_compiling
 from ..runtime.interleaver import active_interleaver
 from ..runtime.mentions import Chains
@@ -91,6 +92,7 @@ class NNsight(Envoy):
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
+        add_tensor_methods()
         Envoy.__init__(self, module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
         self._tree.roots.add(self)
         self._alias(self._rename)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import nnsight
 
 #: What both programs begin with: attributes of the modules of torch that are loaded, and of their classes.
 BEGIN = """
@@ -158,3 +161,13 @@ def test_imports_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_after_traces_all_is_as_before(tmp_path: Path, backend: str) -> None:
     assert changed_by(tmp_path, RUNS, backend) == []
+
+
+def test_private_parts_of_the_compiler_are_named_in_one_place() -> None:
+    """Two modules have reasons of their own: Inductor takes long to import, and eager traces do without dynamo."""
+    package = Path(nnsight.__file__).parent
+    allowed = {package / "fx" / "torch_compat.py", package / "fx" / "backward.py", package / "runtime" / "uncompiled.py"}
+    private = re.compile(r"(?<!`)torch\._(dynamo|functorch|inductor|guards)\b")
+    files = [path for path in package.rglob("*.py") if "vllm" not in path.parts and path not in allowed]
+    code = [(path.name, line.partition("#")[0]) for path in files for line in path.read_text().splitlines()]
+    assert [(name, line) for name, line in code if private.search(line)] == []

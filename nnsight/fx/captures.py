@@ -11,6 +11,11 @@ model. Somebody who waits at no location, such as a replay, can do without it if
 That is so if dynamo has compiled code for the arguments (:mod:`~nnsight.fx.compiled_calls` asks for no more than that), each of its
 captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
 in calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
+
+A call that fails while dynamo looks at it (a string instead of a tensor, a hook that raises) says nothing of calls that succeed. But to
+dynamo it is a break of the graph: it compiles the function around the model to "call the model as Python", for want of anything read
+before the break without a condition on the arguments, and all later calls would go that way. Or it gives up on a function, and marks
+its code, which all modules of a class share, to be run as Python. So both are undone.
 """
 
 from __future__ import annotations
@@ -19,16 +24,18 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
+
+import torch
 
 from ..runtime.report import Capture
 from . import progress
 from .capturing import Missed, capturing, left_uncompiled
 from .counters import counters
 from .reasons import REMEDIES, Situation, reason_of
-from .torch_compat import graph_breaks_seen
+from .torch_compat import allow_code, compiled_entries, forget_entries, frames_seen, graph_breaks_seen
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -190,6 +197,27 @@ class Captures:
     def ran_whole(self) -> bool:
         """Whether a graph of a whole call was the last that was called in this thread, since a call began."""
         return bool(getattr(self._here, "whole", False))
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """If the call within raises an error and dynamo has compiled something for it, let later calls be as if it had not been.
+
+        Captures of the whole call stay: then dynamo was done with the model, and it was something else that failed.
+
+        Args:
+            modules: Those of the model.
+        """
+        seen, whole = frames_seen(), self.whole
+        known = compiled_entries(self._code) if self.count else ()
+        try:
+            yield
+        except BaseException:
+            if frames_seen() != seen and self.whole == whole:
+                self.forgotten += forget_entries(self._code, known)
+                for code in {getattr(module.forward, "__code__", None) for module in modules}:
+                    if isinstance(code, CodeType):
+                        allow_code(code)
+            raise
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..runtime.fakes import quiet_fakes
 from ..runtime.shared_changes import replaced
 from .torch_compat import (
@@ -26,6 +24,7 @@ from .torch_compat import (
     SetVariable,
     TensorVariable,
     compile_lock,
+    dynamo_config,
     frame_evaluation,
     guards,
     symbolic_convert,
@@ -93,7 +92,7 @@ def capturing() -> Iterator[None]:
     handlers = symbolic_convert.compare_op_handlers
     watching = {name: functools.partial(_compare_identity, handlers[name]) for name in ("is", "is not")}
     # What is changed here belongs to the process: two contexts that overlap would leave it changed.
-    with compile_lock, quiet_fakes, torch._dynamo.config.patch(**unlimited, specialize_float=True), contextlib.ExitStack() as stack:
+    with compile_lock, quiet_fakes, dynamo_config.patch(**unlimited, specialize_float=True), contextlib.ExitStack() as stack:
         _tensors_compared.clear()
         stack.enter_context(replaced(symbolic_convert, "compare_op_handlers", {**handlers, **watching}))
         for name in METHODS_ITERATING:

@@ -20,31 +20,10 @@ class NotCompiled(Exception):
     """There is no compiled code for these arguments; nothing has run."""
 
 
-def stands_aside() -> bool:
-    """Whether compiled functions run as they are, or not as always: inside of another tracer, or by a stance that was chosen."""
-    stance = eval_frame._stance
-    return (
-        stance.stance != "default"
-        or stance.backend is not None
-        or getattr(torch._guards._TLS, "tracing_context", None) is not None
-        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
-        or torch._C._is_tracing()
-    )
-
-
-def is_outermost() -> bool:
-    """Whether a call made here is neither inside of something else that dynamo runs, which has settings of its own, nor unusual."""
-    return not (
-        frame_evaluation.get_eval_frame_callback() is not None
-        or eval_frame._stance.skip_guard_eval_unsafe
-        or stands_aside()
-    )
-
-
 def caller_of_compiled(function: Callable[..., Any], code: types.CodeType) -> Callable[..., Any] | None:
     """Return what calls a function with what dynamo has compiled for the arguments, or raises :class:`NotCompiled`.
 
-    It is to be called where :func:`is_outermost` holds.
+    It is to be called where :func:`~.torch_compat.is_outermost` holds.
 
     Args:
         function: What ``torch.compile`` returned.

@@ -38,8 +38,7 @@ from . import progress
 from .blocks import mark_stretches
 from .captures import MAX_CAPTURES, Captures
 from .capturing import tensors_were_compared, watch_captures
-from .compiled_calls import NotCompiled, caller_of_compiled, is_outermost, stands_aside
-from .failed_calls import undone_if_it_fails
+from .compiled_calls import NotCompiled, caller_of_compiled
 from .graph import CapturedGraph
 from .journal import journal_of_run
 from .playback import Playback
@@ -50,11 +49,13 @@ from .replay import Replays
 from .stages import LIBRARIES, position_of
 from .torch_compat import (
     BackendCallable,
+    is_outermost,
     is_slow,
     is_whole_call,
     only_returns,
     resolve_backend,
     skip_code,
+    stands_aside,
     why_followed_in_vain,
     why_it_ends,
 )
@@ -230,7 +231,7 @@ class CompiledDriver:
         """Surround a call that may compile."""
         captures = self._captures
         captures.note_start()
-        with undone_if_it_fails(self._code, self.tree, captures), captures.watched():
+        with captures.undone_if_it_fails(self.tree.paths), captures.watched():
             yield
         if captures.ran_nothing and captures.uncompiled is not None:
             self._note_uncompiled(*captures.uncompiled)

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
-#: Getters that the fake answers.
+#: Getters that the fake answers; tensors have `names` up to torch 2.12.
 METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
@@ -32,7 +32,6 @@ ABOUT_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
 CARRIED = {
     getattr(torch.Tensor, name).__get__: name
     for name in "grad _grad _grad_fn _base _version output_nr retains_grad grad_dtype".split()
-    if hasattr(getattr(torch.Tensor, name, None), "__get__")
 }
 
 #: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
@@ -44,7 +43,7 @@ DEMANDS = frozenset(
 )
 
 #: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
-READ_AS = {torch.Tensor.__dict__.get("data", torch._C.TensorBase.data).__get__: torch.Tensor.detach}
+READ_AS = {vars(torch._C.TensorBase)["data"].__get__: torch.Tensor.detach}
 
 #: Random functions of a tensor's metadata alone.
 DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})

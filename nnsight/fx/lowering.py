@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from . import progress
-from .artifacts import found_in_cache
 from .counters import counters
 from .direct import Direct
 from .effects import Kind, Memory, kind_of
@@ -38,6 +37,7 @@ from .torch_compat import (
     TracingContext,
     compile_lock,
     forget_fixed_floats,
+    found_in_cache,
     tracing,
     with_backward_repeatable,
     with_gradients_apart,

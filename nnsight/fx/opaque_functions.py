@@ -12,13 +12,11 @@ recording is active (:data:`shown`). Calls in which no recording has a part go o
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ..runtime.shared_changes import SharedChange, replaced
+from ..runtime.shared_changes import SharedChange
 from .calls import CallRecorder
 from .lazy import LazyTensor
 from .torch_compat import eval_frame, set_counted_frames, skip_code
@@ -27,22 +25,28 @@ from .torch_compat import eval_frame, set_counted_frames, skip_code
 _Applied: Any = torch.autograd.function._SingleLevelFunction
 
 
-@contextlib.contextmanager
-def _replaced() -> Iterator[None]:
+def _replace() -> Any:
     chosen = eval_frame._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
+        """Return what dynamo is to do with the frames of a compiled function: ``None`` for nothing."""
         if callback in (None, False) or not _is_recording():
             return chosen(callback)
         set_counted_frames(-1)
         return None
 
-    with replaced(eval_frame, "_callback_from_stance", callback_from_stance), replaced(_Applied, "apply", classmethod(_apply)):
-        yield
+    eval_frame._callback_from_stance = callback_from_stance
+    _Applied.apply = classmethod(_apply)
+    return chosen
+
+
+def _put_back(chosen: Any) -> None:
+    eval_frame._callback_from_stance = chosen
+    del _Applied.apply
 
 
 #: Entered by each recording while it is active.
-shown = SharedChange(_replaced)
+shown = SharedChange(_replace, _put_back)
 
 
 def _is_recording() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame as frame_evaluation
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, exc, guards, symbolic_convert, variables
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -85,6 +86,27 @@ def backend_name(backend: BackendCallable) -> str:
     """Return how a user calls ``backend``."""
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
     return str(name or type(backend).__name__)
+
+
+def stands_aside() -> bool:
+    """Whether compiled functions run as they are, or not as always: inside of another tracer, or by a stance that was chosen."""
+    stance = eval_frame._stance
+    return (
+        stance.stance != "default"
+        or stance.backend is not None
+        or TracingContext.try_get() is not None
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        or torch._C._is_tracing()
+    )
+
+
+def is_outermost() -> bool:
+    """Whether a call made here is neither inside of something else that dynamo runs, which has settings of its own, nor unusual."""
+    return not (
+        frame_evaluation.get_eval_frame_callback() is not None
+        or eval_frame._stance.skip_guard_eval_unsafe
+        or stands_aside()
+    )
 
 
 def is_slow(backend: Any = "inductor", mode: str | None = None, options: dict[str, Any] | None = None, **_: Any) -> bool:
@@ -177,6 +199,30 @@ def allow_code(code: types.CodeType) -> None:
     """Let dynamo try again to compile a function that it has given up on; what it has compiled of it stays."""
     default = frame_evaluation._FrameAction.DEFAULT
     frame_evaluation.set_code_exec_strategy(code, frame_evaluation._FrameExecStrategy(default, default))
+
+
+@contextlib.contextmanager
+def found_in_cache() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether all code of the lowerings in this context came from Inductor's caches on disk.
+
+    Spliced graphs and regions reach Inductor as ordinary graphs with names that are the same in every process, so it finds what an earlier
+    process has left and generates no code. Only for a caller who holds :data:`compile_lock`: the counts are those of the process.
+    """
+    hits, misses = _cache_counts()
+    after = hits, misses
+
+    def found() -> bool:
+        return after[0] > hits and after[1] == misses
+
+    yield found
+    after = _cache_counts()
+
+
+def _cache_counts() -> tuple[int, int]:
+    """Return how many graphs Inductor has found in its caches, and how many not."""
+    inductor, autograd = dynamo_counters["inductor"], dynamo_counters["aot_autograd"]
+    hits = inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"]
+    return hits, inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
 
 
 def may_share(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:

@@ -50,18 +50,11 @@ def _is_no_failure(record: logging.LogRecord) -> bool:
     return not record.exc_info
 
 
-@contextlib.contextmanager
-def _without_failures_in_log() -> Iterator[None]:
-    log = logging.getLogger(FakeTensorMode.__module__)
-    log.addFilter(_is_no_failure)
-    try:
-        yield
-    finally:
-        log.removeFilter(_is_no_failure)
+#: Where torch logs a traceback for each operation that fails on fake tensors.
+_log = logging.getLogger(FakeTensorMode.__module__)
 
-
-#: Keeps torch from logging a traceback for each operation that fails on fake tensors: the error itself says as much.
-quiet_fakes = SharedChange(_without_failures_in_log)
+#: Keeps such tracebacks out of the log: the error itself says as much.
+quiet_fakes = SharedChange(lambda: _log.addFilter(_is_no_failure), lambda _: _log.removeFilter(_is_no_failure))
 
 
 class Guesses(TorchDispatchMode):

@@ -16,10 +16,9 @@ intercepted call looks up the run of its own context and passes straight through
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,21 +77,17 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
 INTERCEPTED_CODE = next(constant for constant in intercepted.__code__.co_consts if isinstance(constant, types.CodeType))
 
 
-@contextlib.contextmanager
-def _fast_path_switched_off() -> Iterator[None]:
-    """Keep torch from computing a ``TransformerEncoderLayer`` in one kernel, past its modules.
+def _switch_fast_path_off() -> bool:
+    """Keep torch from computing a ``TransformerEncoderLayer`` in one kernel, past its modules; return whether it did so before.
 
     Without gradients torch does so, unless a module has hooks. The switch is torch's own; results are those that hooks see.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    return before
 
 
-_module_by_module = SharedChange(_fast_path_switched_off)
+_module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_fastpath_enabled)
 
 
 class Instrumentation:

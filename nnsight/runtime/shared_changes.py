@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 _ABSENT = object()
@@ -36,26 +35,24 @@ class SharedChange:
     """A change that holds while at least one user is in this context.
 
     Args:
-        change: Returns a context that makes the change when it is entered, and undoes it when it is left.
+        make: Makes the change, and returns what was before.
+        undo: Undoes it, given that.
     """
 
-    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._change = change
-        self._made: AbstractContextManager[Any] | None = None
+    def __init__(self, make: Callable[[], Any], undo: Callable[[Any], object]) -> None:
+        self._make, self._undo = make, undo
+        self._before: Any = None
         self._users = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._made is None:
-                made = self._change()
-                made.__enter__()
-                self._made = made
+            if not self._users:
+                self._before = self._make()
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
-            if not self._users and self._made is not None:
-                made, self._made = self._made, None
-                made.__exit__(None, None, None)
+            if not self._users:
+                self._undo(self._before)

@@ -420,6 +420,27 @@ def test_a_compiled_function_in_a_block_becomes_part_of_the_graph(model: NNsight
         torch.compiler.reset()
 
 
+def test_other_threads_compile_while_a_block_is_recorded(model: NNsight) -> None:
+    compiled: list[int] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return graph_module.forward
+
+    doubled = torch.compile(lambda x: x * 2, backend=backend)
+    results: list[torch.Tensor] = []
+    with torch.no_grad(), model.trace(X) as tracer:
+        hidden = model[1].output
+        thread = threading.Thread(target=lambda: results.extend([doubled(X), Doubled.apply(X)]))
+        thread.start()
+        thread.join()
+        hidden = doubled(hidden).save()
+    assert len(compiled) == 1
+    assert all(torch.equal(result, X * 2) for result in results) and len(results) == 2
+    assert torch.equal(hidden, model._module[:2](X) * 2)
+    assert not tracer.report.breaks
+
+
 def test_a_torchscript_function_gets_no_values_that_are_not_there(model: NNsight) -> None:
     """It remembers what it was called with, so it must see no fake."""
     with warnings.catch_warnings():

@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from .generation import Generation
-from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name, _naming
+from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name
+from .mixins import naming
 from .tracing import ModelTracer
 
 #: Inputs of the processor beside the text.
@@ -75,7 +76,7 @@ class VisionLanguageModel(LanguageModel):
         elif isinstance(processor, (str, os.PathLike)):
             repository.pop("revision", None)  # another repository has revisions of its own
         if isinstance(processor, (str, os.PathLike)):
-            with _naming(processor):
+            with naming(processor):
                 processor = AutoProcessor.from_pretrained(_folder_or_name(processor), **repository)
         if tokenizer is None:
             tokenizer = getattr(processor, "tokenizer", None)

@@ -567,7 +567,7 @@ def _rebuild(
     made = kind.__new__(kind)
     made.__dict__.update(state, _compiled=None)
     made._mount(module, envoys, compile_options)
-    made.__dict__["_edits"] = state["_edits"].of(made)
+    made.__dict__["_edits"] = state["_edits"](made)
     return made
 
 

@@ -14,12 +14,10 @@ needs them no more, so it may happen later and on another thread.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -44,6 +42,7 @@ from .torch_compat import (
     with_backward_repeatable,
     with_gradients_apart,
     without_fusion,
+    without_tracebacks_of_autograd,
     without_view_replay,
 )
 
@@ -349,21 +348,6 @@ def prepare(
     return Prepared(graph_module, [fakes[position] for position in taken], made, taken, placement)
 
 
-@contextlib.contextmanager
-def _without_tracebacks_of_autograd() -> Iterator[None]:
-    """Keep ahead-of-time autograd from warning where a backward pass cannot be traced: the error says so, and is dealt with.
-
-    Only this filter is added and removed. ``warnings.catch_warnings`` would put back all filters, those of other threads, too.
-    """
-    warnings.filterwarnings("ignore", message="Error detected in .* Traceback of forward call", category=UserWarning)
-    added = warnings.filters[0]
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # the list is another one, which a `catch_warnings` has put back
-            cast("list[Any]", warnings.filters).remove(added)
-
-
 def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols = prepared.symbols
@@ -378,7 +362,7 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
         with_backward_repeatable(),
         with_gradients_apart(),
         found_in_cache() as cached,
-        _without_tracebacks_of_autograd(),
+        without_tracebacks_of_autograd(),
     ):
         forget_fixed_floats()
         lowered = backend(prepared.graph_module, prepared.fakes)

@@ -11,8 +11,9 @@ import copy
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._dynamo import eval_frame as frame_evaluation
@@ -250,6 +251,21 @@ def with_backward_repeatable() -> Iterator[None]:
     """
     with replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []):
         yield
+
+
+@contextlib.contextmanager
+def without_tracebacks_of_autograd() -> Iterator[None]:
+    """Keep ahead-of-time autograd from warning where a backward pass cannot be traced: the error says so, and is dealt with.
+
+    Only this filter is added and removed. ``warnings.catch_warnings`` would put back all filters, those of other threads, too.
+    """
+    warnings.filterwarnings("ignore", message="Error detected in .* Traceback of forward call", category=UserWarning)
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the list is another one, which a `catch_warnings` has put back
+            cast("list[Any]", warnings.filters).remove(added)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,6 @@ class Captures:
         whole: How many of them were of a whole call.
         forgotten: How many things dynamo has compiled for calls that failed, and forgotten again; they count for its limits.
         suffice: Whether a call that dynamo has compiled code for runs one captured graph and nothing else.
-        broken: Whether one of them was not a whole call: dynamo captures frames of modules, too.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Captures:
         self.whole = 0
         self.forgotten = 0
         self.suffice = False
-        self.broken = False
         self._may_suffice = True
         self._watched = 0  # calls that may compile and have not ended
         self._started = 0
@@ -153,7 +151,6 @@ class Captures:
         logger.info("captured because: %s", reason)
         self.count += 1
         self.whole += is_whole
-        self.broken = self.broken or not is_whole
         if not is_whole:
             self.give_up()
         self._count_kind(reason)

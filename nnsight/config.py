@@ -19,9 +19,9 @@ warning and left out, so that a broken file does not stop a program; what a prog
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import dataclass
 
-from .options import ConfigWarning, Option, OptionFile, Section, near
+from .options import ConfigWarning, Option, OptionFile, Section
 
 __all__ = ["CONFIG", "ApiConfig", "AppConfig", "Config", "ConfigWarning"]
 
@@ -38,18 +38,17 @@ class AppConfig(Section):
             attached once, before the first trace of a process; switch the option off before that.
         REMOTE_LOGGING: Print the progress of remote jobs.
         PROGRESS: Show what is being captured or lowered for a compiled trace, after two seconds.
-        TRACE_CACHING: Obsolete; every block is compiled once, always.
+        TRACE_CACHING: No effect; every block is compiled once, always.
     """
 
     title = "APP"
-    __slots__ = ()
 
-    DEBUG = Option(False, bool)
-    CROSS_INVOKER = Option(True, bool)
-    PYMOUNT = Option(True, bool)
-    REMOTE_LOGGING = Option(True, bool)
-    PROGRESS = Option(True, bool)
-    TRACE_CACHING = Option(True, bool, obsolete="the code of a block is compiled once and kept, always")
+    DEBUG = Option(False)
+    CROSS_INVOKER = Option(True)
+    PYMOUNT = Option(True)
+    REMOTE_LOGGING = Option(True)
+    PROGRESS = Option(True)
+    TRACE_CACHING = Option(True)
 
 
 class ApiConfig(Section):
@@ -61,15 +60,12 @@ class ApiConfig(Section):
     """
 
     title = "API"
-    __slots__ = ()
 
-    HOST = Option("https://api.ndif.us", str, variable="NDIF_HOST")
-    KEY: Option[str | None] = Option(None, str, variable="NDIF_API_KEY", secret=True)
-
-
-_SECTIONS: dict[str, type[Section]] = {kind.title: kind for kind in (AppConfig, ApiConfig)}
+    HOST = Option("https://api.ndif.us", variable="NDIF_HOST")
+    KEY: Option[str | None] = Option(None, variable="NDIF_API_KEY", secret=True)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Config:
     """All options, by section.
 
@@ -78,16 +74,14 @@ class Config:
         API: Where remote jobs go, and on whose behalf.
     """
 
-    __slots__ = ("API", "APP", "_file")
-
     APP: AppConfig
     API: ApiConfig
     _file: OptionFile
 
     def __init__(self) -> None:
-        file = OptionFile(_SECTIONS)
-        for name, value in (("_file", file), ("APP", AppConfig(file)), ("API", ApiConfig(file))):
-            object.__setattr__(self, name, value)
+        options = {option.path: option for kind in (AppConfig, ApiConfig) for option in kind.options().values()}
+        file = OptionFile(options)
+        vars(self).update(APP=AppConfig(file), API=ApiConfig(file), _file=file)
 
     def save(self) -> None:
         """Keep what this program has assigned in the user's file, for later programs.
@@ -120,26 +114,13 @@ class Config:
         self.API.KEY = key
         self._file.write({"API.KEY": key})
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SECTIONS:
-            raise AttributeError(f"CONFIG.{name} is a section: assign to its options, as in `CONFIG.{name}.… = …`.")
-        raise AttributeError(self._unknown(name))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(self._unknown(name))
-
-    def _unknown(self, name: str) -> str:
-        homes = [path for path in self._file.options if path.endswith(f".{name}")]
-        hint = f"The option is `CONFIG.{homes[0]}`." if homes else near(name, _SECTIONS)
-        return f"CONFIG has no section {name!r}. {hint}"
-
     def __reduce__(self) -> str:
         """Copy and pickle as what it is: the options of the process."""
         return "CONFIG"
 
     def __repr__(self) -> str:
-        there = "" if os.path.exists(self._file.path) else " (does not exist)"
-        return f"# file: {self._file.path}{there}\n{self.APP!r}\n{self.API!r}"
+        path = self._file.path
+        return f"# file: {path}{'' if os.path.exists(path) else ' (does not exist)'}\n{self.APP!r}\n{self.API!r}"
 
 
 CONFIG = Config()

@@ -30,7 +30,7 @@ import nnsight
 import nnsight.fx.driver
 from nnsight import DiffusionModel, LanguageModel, NNsight, VisionLanguageModel
 from nnsight.fx import background
-from nnsight.fx.compat import resolve_backend
+from nnsight.fx.torch_compat import resolve_backend
 from nnsight.intervention.backends.base import Backend
 from nnsight.intervention.backends.remote import RemoteBackend
 from nnsight.intervention.envoy import Envoy, eproperty

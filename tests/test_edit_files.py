@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import enum
 import gc
 import json
-import linecache
 import math
 import pickle
 import subprocess
@@ -15,7 +13,6 @@ import textwrap
 import traceback
 import types
 import weakref
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +29,6 @@ from nnsight import NNsight
 from .conftest import both
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
-Pair = namedtuple("Pair", "factor shift")
-
-
-class Mode(enum.Enum):
-    DOUBLE = 2.0
 
 
 class Net(torch.nn.Module):
@@ -241,18 +233,12 @@ def test_an_edit_of_a_method_reaches_private_names(other: NNsight, tmp_path: Pat
     assert torch.equal(output(other), by_hand(other, lambda v: v * 4))
 
 
-def test_assigned_globals_belong_to_the_edits_that_share_them(model: NNsight, other: NNsight, tmp_path: Path) -> None:
+def test_an_edit_that_assigns_a_global_is_refused(model: NNsight, tmp_path: Path) -> None:
     global WRITTEN
-    WRITTEN = 1
-    with model.edit(inplace=True):
-        WRITTEN += 1
-    with model.edit(inplace=True):
-        model.layers[0].output = model.layers[0].output * WRITTEN
-    assert torch.equal(output(model), by_hand(model, lambda v: v * 2))
-    other.import_edits(model.export_edits(tmp_path / "globals.safetensors"))
-    assert torch.equal(output(other), by_hand(other, lambda v: v * 3))
-    assert torch.equal(output(other), by_hand(other, lambda v: v * 4))
-    assert WRITTEN == 2
+    with model.edit() as edited:
+        WRITTEN = 1
+    with pytest.raises(TypeError, match=r"The edit at .* assigns a global or calls `super\(\)`: it cannot be exported"):
+        edited.export_edits(tmp_path / "globals.safetensors")
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -273,34 +259,25 @@ PLAIN = [
     True,
     -7,
     2**70,
-    -(10**5000),
     0.1,
     -0.0,
     math.inf,
     3 - 2j,
     complex(0.0, -math.inf),
     "ü \udc80 \n",
-    b"\x00\xff",
-    bytearray(b"ab"),
     [1, [2.5, "x"], (3,)],
     {"a": 1, 2: [None], (1, "k"): {"deep": True}},
     {1, 2, "three"},
     frozenset({4}),
     slice(1, None, 2),
     range(2, 9, 3),
-    ...,
     torch.Size([2, 3]),
     torch.bfloat16,
-    torch.channels_last,
-    torch.strided,
     torch.device("cuda:1"),
-    Pair(2.0, [1]),
-    Mode.DOUBLE,
     torch,
     math,
     math.sqrt,
     torch.relu,
-    torch.Tensor.add,
     gelu,
     numpy.exp,
     len,
@@ -330,7 +307,6 @@ TENSORS = {
     "bfloat16": torch.randn(4).bfloat16(),
     "float8": torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn),
     "complex64": torch.randn(3, dtype=torch.complex64),
-    "complex128": torch.randn(2, 2, dtype=torch.complex128),
     "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
     "bool": torch.tensor([True, False]),
     "uint8": torch.arange(4, dtype=torch.uint8),
@@ -349,7 +325,7 @@ TENSORS = {
 def test_tensors(model: NNsight, other: NNsight, tmp_path: Path, name: str) -> None:
     value = TENSORS[name]
     found = through_a_file(model, other, tmp_path / "value.safetensors", value)
-    assert type(found) is type(value)
+    assert type(found) is torch.Tensor
     assert (found.dtype, found.shape, found.requires_grad) == (value.dtype, value.shape, value.requires_grad)
     assert found.is_leaf
     assert torch.equal(
@@ -358,26 +334,16 @@ def test_tensors(model: NNsight, other: NNsight, tmp_path: Path, name: str) -> N
     assert found.data_ptr() != value.data_ptr() or found.numel() == 0
 
 
-@pytest.mark.parametrize(
-    "value", [numpy.arange(6.0).reshape(2, 3), numpy.float32(1.5), numpy.int64(3), numpy.array(True)], ids=repr
-)
-def test_arrays(model: NNsight, other: NNsight, tmp_path: Path, value: Any) -> None:
-    found = through_a_file(model, other, tmp_path / "value.safetensors", value)
-    assert type(found) is type(value)
-    assert found.dtype == value.dtype
-    assert numpy.array_equal(found, value)
-
-
 def test_shared_objects_stay_shared(model: NNsight, other: NNsight, tmp_path: Path) -> None:
     vector, names = torch.arange(6.0), ["a"]
-    value = {"vector": vector, "same": vector, "tail": vector[2:], "even": vector[::2], "names": names, "again": names}
+    value = {"vector": vector, "same": vector, "tail": vector[2:], "names": names, "again": names}
     found = through_a_file(model, other, tmp_path / "value.safetensors", value)
     assert found["vector"] is found["same"]
     assert found["names"] is found["again"]
+    assert found["tail"].tolist() == [2, 3, 4, 5]
     found["vector"][4] = 50.0
-    assert found["tail"].tolist() == [2, 3, 50, 5]
-    assert found["even"].tolist() == [0, 2, 50]
     assert vector.tolist() == [0, 1, 2, 3, 4, 5]
+    assert found["tail"].tolist() == [2, 3, 4, 5]  # tensors are written one by one
 
 
 def test_a_slice_of_a_large_tensor_is_written_without_the_rest(model: NNsight, tmp_path: Path) -> None:
@@ -438,6 +404,16 @@ def test_names_that_the_block_binds_first_are_not_written(model: NNsight, other:
     assert torch.equal(output(other), by_hand(other, lambda v: v + 2))
 
 
+def test_a_loop_variable_that_held_a_part_of_the_model_before(model: NNsight, other: NNsight, tmp_path: Path) -> None:
+    layers = model.layers
+    with model.edit() as edited:
+        for layers in [[model.layers[0]]]:
+            layers[0].output = layers[0].output + 1
+    assert layers is model.layers
+    other.import_edits(edited.export_edits(tmp_path / "loop.safetensors"))
+    assert torch.equal(output(other), by_hand(other, lambda v: v + 1))
+
+
 def test_the_file_is_a_safetensors_file_with_the_text_of_the_block(model: NNsight, tmp_path: Path) -> None:
     direction = torch.arange(6.0)
     with model.edit() as edited:
@@ -448,8 +424,8 @@ def test_the_file_is_a_safetensors_file_with_the_text_of_the_block(model: NNsigh
         assert torch.equal(opened.get_tensor(name), direction)
         content = json.loads(opened.metadata()["nnsight edits"])
     (edit,) = content["edits"]
-    assert edit["file"] == __file__
-    assert "model.layers[0].output += direction  # steer\n" in edit["text"]
+    assert edit["source"]["filename"] == __file__
+    assert "model.layers[0].output += direction  # steer\n" in edit["source"]["text"]
     assert edit["locations"] == ["model.layers[0]", "model.layers"]
 
 
@@ -515,19 +491,20 @@ def cyclic() -> list[Any]:
 
 
 REFUSED = {
-    "a lambda": (lambda: lambda v: v, r"uses `value`, a lambda.*Define it inside the block"),
-    "a local function": (local_function, r"uses `value`, `local_function.<locals>.inside`.*Define it inside"),
-    "an object": (object, r"uses `value`, an object of type builtins.object"),
-    "in a container": (lambda: {"a": [1, object()]}, r"uses `value\['a'\]\[1\]`, an object of type"),
-    "a module": (lambda: torch.nn.Linear(2, 2), r"the module Linear, which is not part.*`model.value = value`"),
+    "a lambda": (lambda: lambda v: v, r"`value`, `.*<lambda>`, which cannot be imported.*Define it inside the block"),
+    "a local function": (local_function, r"`value`, `local_function.<locals>.inside`, which.*Define it inside"),
+    "an object": (object, r"`value`, an object of type builtins.object"),
+    "bytes": (lambda: b"x", r"`value`, an object of type builtins.bytes"),
+    "an array": (lambda: numpy.arange(3.0), r"`value`, an object of type numpy.ndarray"),
+    "in a container": (lambda: {"a": [1, object()]}, r"`value`, which holds an object of type"),
+    "a module": (lambda: torch.nn.Linear(2, 2), r"an object of type torch.nn.modules.linear.Linear"),
     "another model": (lambda: build().layers[0], r"the module `model.layers.0` of another model"),
-    "a cycle": (cyclic, r"uses `value\[1\]`, which contains itself"),
-    "sparse": (lambda: torch.eye(2).to_sparse(), r"a sparse tensor"),
-    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"a quantized tensor"),
-    "meta": (lambda: torch.empty(2, device="meta"), r"a tensor on the meta device"),
+    "a cycle": (cyclic, r"`value`, which holds a container that contains itself"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), r"a tensor that safetensors cannot hold"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"a tensor that safetensors.*qint8"),
+    "complex128": (lambda: torch.ones(2, dtype=torch.complex128), r"a tensor that safetensors cannot hold.*complex128"),
+    "meta": (lambda: torch.empty(2, device="meta"), r"a tensor that safetensors cannot hold.*meta tensor"),
     "computed": (lambda: torch.ones(2, requires_grad=True) * 2, r"computed with gradients.*use `.detach\(\)`"),
-    "two types": (lambda: [t := torch.ones(4), t.view(torch.int32)], r"`value\[1\]`, which shares its memory"),
-    "array of objects": (lambda: numpy.array(["a"]), r"an array of this type"),
 }
 
 
@@ -539,7 +516,7 @@ def test_what_cannot_be_written_is_named(model: NNsight, tmp_path: Path, name: s
     value = make()
     with model.edit() as edited:
         value  # noqa: B018
-    with pytest.raises(TypeError, match=rf"The edit at .*test_edit_files.py:\d+ uses.*{message.removeprefix('uses ')}"):
+    with pytest.raises(TypeError, match=rf"The edit at .*test_edit_files.py:\d+ uses .*{message}"):
         edited.export_edits(tmp_path / "refused.safetensors")
     assert list(tmp_path.iterdir()) == []
 
@@ -599,8 +576,8 @@ def rewrite(file: Path, change: Any) -> None:
 
 
 def test_a_file_of_a_later_version(exported: Path, other: NNsight) -> None:
-    rewrite(exported, lambda content: content.update(version=2))
-    with pytest.raises(ValueError, match=r"version 2 of the format, and this nnsight reads version 1"):
+    rewrite(exported, lambda content: content.update(version=99))
+    with pytest.raises(ValueError, match=r"version 99 of the format, and this nnsight reads version 2"):
         other.import_edits(exported)
 
 
@@ -608,15 +585,14 @@ def test_a_file_of_a_later_version(exported: Path, other: NNsight) -> None:
     "change",
     [
         lambda content: content.pop("edits"),
-        lambda content: content["edits"][0].pop("text"),
-        lambda content: content["edits"][0].update(item=7),
+        lambda content: content["edits"][0]["source"].pop("text"),
+        lambda content: content["edits"][0]["source"].update(item=7),
         lambda content: content["edits"][0]["variables"].update(direction={"at": 99}),
-        lambda content: content["edits"][0]["variables"].update(direction={"at": -1}),
-        lambda content: content["values"].append({"type": "surprise"}),
-        lambda content: content["values"].append({"type": "list", "items": [{"at": 99}]}),
-        lambda content: content["values"].append(
-            {"type": "tensor", "data": "x", "device": "cpu", "requires_grad": False}
-        ),
+        lambda content: content["values"].append({"surprise": []}),
+        lambda content: content["values"].append({"list": [{"at": 99}]}),
+        lambda content: content["values"].append({"module": "forward.__func__"}),
+        lambda content: content["values"].append({"import": ["os"]}),
+        lambda content: content["values"].append({"tensor": {"name": "x", "device": "cpu", "requires_grad": False}}),
         lambda content: content.update(values=None),
     ],
 )
@@ -631,18 +607,32 @@ def test_contents_that_make_no_sense(exported: Path, other: NNsight, change: Any
 
 def test_text_that_this_python_cannot_compile(exported: Path, other: NNsight) -> None:
     def change(content: Any) -> None:
-        content["python"] = "3.99"
-        content["edits"][0]["text"] += "        a = b ?? c\n"
+        content["edits"][0]["source"]["text"] += "        a = b ?? c\n"
 
     rewrite(exported, change)
-    with pytest.raises(ValueError, match=r"for Python 3\.99, cannot be compiled by Python 3\."):
+    with pytest.raises(ValueError, match=r"cannot be compiled by Python 3\."):
         other.import_edits(exported)
+
+
+def test_importing_runs_nothing_of_the_text(exported: Path, other: NNsight) -> None:
+    """The header, with what is around it, is never run; the body runs in traces."""
+
+    def change(content: Any) -> None:
+        source = content["edits"][0]["source"]
+        source["text"] = source["text"].replace("model.edit()", "missing()").replace("as edited:", "as edited:\n        boom()\n", 1)
+        source["class_name"] = "A(missing()):\n    missing()\nclass B"
+
+    rewrite(exported, change)
+    other.import_edits(exported)
+    assert len(other._edits) == 1
+    with pytest.raises(NameError, match="boom"):
+        output(other)
 
 
 def test_a_helper_that_cannot_be_imported(exported: Path, other: NNsight) -> None:
     def change(content: Any) -> None:
-        (row,) = [row for row in content["values"] if row.get("name") == "double"]
-        row.update(module="a_package_that_is_not_there")
+        (row,) = [row["import"] for row in content["values"] if "import" in row]
+        row[0] = "a_package_that_is_not_there"
 
     rewrite(exported, change)
     with pytest.raises(ImportError, match=r"`a_package_that_is_not_there.double`, which cannot be imported here"):
@@ -662,7 +652,7 @@ def test_a_model_without_the_module_in_a_variable(model: NNsight, tmp_path: Path
     with model.edit() as edited:
         layer.output[:] = 0
     file = edited.export_edits(tmp_path / "layer.safetensors")
-    with pytest.raises(ValueError, match=r"module `model.layers.1`, which this model does not have"):
+    with pytest.raises(ValueError, match=r"part `model.layers.1`, which this model does not have"):
         build(layers=1).import_edits(file)
 
 
@@ -688,7 +678,6 @@ def test_tracebacks_show_the_lines_of_the_imported_block(
         output(edited)
     original = traceback.extract_tb(raised.value.__traceback__)[-1]
     other.import_edits(file)
-    linecache.clearcache()
     with pytest.raises(ZeroDivisionError) as raised:
         output(other, compile)
     last = traceback.extract_tb(raised.value.__traceback__)[-1]
@@ -720,7 +709,7 @@ def test_pickling_names_the_variable_that_stands_in_the_way(model: NNsight) -> N
     steer = lambda value: value * 2  # noqa: E731
     with model.edit(inplace=True):
         model.layers[0].output = steer(model.layers[0].output)
-    with pytest.raises(TypeError, match=r"The edit at .* uses `steer`, a lambda"):
+    with pytest.raises(TypeError, match=r"The edit at .* uses `steer`, `.*<lambda>`, which cannot"):
         pickle.dumps(model)
     model.clear_edits()
     assert torch.equal(output(pickle.loads(pickle.dumps(model))), by_hand(model))

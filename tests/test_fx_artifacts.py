@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.utils import counters as torch_counters
+
+from nnsight import NNsight
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,6 +59,18 @@ def run(folder: Path, regions: bool = True, grad: bool = False, **environment: s
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**found, "log": done.stderr}
+
+
+def test_what_is_lowered_can_be_cached() -> None:
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(3, 3)), compile={"backend": "inductor"})
+    before = dict(torch_counters["inductor"])
+    with model.trace(torch.ones(2, 3)):
+        model[0].output[:] *= 2
+        model.output.sum().backward()
+    found = torch_counters["inductor"]
+    assert found["fxgraph_cache_bypass"] == before.get("fxgraph_cache_bypass", 0)
+    cached = ("fxgraph_cache_miss", "fxgraph_cache_hit")
+    assert sum(found[name] for name in cached) > sum(before.get(name, 0) for name in cached)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import torch
 from nnsight import NNsight, UncompiledWarning, fx
 from nnsight.fx import background
 from nnsight.fx import variant as variant_lowering
-from nnsight.fx.compat import resolve_backend
+from nnsight.fx.torch_compat import resolve_backend
 
 from .conftest import Hooks
 from .test_fx_regions import WIDTH, Stack

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnsight import NNsight, UncompiledWarning, fx
-from nnsight.fx.compat import NotCompiled, caller_of_compiled
+from nnsight.fx.compiled_calls import NotCompiled, caller_of_compiled
 from nnsight.runtime.instrumentation import Instrumentation
 
 from .conftest import Hooks, same
@@ -251,23 +251,24 @@ def test_a_known_call_that_fails_in_such_a_region_leaves_it(kind: str, fullgraph
     assert (fx.counters.captures, fx.counters.replays) == (captures, replays + 1)
 
 
-def test_a_wrapper_of_another_kind_is_called() -> None:
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_function_is_called_compiled_or_not_at_all(fullgraph: bool) -> None:
+    torch.compiler.reset()  # the other half of this test has the same code
+    ran: list[int] = []
+
     def plain(x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            ran.append(1)
         return x + 1
 
-    compiled = torch.compile(plain, backend="eager")
-    wrapped: list[int] = []
-
-    def around(x: torch.Tensor) -> torch.Tensor:
-        wrapped.append(1)
-        return compiled(x)
-
-    call = caller_of_compiled(around, plain.__code__)
+    compiled = torch.compile(plain, backend="eager", fullgraph=fullgraph)
+    call = caller_of_compiled(compiled, plain.__code__)
+    assert call is not None
     with pytest.raises(NotCompiled):
         call(X)
     compiled(X)
     same(call(X), X + 1)
-    assert len(wrapped) == 2
-    same(caller_of_compiled(compiled, plain.__code__)(X), X + 1)
     with pytest.raises(NotCompiled):
-        caller_of_compiled(compiled, plain.__code__)(X.double())
+        call(X.double())
+    assert not ran
+    assert caller_of_compiled(plain, plain.__code__) is None, "no wrapper"

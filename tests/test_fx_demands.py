@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
-from nnsight.fx import compat
 from nnsight.fx.recording import GraphBreakError
 
 from .conftest import Hooks, assert_no_instrumentation
@@ -421,6 +420,27 @@ def test_a_compiled_function_in_a_block_becomes_part_of_the_graph(model: NNsight
         torch.compiler.reset()
 
 
+def test_other_threads_compile_while_a_block_is_recorded(model: NNsight) -> None:
+    compiled: list[int] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return graph_module.forward
+
+    doubled = torch.compile(lambda x: x * 2, backend=backend)
+    results: list[torch.Tensor] = []
+    with torch.no_grad(), model.trace(X) as tracer:
+        hidden = model[1].output
+        thread = threading.Thread(target=lambda: results.extend([doubled(X), Doubled.apply(X)]))
+        thread.start()
+        thread.join()
+        hidden = doubled(hidden).save()
+    assert len(compiled) == 1
+    assert all(torch.equal(result, X * 2) for result in results) and len(results) == 2
+    assert torch.equal(hidden, model._module[:2](X) * 2)
+    assert not tracer.report.breaks
+
+
 def test_a_torchscript_function_gets_no_values_that_are_not_there(model: NNsight) -> None:
     """It remembers what it was called with, so it must see no fake."""
     with warnings.catch_warnings():
@@ -486,19 +506,3 @@ def test_a_cut_is_logged_once_for_its_place(caplog: pytest.LogCaptureFixture) ->
                 hidden.max().item()
     assert sum("graph cut" in message for message in caplog.messages) == 1
     assert len(tracer.report.breaks) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "use"),
-    [
-        (torch._dynamo.eval_frame, "_callback_from_stance", lambda: compat.run_compiled_functions_as_written(bool)),
-        (torch.autograd.function, "_SingleLevelFunction", lambda: compat.watch_autograd_functions(print)),
-    ],
-    ids=["stance", "function"],
-)
-def test_a_torch_without_a_replaced_function_is_refused(
-    module: Any, name: str, use: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(module, name)
-    with pytest.raises(ImportError, match=rf"torch 2.*{name}.*Versions 2.11 to 2.13"):
-        use()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
-from nnsight.fx.compat import resolve_backend
 from nnsight.fx.direct import Direct
+from nnsight.fx.torch_compat import resolve_backend
 
 from .test_fx_regions import WIDTH, Stack, X, close
 

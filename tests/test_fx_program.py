@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight.fx.compat import resolve_backend
 from nnsight.fx.graph import CapturedGraph
 from nnsight.fx.lowering import lower
 from nnsight.fx.program import (
@@ -26,6 +25,7 @@ from nnsight.fx.program import (
 )
 from nnsight.fx.splice import Piece, splice
 from nnsight.fx.taps import tapped
+from nnsight.fx.torch_compat import resolve_backend
 
 X = torch.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

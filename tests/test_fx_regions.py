@@ -13,7 +13,7 @@ import torch
 
 import nnsight
 from nnsight import NNsight, fx
-from nnsight.fx.compat import resolve_backend
+from nnsight.fx.torch_compat import resolve_backend
 
 from .conftest import Case, Hooks
 

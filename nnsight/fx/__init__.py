@@ -16,7 +16,10 @@ In the order in which a compiled trace meets them:
 * :mod:`~nnsight.fx.replay` has the effects of a block again without running it; :mod:`~nnsight.fx.captures` says when a call can
   do without the interception of modules;
 * :mod:`~nnsight.fx.regions` lowers the repeated :mod:`~nnsight.fx.blocks` of a model once, and :mod:`~nnsight.fx.direct` calls them,
-  :mod:`~nnsight.fx.background` whole graphs beside the program, and :mod:`~nnsight.fx.artifacts` sees what an earlier process left;
+  :mod:`~nnsight.fx.background` whole graphs beside the program;
+* :mod:`~nnsight.fx.capturing` is what has to be different in dynamo while it captures, :mod:`~nnsight.fx.compiled_calls` calls what it has
+  compiled, :mod:`~nnsight.fx.opaque_functions` keeps functions of a block in sight of a recording, and
+  :mod:`~nnsight.fx.torch_compat` has the private names of torch;
 * :mod:`~nnsight.fx.reasons` says why a model is captured again, and :mod:`~nnsight.fx.progress` what a program waits for.
 
 Captured graphs, programs and splices are plain values with plain functions on them; no envoy is needed.

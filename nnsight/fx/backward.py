@@ -23,6 +23,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import detect_fake_mode
 
+from ..runtime.shared_changes import replaced
+
 logger = logging.getLogger("nnsight.fx")
 
 
@@ -38,28 +40,27 @@ def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[s
         inputs: Its fake inputs.
         options: Inductor's, by name.
     """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor import compile_fx as inductor
 
     is_forward = not functorch_config.force_non_lazy_backward_lowering
 
     def compile_inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
         if not settings.get("is_backward"):
-            return compile_fx_inner(graph, example_inputs, **settings)
+            return inductor.compile_fx_inner(graph, example_inputs, **settings)
         if is_forward:
             raise _NotYet
         mode = detect_fake_mode(example_inputs)
         environment = None if mode is None else mode.shape_env
         if environment is None:
-            return compile_fx_inner(graph, example_inputs, **settings)
+            return inductor.compile_fx_inner(graph, example_inputs, **settings)
         known, as_it_is = len(environment.guards), copy.deepcopy(graph)
-        compiled = compile_fx_inner(graph, example_inputs, **settings)
+        compiled = inductor.compile_fx_inner(graph, example_inputs, **settings)
         assumed = [guard.expr for guard in environment.guards[known:]]
         return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
 
     try:
-        with _silent(), _results_kept_apart():
-            lowered = compile_fx(graph_module, inputs, compile_inner, options, decompositions=_decompositions())
-            return cast("Callable[..., Any]", lowered)
+        with _silent(), _results_kept_apart(), replaced(inductor, "select_decomp_table", decompositions):
+            return cast("Callable[..., Any]", inductor.compile_fx(graph_module, inputs, compile_inner, options))
     finally:
         is_forward = False
 
@@ -91,15 +92,16 @@ def _results_kept_apart() -> Iterator[None]:
             for node, value in hidden:
                 node.meta["val"] = value
 
-    post_grad.remove_noop_ops = remove_noop_ops
-    try:
+    with replaced(post_grad, "remove_noop_ops", remove_noop_ops):
         yield
-    finally:
-        post_grad.remove_noop_ops = remove
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, and one that avoids a wrong lowering of ``x[mask] = value``."""
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, and one that avoids a wrong lowering of ``x[mask] = value``.
+
+    Inductor's cache writes the name of this function into its keys. A table in its place could not be written there, and nothing would
+    be cached.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
     return {**select_decomp_table(), torch.ops.aten.index_put.default: _masked_fill}

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..runtime.fakes import quiet_fakes
 from ..runtime.interleaver import Interleaver
 from ..runtime.mode_stacks import ModeStacks
 from ..runtime.modes import Modes
@@ -48,7 +49,6 @@ from .functions import (
     is_numpy_scalar,
     is_own,
     path_step,
-    quiet_fakes,
 )
 from .graph import CapturedGraph, Tap
 from .handlers import handler, may_fail_by_values

@@ -8,9 +8,14 @@ Calls of modules are intercepted while a run is active: dynamo has to see the ta
 Python the interception itself offers values. To install and remove it costs as much as the rest of a call of a small
 model. Somebody who waits at no location, such as a replay, can do without it if nothing but one captured graph is going to run.
 
-That is so if dynamo has compiled code for the arguments (:func:`~nnsight.fx.compat.caller_of_compiled` asks for no more than that), each of
-its captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
+That is so if dynamo has compiled code for the arguments (:mod:`~nnsight.fx.compiled_calls` asks for no more than that), each of its
+captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
 in calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
+
+A call that fails while dynamo looks at it (a string instead of a tensor, a hook that raises) says nothing of calls that succeed. But to
+dynamo it is a break of the graph: it compiles the function around the model to "call the model as Python", for want of anything read
+before the break without a condition on the arguments, and all later calls would go that way. Or it gives up on a function, and marks
+its code, which all modules of a class share, to be run as Python. So both are undone.
 """
 
 from __future__ import annotations
@@ -19,15 +24,18 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
+
 from ..runtime.report import Capture
 from . import progress
-from .compat import Missed, capturing, graph_breaks_seen, left_uncompiled
+from .capturing import Missed, capturing, left_uncompiled
 from .counters import counters
 from .reasons import REMEDIES, Situation, reason_of
+from .torch_compat import allow_code, compiled_entries, forget_entries, frames_seen, graph_breaks_seen
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -62,7 +70,6 @@ class Captures:
         whole: How many of them were of a whole call.
         forgotten: How many things dynamo has compiled for calls that failed, and forgotten again; they count for its limits.
         suffice: Whether a call that dynamo has compiled code for runs one captured graph and nothing else.
-        broken: Whether one of them was not a whole call: dynamo captures frames of modules, too.
     """
 
     def __init__(
@@ -83,7 +90,6 @@ class Captures:
         self.whole = 0
         self.forgotten = 0
         self.suffice = False
-        self.broken = False
         self._may_suffice = True
         self._watched = 0  # calls that may compile and have not ended
         self._started = 0
@@ -91,7 +97,7 @@ class Captures:
         self._here = threading.local()
 
     def around(self, missed: Missed, capture: Callable[[], Any]) -> Any:
-        """Let dynamo capture a call, or leave it uncompiled if there are too many captures; see :func:`~.compat.watch_captures`."""
+        """Let dynamo capture a call, or leave it uncompiled if there are too many captures; see :func:`~.capturing.watch_captures`."""
         is_function = missed.code is self._code
         situation = Situation(missed.variables, self._parameters, self._given)
         self._here.reason = reason = self._reason(missed, situation, is_function)
@@ -145,7 +151,6 @@ class Captures:
         logger.info("captured because: %s", reason)
         self.count += 1
         self.whole += is_whole
-        self.broken = self.broken or not is_whole
         if not is_whole:
             self.give_up()
         self._count_kind(reason)
@@ -189,6 +194,27 @@ class Captures:
     def ran_whole(self) -> bool:
         """Whether a graph of a whole call was the last that was called in this thread, since a call began."""
         return bool(getattr(self._here, "whole", False))
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """If the call within raises an error and dynamo has compiled something for it, let later calls be as if it had not been.
+
+        Captures of the whole call stay: then dynamo was done with the model, and it was something else that failed.
+
+        Args:
+            modules: Those of the model.
+        """
+        seen, whole = frames_seen(), self.whole
+        known = compiled_entries(self._code) if self.count else ()
+        try:
+            yield
+        except BaseException:
+            if frames_seen() != seen and self.whole == whole:
+                self.forgotten += forget_entries(self._code, known)
+                for code in {getattr(module.forward, "__code__", None) for module in modules}:
+                    if isinstance(code, CodeType):
+                        allow_code(code)
+            raise
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

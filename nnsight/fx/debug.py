@@ -26,6 +26,7 @@ from torch.fx.graph_module import _format_import_block
 from torch.package.importer import sys_importer
 
 from ..runtime.report import Report
+from .torch_compat import convert_frame
 
 if TYPE_CHECKING:
     from .explaining import RanPiece
@@ -77,8 +78,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         self._started = 0
         self._index = self.path / "README.md"
         self._index.write_text(_INDEX.format(bytecode=self._about_bytecode(bytecode)), encoding="utf-8")
-        hooks = torch._dynamo.convert_frame
-        self._hook = hooks.register_bytecode_hook(self._write_bytecode) if self._decompile is not None else None
+        self._hook = convert_frame.register_bytecode_hook(self._write_bytecode) if self._decompile is not None else None
         _open = self
 
     def __enter__(self) -> debug_dir:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from .compat import generated_code_in
-from .torch_state import thread_state
+from ..runtime.modes import thread_state
+from .torch_compat import generated_code_in
 
 #: Takes its inputs in a list.
 Boxed = Callable[[list[Any]], Sequence[Any]]

@@ -37,21 +37,8 @@ from ..tree import ModuleTree
 from . import progress
 from .blocks import mark_stretches
 from .captures import MAX_CAPTURES, Captures
-from .compat import (
-    BackendCallable,
-    NotCompiled,
-    caller_of_compiled,
-    is_whole_call,
-    only_returns,
-    resolve_backend,
-    skip_code,
-    stands_aside,
-    tensors_were_compared,
-    watch_captures,
-    why_followed_in_vain,
-    why_it_ends,
-)
-from .failed_calls import undone_if_it_fails
+from .capturing import tensors_were_compared, watch_captures
+from .compiled_calls import NotCompiled, caller_of_compiled
 from .graph import CapturedGraph
 from .journal import journal_of_run
 from .playback import Playback
@@ -60,6 +47,18 @@ from .recording import Recording, run_plain, suspended
 from .regions import KnownRegions
 from .replay import Replays
 from .stages import LIBRARIES, position_of
+from .torch_compat import (
+    BackendCallable,
+    is_outermost,
+    is_slow,
+    is_whole_call,
+    only_returns,
+    resolve_backend,
+    skip_code,
+    stands_aside,
+    why_followed_in_vain,
+    why_it_ends,
+)
 
 skip_code(INTERCEPTED_CODE)
 
@@ -128,7 +127,7 @@ class CompiledDriver:
             lowering["options"] = {**options["options"]}
             self._guard_filter = lowering["options"].pop("guard_filter_fn")
         self._lower_with = resolve_backend(**lowering)
-        self._regions = KnownRegions() if options.get("regions", _is_slow(**lowering)) else None
+        self._regions = KnownRegions() if options.get("regions", is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
         self._code = _call_model.__code__  # of what the function was compiled from
@@ -184,9 +183,7 @@ class CompiledDriver:
         Then calls of modules need not be intercepted, which takes a while, if nothing but one captured graph is going to run.
         """
         captures, call_compiled = self._captures, self._call_compiled
-        if call_compiled is None or self._version != self.tree.version:
-            return self.call_captured(args, kwargs)
-        if not captures.suffice:
+        if call_compiled is None or not captures.suffice or self._version != self.tree.version or not is_outermost():
             return self.call_captured(args, kwargs)
         known = captures.count
         try:
@@ -234,7 +231,7 @@ class CompiledDriver:
         """Surround a call that may compile."""
         captures = self._captures
         captures.note_start()
-        with undone_if_it_fails(self._code, self.tree, captures), captures.watched():
+        with captures.undone_if_it_fails(self.tree.paths), captures.watched():
             yield
         if captures.ran_nothing and captures.uncompiled is not None:
             self._note_uncompiled(*captures.uncompiled)
@@ -444,17 +441,6 @@ def _not_whole(report: Report) -> Break:
     found = Break("model", reason, filename, line)
     logger.info("%s", found)
     return found
-
-
-def _is_slow(
-    backend: Any = "inductor", mode: str | None = None, options: dict[str, Any] | None = None, **_: Any
-) -> bool:
-    """Whether lowering takes so long that it should be done once for equal parts. A CUDA graph should be whole."""
-    if backend != "inductor" or mode not in (None, "default", "max-autotune-no-cudagraphs"):
-        return False
-    from torch._inductor import config
-
-    return not (options or {}).get("triton.cudagraphs", config.triton.cudagraphs)
 
 
 def _call_model(the_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

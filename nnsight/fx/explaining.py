@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..runtime.report import Break, Report, collected_reports
-from .compat import backend_name
 from .counters import counters
 from .graph import CapturedGraph
 from .lowering import Lowered
 from .program import State
+from .torch_compat import backend_name
 
 if TYPE_CHECKING:
     from .variant import Variant

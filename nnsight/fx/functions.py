@@ -6,15 +6,13 @@ concrete value, random ones whose order matters. Python functions and methods ap
 
 from __future__ import annotations
 
-import logging
-import threading
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
-#: Getters that the fake answers.
+#: Getters that the fake answers; tensors have `names` up to torch 2.12.
 METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
@@ -34,7 +32,6 @@ ABOUT_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
 CARRIED = {
     getattr(torch.Tensor, name).__get__: name
     for name in "grad _grad _grad_fn _base _version output_nr retains_grad grad_dtype".split()
-    if hasattr(getattr(torch.Tensor, name, None), "__get__")
 }
 
 #: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
@@ -46,7 +43,7 @@ DEMANDS = frozenset(
 )
 
 #: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
-READ_AS = {torch.Tensor.__dict__.get("data", torch._C.TensorBase.data).__get__: torch.Tensor.detach}
+READ_AS = {vars(torch._C.TensorBase)["data"].__get__: torch.Tensor.detach}
 
 #: Random functions of a tensor's metadata alone.
 DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
@@ -113,24 +110,3 @@ def path_step(step: Any) -> Any:
         if hasattr(step, name):
             return getattr(step, name)
     raise TypeError(f"a result with an unknown container: {step!r}")
-
-
-class _QuietFakes(logging.Filter):
-    """Keeps torch from logging a failed fake call: the error goes to the user as an exception."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._state = threading.local()
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(self._state, "quiet", False)
-
-    def __enter__(self) -> None:
-        self._state.quiet = True
-
-    def __exit__(self, *_: object) -> None:
-        self._state.quiet = False
-
-
-quiet_fakes = _QuietFakes()

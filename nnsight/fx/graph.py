@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.report import Break
-from .compat import BackendCallable
 from .effects import Memory, all_edited, edits_of_inputs
 from .nested import NestedGraph, unnest
 from .program import State
 from .switches import Switched, switched_at
 from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
+from .torch_compat import BackendCallable
 
 if TYPE_CHECKING:
     from .regions import KnownRegions

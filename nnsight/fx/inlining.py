@@ -25,13 +25,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo import exc, variables
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
-from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.nn_module import guard_to_detect_forward_monkeypatching
-from torch._guards import TracingContext
 
 from .. import compat
 from ..runtime.controls import RunControls
@@ -42,11 +35,27 @@ from ..runtime.interleaver import active_interleaver
 from ..runtime.listing import SourceError
 from ..runtime.mediator import Mediator
 from ..runtime.operations import Operations, forward_of, layers_of
+from ..runtime.shared_changes import replaced
 from ..runtime.tracer import open_mentioned
 from ..source import OperationEnvoy, Source, source_of
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
 from ..tree import ModuleTree
+from .torch_compat import (
+    AttributeMutationNew,
+    AttrSource,
+    DictGetItemSource,
+    GetItemSource,
+    GuardBuilder,
+    TracingContext,
+    ValueMutationNew,
+    VariableBuilder,
+    VariableTracker,
+    exc,
+    guard_to_detect_forward_monkeypatching,
+    install_guard,
+    variables,
+)
 
 if TYPE_CHECKING:
     from ..modeling.base import NNsight
@@ -346,12 +355,8 @@ def _intercepting(run: _TracedRun, tree: ModuleTree) -> Iterator[None]:
 
         return intercepted(path, None)(call, *args, **kwargs)
 
-    kind: Any = variables.UnspecializedNNModuleVariable
-    kind.call_function = call_function
-    try:
+    with replaced(variables.UnspecializedNNModuleVariable, "call_function", call_function):
         yield
-    finally:
-        kind.call_function = _call_module
 
 
 def _call_with_operations(

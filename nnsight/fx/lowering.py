@@ -21,27 +21,30 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from . import progress
-from .artifacts import found_in_cache
-from .compat import (
-    BackendCallable,
-    compile_lock,
-    forget_fixed_floats,
-    with_backward_repeatable,
-    with_gradients_apart,
-    without_fusion,
-    without_view_replay,
-)
 from .counters import counters
 from .direct import Direct
 from .effects import Kind, Memory, kind_of
 from .program import Number, Symbol
 from .splice import edited_by
 from .strides import are_equal, layout_of, now, strides_in
+from .torch_compat import (
+    BackendCallable,
+    ConstantSource,
+    TracingContext,
+    compile_lock,
+    forget_fixed_floats,
+    found_in_cache,
+    tracing,
+    with_backward_repeatable,
+    with_gradients_apart,
+    without_fusion,
+    without_tracebacks_of_autograd,
+    without_view_replay,
+)
 
 
 class Placement(NamedTuple):
@@ -149,7 +152,7 @@ class Symbols:
         self._binding = tuple(binding)
         self.fresh: dict[Any, Any] = {}
         for number, (name, size) in enumerate(zip(names, binding, strict=False)):
-            source = torch._dynamo.source.ConstantSource(f"size_{number}")
+            source = ConstantSource(f"size_{number}")
             # Among sizes 0 and 1 are not symbols. Numbers that the model is called with may be 0 or 1 and are.
             is_number = name in free or size in (0, 1)
             create = self.environment.create_unspecified_symbol if is_number else self.environment.create_symbol
@@ -185,7 +188,7 @@ class Symbols:
 
     def _number(self, index: int, value: int | float) -> Any:
         """Return a symbolic number about which nothing is assumed."""
-        source = torch._dynamo.source.ConstantSource(f"number_{index}")
+        source = ConstantSource(f"number_{index}")
         symbol = self.environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         if isinstance(value, int):
             return self.environment.create_symintnode(symbol, hint=value, source=source)
@@ -359,6 +362,7 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
         with_backward_repeatable(),
         with_gradients_apart(),
         found_in_cache() as cached,
+        without_tracebacks_of_autograd(),
     ):
         forget_fixed_floats()
         lowered = backend(prepared.graph_module, prepared.fakes)

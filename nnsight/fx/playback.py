@@ -21,7 +21,6 @@ from ..runtime import gradients
 from ..runtime.report import Report
 from ..tracing import Scope
 from ..tracing.saving import saves
-from .compat import may_share
 from .explaining import RanPiece
 from .functions import DRAWN_LIKE, edits_in_place
 from .journal import Journal
@@ -30,6 +29,7 @@ from .program import Call, State
 from .roots import kind_of
 from .splice import as_argument
 from .stages import run_lowered
+from .torch_compat import may_share
 from .variant import Variant
 
 if TYPE_CHECKING:

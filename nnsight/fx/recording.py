@@ -43,7 +43,6 @@ from ..runtime.report import Break, Report
 from ..tracing.block import Block
 from ..tracing.saving import saves
 from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
-from .compat import run_compiled_functions_as_written, skip_code, watch_autograd_functions
 from .control import StaysOutside
 from .counters import counters
 from .demands import ABOUT_BACKWARD, instead_of, name_of
@@ -52,6 +51,7 @@ from .explaining import RanPiece
 from .following import wanting_at
 from .graph import CapturedGraph, Tap
 from .lazy import LazyTensor, become, real_of
+from .opaque_functions import shown
 from .program import Cut, External, Input, Skip, Value, Visit, Write
 from .promises import Promise, is_of_root
 from .splice import Piece, as_argument
@@ -101,6 +101,15 @@ class Recording(CallRecorder):
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
         self._begin(graph.whole)
+
+    def __enter__(self) -> Recording:
+        shown.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        shown.__exit__()
 
     def _begin(self, piece: Piece) -> None:
         """Start a piece of the graph with nothing recorded in it."""
@@ -645,21 +654,3 @@ def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     if variant is None or lowered is None:
         return Recording(graph, inputs, Interleaver([]), Report(), False).finish()
     return variant.deliver(lowered.function(*inputs), inputs, ())
-
-
-def _is_recording() -> bool:
-    if not torch._C._len_torch_function_stack():
-        return False
-    return any(isinstance(mode, Recording) for mode in torch.overrides._get_current_function_mode_stack())
-
-
-def _watch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for argument in args:
-        if isinstance(argument, LazyTensor):
-            return argument._recording.apply(function, args, kwargs)
-    return function(*args, **kwargs)
-
-
-skip_code(_watch.__code__)
-run_compiled_functions_as_written(_is_recording)
-watch_autograd_functions(_watch)

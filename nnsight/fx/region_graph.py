@@ -14,9 +14,9 @@ import sympy
 import torch
 from torch.fx.node import map_arg
 
+from ..runtime.modes import process_state, thread_state
 from .lowering import Prepared, Symbols, wanting_grad
 from .region_plan import Like, Plan, Region, attribute_at, memory_of
-from .torch_state import process_state, thread_state
 
 #: Constants that are compared, together with their type.
 _COMPARABLE = (

@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from ..runtime.modes import thread_state
 from .blocks import STRETCH
 from .lowering import Prepared
-from .torch_state import thread_state
 
 #: Results that each region which uses them computes again.
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, int, float, bool)

@@ -22,13 +22,13 @@ import torch
 from . import progress
 from .blocks import STRETCH
 from .borders import partial_results
-from .compat import BackendCallable
 from .counters import counters
 from .direct import Direct
 from .lowering import Lowered, Prepared, lower_prepared
 from .region_graph import RegionGraph
 from .region_plan import Plan, attribute_at
 from .strides import as_python, expression, is_contiguous, with_strides
+from .torch_compat import BackendCallable
 
 logger = logging.getLogger("nnsight.fx")
 

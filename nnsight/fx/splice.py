@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from .compat import is_held_by_argument
 from .effects import REQUIRES_GRAD, Kind, kind_of
 from .graph import CapturedGraph
 from .indexing import select_numbers
@@ -47,6 +46,7 @@ from .program import (
 )
 from .subgraphs import Function
 from .switches import Switched
+from .torch_compat import is_held_by_argument
 
 
 @dataclass(frozen=True, eq=False)

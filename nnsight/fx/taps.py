@@ -83,7 +83,7 @@ def tap(location: str, leaves: list[Any], structure: str) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-torch._dynamo.allow_in_graph(tap)
+torch.compiler.allow_in_graph(tap)
 
 
 def tapped_call(
@@ -420,7 +420,7 @@ def is_frozen(kind: type) -> bool:
 
 
 for _told in (kind_of_record, names_of_fields, has_attributes, is_frozen):  # of a class they are constants to dynamo
-    torch._dynamo.assume_constant_result(_told)
+    torch.compiler.assume_constant_result(_told)
 
 
 def _is_record(value: Any, given: Sequence[Any] | None) -> bool:

@@ -24,7 +24,6 @@ import torch
 from . import background
 from .blocks import copy_stretches
 from .borders import mark_borders, partial_results
-from .compat import BackendCallable
 from .counters import counters
 from .effects import Kind, edits_of_inputs, kind_of, may_fail, writes_to_inputs
 from .graph import CapturedGraph
@@ -36,6 +35,7 @@ from .regions import KnownRegions, lower_in_regions
 from .splice import Piece, Result, splice
 from .stages import stage
 from .strides import Layout, layout_of
+from .torch_compat import BackendCallable
 
 logger = logging.getLogger("nnsight.fx")
 

@@ -14,6 +14,7 @@ import torch
 from ..envoy import Envoy, EnvoyClasses
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
+from ..runtime.gradients import add_tensor_methods
 from ..runtime.instrumentation import is_compiling
 from ..runtime.interleaver import active_interleaver
 from ..runtime.mentions import Chains
@@ -77,7 +78,7 @@ class NNsight(Envoy):
         chosen = _compile_options(compile)
         # By name: without dynamo imported (it takes a second) there are no such modules.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            from ..fx.compat import options_of_compiled
+            from ..fx.torch_compat import options_of_compiled
 
             module, found = options_of_compiled(module)
             chosen = found if chosen is None else chosen
@@ -91,6 +92,7 @@ class NNsight(Envoy):
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
+        add_tensor_methods()
         Envoy.__init__(self, module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
         self._tree.roots.add(self)
         self._alias(self._rename)
@@ -565,7 +567,7 @@ def _rebuild(
     made = kind.__new__(kind)
     made.__dict__.update(state, _compiled=None)
     made._mount(module, envoys, compile_options)
-    made.__dict__["_edits"] = state["_edits"].of(made)
+    made.__dict__["_edits"] = state["_edits"](made)
     return made
 
 

@@ -27,7 +27,7 @@ from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
 from .images import with_rows
-from .mixins import LoadingError, MetaMixin
+from .mixins import MetaMixin, naming
 
 #: What ``Module.__call__`` calls instead of the method, if it is set.
 _COMPILED_CALL = "_compiled_call_impl"
@@ -171,12 +171,12 @@ class DiffusionModel(MetaMixin):
     def _load(self, name: str | os.PathLike[str], *, automodel: Any, **options: Any) -> torch.nn.Module:
         """Return the pipeline with its weights."""
         loader = automodel or _diffusers().DiffusionPipeline
-        with _naming(name):
+        with naming(name):
             return Diffuser(loader.from_pretrained(os.fspath(name), **options))
 
     def _load_meta(self, name: str | os.PathLike[str], *, automodel: Any, **options: Any) -> torch.nn.Module:
         """Return the pipeline that its configuration describes, without weights."""
-        with _naming(name):
+        with naming(name):
             return Diffuser(_from_configuration(os.fspath(name), automodel, options))
 
     # -- a single step -------------------------------------------------------------------------------------------
@@ -335,18 +335,6 @@ def _diffusers() -> Any:
     except ImportError as error:
         raise ImportError('DiffusionModel needs the package diffusers: `pip install "nnsight[diffusion]"`.') from error
     return diffusers
-
-
-@contextlib.contextmanager
-def _naming(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Let errors say which pipeline was to be loaded."""
-    try:
-        yield
-    except (TypeError, ImportError) as error:  # an option that the pipeline does not have, a package that is missing
-        error.add_note(f"This happened while {os.fspath(name)!r} was loaded.")
-        raise
-    except Exception as error:
-        raise LoadingError(f"{os.fspath(name)!r} could not be loaded: {type(error).__name__}: {error}") from error
 
 
 def _from_configuration(name: str, automodel: Any, options: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .forms import FORMS, all_are, by_name, describe, id_rows, id_tensor
@@ -179,17 +180,9 @@ class TextInput:
         """Return the rows of both tensors, the shorter ones padded as ``name`` requires."""
         if above.ndim == 1:
             return torch.cat([above, below])
-        width = max(above.shape[1], below.shape[1])
-        filler = self._filler(name)
-        side = self._padding_side
-        padded = []
-        for part in (above, below):
-            missing = width - part.shape[1]
-            padding = (missing, 0) if side == "left" else (0, missing)
-            # ``pad`` counts dimensions from the last: embeddings have one more behind the sequence.
-            lengths = padding if part.ndim == 2 else (0, 0, *padding)
-            padded.append(torch.nn.functional.pad(part, lengths, value=filler))
-        return torch.cat(padded)
+        return pad_sequence(
+            [*above, *below], batch_first=True, padding_value=self._filler(name), padding_side=self._padding_side
+        )
 
     def _encode(self, prompts: Any) -> dict[str, torch.Tensor]:
         """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``."""

@@ -15,7 +15,6 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..tracing.source import calls_for_with
 from .forms import describe
 from .generation import Generation
 from .inputs import TextInput
-from .mixins import LoadingError, MetaMixin
+from .mixins import MetaMixin, naming
 
 #: Options of ``from_pretrained`` that say where files come from, so they hold for the tokenizer too.
 _REPOSITORY_OPTIONS = {
@@ -108,7 +107,7 @@ class LanguageModel(TextInput, MetaMixin):
             raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {describe(model)}.")
         super().__init__(model, compile=compile, **options)
         if isinstance(tokenizer, (str, os.PathLike)):
-            with _naming(tokenizer):
+            with naming(tokenizer):
                 tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
         if not isinstance(model, torch.nn.Module):
             self.__dict__["_repository"] = (os.fspath(model), options.get("revision") or "main")
@@ -119,7 +118,7 @@ class LanguageModel(TextInput, MetaMixin):
 
     def _load(self, name: str | os.PathLike[str], *, automodel: Any, **options: Any) -> torch.nn.Module:
         """Return the model with its weights, and with what was set on the configurations of the lazy model."""
-        with _naming(name):
+        with naming(name):
             loaded: torch.nn.Module = automodel.from_pretrained(_folder_or_name(name), **options)
         for attribute, as_made in self.__dict__.pop("_settings", {}).items():
             for key, value in vars(getattr(self._module, attribute)).items():
@@ -129,7 +128,7 @@ class LanguageModel(TextInput, MetaMixin):
 
     def _load_meta(self, name: str | os.PathLike[str], *, automodel: Any, **options: Any) -> torch.nn.Module:
         """Return the model that its configuration describes, without weights."""
-        with _naming(name):
+        with naming(name):
             module = _from_configuration(automodel, _folder_or_name(name), options).eval()
         configurations = {key: getattr(module, key, None) for key in ("config", "generation_config")}
         self.__dict__["_settings"] = {
@@ -206,18 +205,6 @@ def _folder_or_name(name: str | os.PathLike[str]) -> str:
     """Return what ``from_pretrained`` takes for ``name``."""
     name = os.fspath(name)
     return demo_path() if name == DEMO_NAME else name
-
-
-@contextlib.contextmanager
-def _naming(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Let errors say which model was to be loaded."""
-    try:
-        yield
-    except (TypeError, ImportError) as error:  # an option that the model does not have, a package that is missing
-        error.add_note(f"This happened while {os.fspath(name)!r} was loaded.")
-        raise
-    except Exception as error:
-        raise LoadingError(f"{os.fspath(name)!r} could not be loaded: {type(error).__name__}: {error}") from error
 
 
 def _from_configuration(automodel: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:

@@ -12,9 +12,8 @@ they hold are copies, too. What it does to other objects, and what it prints, ha
 from __future__ import annotations
 
 import copy
-import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..runtime.report import Report
 from ..runtime.scanning import ScannedModules, ScanningTracer, scan_alone
 from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
-from ..tracing.block import is_bound
+from ..tracing.block import is_bound, names_of
 from ..tracing.saving import saves
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
@@ -128,7 +127,7 @@ class ModelTracer(InterleavingTracer):
         for cell in scope.cells.values():
             if is_bound(cell):
                 cell.cell_contents = _container_copy(cell.cell_contents, copies)
-        used = {name: self._frame.f_globals[name] for name in _names(self.info.code) if name in self._frame.f_globals}
+        used = {name: self._frame.f_globals[name] for name in names_of(self.info.code)[1] if name in self._frame.f_globals}
         module_globals = self._frame.f_globals | {name: _container_copy(value, copies) for name, value in used.items()}
         rehearsal._entered, rehearsal.info, rehearsal._frame = True, self.info, self._frame
         rehearsal.scope = Scope(scope.cells, self.scope.inner)
@@ -195,14 +194,6 @@ class _Prepared:
 
 def _not_chosen(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     raise AssertionError("the driver is chosen when the block runs")
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that ``code``, or a function in it, may look up outside."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _container_copy(value: Any, copies: dict[int, Any]) -> Any:

@@ -21,14 +21,15 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from .generation import Generation
-from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name, _naming
+from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name
+from .mixins import naming
 from .tracing import ModelTracer
 
 #: Inputs of the processor beside the text.
 _MEDIA = ("images", "videos", "audio")
 
-#: Rows of tokens that only these models have, and how they are padded.
-_TOKEN_ROWS = {"mm_token_type_ids": 0, "token_type_ids": 0, "image_attention_mask": 0, "cross_attention_mask": 0}
+#: Rows of tokens that only these models have. They are padded with zeros.
+_TOKEN_ROWS = {"mm_token_type_ids", "token_type_ids", "image_attention_mask", "cross_attention_mask"}
 
 #: Pixels of a batch with one row for each prompt have at least these dimensions: prompt, image, channel, height, width.
 _ROW_OF_IMAGES = 5
@@ -75,7 +76,7 @@ class VisionLanguageModel(LanguageModel):
         elif isinstance(processor, (str, os.PathLike)):
             repository.pop("revision", None)  # another repository has revisions of its own
         if isinstance(processor, (str, os.PathLike)):
-            with _naming(processor):
+            with naming(processor):
                 processor = AutoProcessor.from_pretrained(_folder_or_name(processor), **repository)
         if tokenizer is None:
             tokenizer = getattr(processor, "tokenizer", None)
@@ -132,9 +133,7 @@ class VisionLanguageModel(LanguageModel):
         for name in extra:
             above, below = before.get(name), kwargs.get(name)
             if name in _TOKEN_ROWS:
-                joined[1][name] = self._stack_tokens(
-                    name, _or_blank(above, below, parts[0]), _or_blank(below, above, parts[1])
-                )
+                joined[1][name] = self._stack_tokens(_or_blank(above, below, parts[0]), _or_blank(below, above, parts[1]))
             else:
                 by_prompt = _has_row_for_each_prompt({**before, **kwargs})
                 rows_each = [_size(part)[0] if by_prompt else 0 for part in parts]
@@ -154,13 +153,13 @@ class VisionLanguageModel(LanguageModel):
         _read_images(module, kwargs)
         return module(**_without_images(kwargs))
 
-    def _stack_tokens(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    def _stack_tokens(self, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
         """Return rows that have one entry, or one vector, for each token."""
         width = max(above.shape[1], below.shape[1])
         tensors = []
         for part in (above, below):
             missing = width - part.shape[1]
-            filling = part.new_full((part.shape[0], missing, *part.shape[2:]), _TOKEN_ROWS[name])
+            filling = part.new_zeros(part.shape[0], missing, *part.shape[2:])
             tensors.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
         return _one_behind_the_other(tensors[0], tensors[1])
 

@@ -26,12 +26,12 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ..fx.functions import quiet_fakes
 from ..fx.journal import Journal
-from ..modeling.tracing import _names
 from ..runtime.carriers import is_carrier
+from ..runtime.fakes import quiet_fakes
 from ..runtime.interleaver import Interleaver
 from ..runtime.tracer import InterleavingTracer
+from ..tracing.block import names_of
 from ..tracing.saving import saves
 from .binding import Binding
 from .calls import CallRecorder, unseen
@@ -189,7 +189,7 @@ class Recorder(CallRecorder):
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
         used = tracer._frame.f_globals if tracer._frame is not None else {}
-        names = {name: used[name] for name in _names(tracer.info.code) if name in used}
+        names = {name: used[name] for name in names_of(tracer.info.code)[1] if name in used}
         return {
             name: value
             for name, value in {**names, **dict(tracer.scope.items())}.items()

@@ -26,10 +26,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from ..fx.functions import quiet_fakes
 from ..modeling.base import NNsight
 from ..runtime.errors import EarlyStopException
-from ..runtime.fakes import Guesses
+from ..runtime.fakes import Guesses, quiet_fakes
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.listing import SourceError, listing_of
 from ..runtime.operations import forward_of, layers_of

@@ -45,8 +45,6 @@ class Edit:
 
     def function(self) -> Callable[[], None]:
         """Return the block as a function for one run, on variables of its own."""
-        if self.block.filename == self.source.registered_name:
-            self.source.register()  # somebody may have emptied linecache
         scope, target = self.scope.copy(), self.target()
         for name in self.roots:
             scope.cells[name].cell_contents = target

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .carriers import on_tensors
+from .shared_changes import SharedChange
 
 #: Warning filters and random number generators belong to the process.
 _lock = threading.RLock()
@@ -45,19 +46,15 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NO_COPY = {"_call_impl", "_compiled_call_impl", "_backward_hooks", "_backward_pre_hooks"}
 
 
-def _not_about_fakes(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("failed while attempting to run meta for")
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    return not record.exc_info
 
 
-@contextlib.contextmanager
-def without_log_of_fakes() -> Iterator[None]:
-    """Keep torch from logging a traceback for each operation that fails on fake tensors: the error itself says as much."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.addFilter(_not_about_fakes)
-    try:
-        yield
-    finally:
-        log.removeFilter(_not_about_fakes)
+#: Where torch logs a traceback for each operation that fails on fake tensors.
+_log = logging.getLogger(FakeTensorMode.__module__)
+
+#: Keeps such tracebacks out of the log: the error itself says as much.
+quiet_fakes = SharedChange(lambda: _log.addFilter(_is_no_failure), lambda _: _log.removeFilter(_is_no_failure))
 
 
 class Guesses(TorchDispatchMode):

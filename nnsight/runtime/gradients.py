@@ -6,11 +6,17 @@ are offered by tensor hooks, which exist for the time of the pass.
 
 ``loss.backward()`` without ``with`` is torch's own. ``tensor.grad`` in the body is rewritten when the block is compiled, so
 tensors keep their ordinary attribute everywhere else.
+
+Such a block may also stand outside of traces, and helper functions may call ``hidden.save()``. No run is sure to be active in these places,
+so tensors have the two methods from the first wrapped model on (:func:`add_tensor_methods`), and not for the time of a run. Apart
+from that, each change of the class would make Python look up all attributes of tensors anew, and from version 3.13 on it stops to
+cache them after a thousand changes.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +27,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..tracing import Tracer
 from ..tracing.block import gradient_of as _gradient_of
+from ..tracing.saving import save
 from ..tracing.source import calls_for_with
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver, active_interleaver
 from .mediator import Mediator
 
-_plain_backward = torch.Tensor.backward
+_lock = threading.Lock()
+
+#: That of torch.
+_plain_backward: Callable[..., Any] = torch.Tensor.backward
 
 
 class Gradient:
@@ -261,6 +271,14 @@ def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _plain_backward(self, *args, **kwargs)
 
 
-_gradient_of[0] = gradient_of
+def add_tensor_methods() -> None:
+    """Let ``x.save()`` mark a tensor ``x``, and ``with loss.backward():`` begin a block; later calls do nothing."""
+    global _plain_backward
+    with _lock:
+        if not hasattr(torch.Tensor, "save"):
+            _plain_backward, torch.Tensor.backward = torch.Tensor.backward, backward  # type: ignore[method-assign]
+            torch.Tensor.save = save  # type: ignore[attr-defined]
+
+
 backward.__doc__ = _plain_backward.__doc__
-torch.Tensor.backward = backward  # type: ignore[method-assign]
+_gradient_of[0] = gradient_of

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .interleaver import active_interleaver
+from .shared_changes import SharedChange
 
 #: Runs a call while dynamo traces it: ``(input location, output location, call, args, kwargs) -> output``.
 TracedCall = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -76,35 +77,17 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
 INTERCEPTED_CODE = next(constant for constant in intercepted.__code__.co_consts if isinstance(constant, types.CodeType))
 
 
-class _OneKernel:
-    """Keeps torch from computing a ``TransformerEncoderLayer`` in one kernel, past its modules, while somebody uses this.
+def _switch_fast_path_off() -> bool:
+    """Keep torch from computing a ``TransformerEncoderLayer`` in one kernel, past its modules; return whether it did so before.
 
-    Without gradients torch does so, unless a module has hooks. The switch is torch's own, and for all threads; results are those that hooks
-    see.
+    Without gradients torch does so, unless a module has hooks. The switch is torch's own; results are those that hooks see.
     """
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._before = True
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """Switch the kernel off."""
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._users += 1
-
-    def end(self) -> None:
-        """Switch it on again, if nobody else is left."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                torch.backends.mha.set_fastpath_enabled(self._before)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return before
 
 
-_one_kernel = _OneKernel()
+_module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_fastpath_enabled)
 
 
 class Instrumentation:
@@ -125,7 +108,7 @@ class Instrumentation:
                 call = call.__self__  # of another tree that is installed right now
             # A method bound to the call it intercepts.
             self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
-        self._has_one_kernel = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
+        self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
         self._installed: set[tuple[int, str]] = set()
         self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
@@ -158,8 +141,8 @@ class Instrumentation:
                         namespace[_COMPILED] = None
                 for replacement in replacements:
                     self._install(*replacement)
-                if self._has_one_kernel:
-                    _one_kernel.begin()
+                if self._has_fast_path:
+                    _module_by_module.__enter__()
             self._users += 1
         return self
 
@@ -177,8 +160,8 @@ class Instrumentation:
                     namespace.pop(INTERCEPTED_METHOD, None)
                 if self._shadowed:
                     self._restore()
-                if self._has_one_kernel:
-                    _one_kernel.end()
+                if self._has_fast_path:
+                    _module_by_module.__exit__()
 
     def _restore(self) -> None:
         for namespace, name, value in self._shadowed:

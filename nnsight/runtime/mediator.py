@@ -25,7 +25,6 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
 from ..tracing.errors import user_position_now, user_position_of
-from ..tracing.saving import save
 from .batching import BatchGroup, View
 from .checkpointing import CheckpointVisit, checkpoint_hooks
 from .errors import OutOfOrderError, SkipException, passed_message, replacement_message
@@ -35,9 +34,6 @@ from .workers import borrow
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
-
-
-torch.Tensor.save = save  # type: ignore[attr-defined]  # for helper functions; blocks do not need it
 
 
 #: What a block asks for that waits for a value only.

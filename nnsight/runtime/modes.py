@@ -35,6 +35,24 @@ def set_autocast_of_thread(autocast: Autocast) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
+def thread_state() -> tuple[Any, ...]:
+    """Return what torch keeps for the current thread and calls depend on, modes on stacks apart."""
+    level = torch._C._functorch.maybe_current_level()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return (*modes, autocast_of_thread(), torch.is_autocast_cache_enabled(), level)
+
+
+def process_state() -> tuple[Any, ...]:
+    """Return what lowerings depend on besides; dynamo's guards name the same."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
 def _autocast_now() -> tuple[Any, ...]:
     """Return kind of device and dtype of each autocast that is on, and whether its cache is."""
     if not torch._C._is_any_autocast_enabled():

@@ -15,7 +15,7 @@ import torch
 from ..eproperty import eproperty
 from ..tracing import Backend, Block, Scope, Tracer, save
 from ..tracing.saving import saves
-from . import gradients  # noqa: F401 - makes `with loss.backward():` a block
+from . import gradients  # noqa: F401 - blocks ask it what `x.grad` stands for
 from .batch_dims import BatchDims
 from .batching import BatchGroup
 from .cache import Cache, paths_to_cache

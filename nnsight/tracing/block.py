@@ -320,7 +320,7 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
         body.insert(0, ast.copy_location(assignment, target))
 
     outer = {name for part in ast.walk(node) if isinstance(part, ast.Nonlocal) for name in part.names}
-    stored, loaded = _names_of(_function_code(body, sorted(outer), site, flags))
+    stored, loaded = names_of(_function_code(body, sorted(outer), site, flags))
     stored |= outer  # functions in the block assign these
     if local is None:  # a module's own variables are globals: only assignments need a cell
         shared, declared_global = stored, set()
@@ -382,8 +382,8 @@ def _function_code(body: list[ast.stmt], free: list[str], site: WithSite, flags:
     return code
 
 
-def _names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Names that ``code`` binds, and names that it or a function in it looks up outside."""
+def names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Return the names that ``code`` binds, and those that it or a function in it looks up outside."""
     stored = {*code.co_varnames, *code.co_cellvars}
     loaded = set(code.co_freevars)  # ``__class__``, which the compiler provides in a class
     pending = [code]
@@ -392,7 +392,7 @@ def _names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
         loaded.update(
             instruction.argval
             for instruction in dis.get_instructions(current)
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
         )
         pending.extend(constant for constant in current.co_consts if isinstance(constant, types.CodeType))
     return stored, loaded

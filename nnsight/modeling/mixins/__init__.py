@@ -5,6 +5,6 @@
 """
 
 from .loadable import LoadableMixin
-from .meta import LoadingError, MetaMixin
+from .meta import LoadingError, MetaMixin, naming
 
-__all__ = ["LoadableMixin", "LoadingError", "MetaMixin"]
+__all__ = ["LoadableMixin", "LoadingError", "MetaMixin", "naming"]

@@ -11,8 +11,11 @@ makes, are all dispatched with the first of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +63,18 @@ _HOOK_TABLES = (
 
 class LoadingError(OSError):
     """A model could not be loaded. The error of the library that was to load it is the cause."""
+
+
+@contextlib.contextmanager
+def naming(name: str | os.PathLike[str]) -> Iterator[None]:
+    """Let errors say which model was to be loaded."""
+    try:
+        yield
+    except (TypeError, ImportError) as error:  # an option that the model does not have, a package that is missing
+        error.add_note(f"This happened while {os.fspath(name)!r} was loaded.")
+        raise
+    except Exception as error:
+        raise LoadingError(f"{os.fspath(name)!r} could not be loaded: {type(error).__name__}: {error}") from error
 
 
 @dataclass(eq=False)

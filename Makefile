@@ -17,14 +17,14 @@ RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
 
 # What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
-V2_TESTS := $(addprefix tests/test_vllm,_v2.py .py _overlapping.py _functions.py _captures.py _samples.py _serving.py _parallel.py)
+V2_TESTS := $(patsubst %,tests/vllm/test_%.py,v2 traces overlapping graph_functions kept_values samples serving parallel)
 
 # An interpreter for them: Triton's kernels are interpreted, too.
 ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python
 
 # What of V1 is run with every change.
-CI_TESTS := $(addprefix tests/test_vllm,.py _captures.py _functions.py _replay.py _parallel.py)
+CI_TESTS := $(patsubst %,tests/vllm/test_%.py,traces kept_values graph_functions replay parallel)
 
 .PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
 .DEFAULT_GOAL := help
@@ -37,7 +37,7 @@ help:
 	@echo "make test-vllm-v2  those of them that run on vLLM's model runner V2"
 	@echo "make test-vllm-ci  the most telling of both, in about ten minutes on two cores"
 	@echo "make test-ray   the tests that run on a Ray cluster of this machine, with an environment of their own"
-	@echo "make lint       ruff"
+	@echo "make lint       ruff, and the direction of imports"
 	@echo "make types      mypy"
 	@echo "make bench      measure the overhead of traces"
 	@echo "make install    only make $(VENV)"
@@ -69,6 +69,8 @@ test: lint types pytest
 lint: $(INSTALLED)
 	@echo "ruff ..."
 	@$(BIN)/ruff check .
+	@echo "lint-imports ..."
+	@$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 
 types: $(INSTALLED)
 	@echo "mypy ..."
@@ -97,7 +99,7 @@ $(VLLM_INSTALLED): pyproject.toml
 
 test-vllm: $(VLLM_INSTALLED)
 	@echo "pytest, tests on vLLM ..."
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm --ignore tests/test_vllm_v2.py
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm --ignore tests/vllm/test_v2.py
 	@$(MAKE) --no-print-directory test-vllm-v2
 
 # vLLM's model runner V2 has Triton kernels, and this machine interprets them: that takes an environment of its own. Beside the tests of V2
@@ -109,8 +111,8 @@ test-vllm-v2: $(VLLM_INSTALLED)
 # Blocks and tables in engines of all kinds, captures, two devices with a compiled model; and on V2 what is about it alone.
 test-vllm-ci: $(VLLM_INSTALLED)
 	@echo "pytest, some of the tests on vLLM ..."
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not test_vllm_parallel or compiled or chunked"
-	@$(ON_V2) -m pytest -m vllm tests/test_vllm_v2.py
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not test_parallel or compiled or chunked"
+	@$(ON_V2) -m pytest -m vllm tests/vllm/test_v2.py
 
 $(RAY_INSTALLED): pyproject.toml
 	@echo "creating $(RAY_VENV) ..."

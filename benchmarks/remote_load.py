@@ -31,8 +31,8 @@ from tqdm.auto import tqdm
 import nnsight
 from nnsight import CONFIG
 from nnsight.remote import execute_payload
-from nnsight.remote.client import Client, RemoteError
-from nnsight.remote.results import decode_results
+from nnsight.remote.client.client import Client, RemoteError
+from nnsight.remote.wire.results import decode_results
 
 RESULTS = Path(__file__).parent / "results" / "remote_load.json"
 

@@ -58,8 +58,9 @@ from machine import machine_check
 from tqdm.auto import tqdm
 
 from nnsight import demo
-from nnsight.modeling.vllm import VLLM, hooks
-from nnsight.modeling.vllm.bookkeeping import Bookkeeping
+from nnsight.vllm import VLLM
+from nnsight.vllm.worker import hooks
+from nnsight.vllm.worker.bookkeeping import Bookkeeping
 
 RESULTS = Path(__file__).parent / "results" / "vllm.json"
 PROMPTS = [f"{place} is in the city of" for place in list(demo.FACTS)[:16]]

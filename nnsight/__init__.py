@@ -9,21 +9,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import CONFIG
+from .late_binding import provide
 from .lazy import load
 from .tracing import WithBlockNotFoundError, save
 
 if TYPE_CHECKING:
-    from .envoy import Envoy
-    from .fx.debug import debug_dir
+    from .envoy.envoy import Envoy
+    from .fx.show.debug import debug_dir
     from .modeling.base import NNsight
     from .modeling.diffusion import DiffusionModel
     from .modeling.language import LanguageModel, demo_model
     from .modeling.vision import VisionLanguageModel
-    from .remote.fleet import compare, is_model_running, ndif_status, status
-    from .remote.program import Program
+    from .remote.client.fleet import compare, is_model_running, ndif_status, status
+    from .remote.client.program_files import Program
     from .runtime.errors import UncompiledWarning
 
 __version__ = "0.9.0.dev0"
+
+provide(
+    backend_for="nnsight.remote.client.remote_backend",
+    call_edited="nnsight.fx.inlining",
+    component_of="nnsight.modeling.component",
+    model_key_of="nnsight.remote.protocol",
+)
 
 #: Names that are imported when first used, with the module they come from.
 _LAZY = {
@@ -31,15 +39,15 @@ _LAZY = {
     "Envoy": ".envoy",
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
-    "Program": ".remote.program",
+    "Program": ".remote.client.program_files",
     "UncompiledWarning": ".runtime.errors",
     "VisionLanguageModel": ".modeling.vision",
-    "compare": ".remote.fleet",
-    "debug_dir": ".fx.debug",
+    "compare": ".remote.client.fleet",
+    "debug_dir": ".fx.show.debug",
     "demo_model": ".modeling.language",
-    "is_model_running": ".remote.fleet",
-    "ndif_status": ".remote.fleet",
-    "status": ".remote.fleet",
+    "is_model_running": ".remote.client.fleet",
+    "ndif_status": ".remote.client.fleet",
+    "status": ".remote.client.fleet",
 }
 
 __all__ = [

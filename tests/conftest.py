@@ -70,7 +70,7 @@ def _compiled_is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         yield
         return
     from nnsight.fx.driver import CompiledDriver
-    from nnsight.fx.playback import Playback
+    from nnsight.fx.replay.playback import Playback
     from nnsight.runtime.eager import EagerDriver
 
     modes: list[str] = []
@@ -128,7 +128,7 @@ def vllm_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory, vllm_environment: None) -> Path:
     """The small Llama of the tests on vLLM."""
-    from .vllm_llama import save_tiny_llama
+    from .vllm.llama import save_tiny_llama
 
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
@@ -142,7 +142,7 @@ def reference(folder: Path) -> LanguageModel:
 @pytest.fixture(scope="session")
 def vector() -> torch.Tensor:
     """A direction of its hidden state."""
-    from .vllm_llama import HIDDEN
+    from .vllm.llama import HIDDEN
 
     return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) * 4
 
@@ -331,7 +331,7 @@ def x() -> torch.Tensor:
 @pytest.fixture
 def model() -> NNsight:
     """The small model of the guide, which no test may change."""
-    from .guide import tower
+    from .contract.guide import tower
 
     return tower()
 
@@ -339,7 +339,7 @@ def model() -> NNsight:
 @pytest.fixture
 def lm() -> LanguageModel:
     """The random language model of the guide, which no test may change."""
-    from .guide import language_model
+    from .contract.guide import language_model
 
     return language_model()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from . import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 
 pytestmark = pytest.mark.slow
 

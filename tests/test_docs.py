@@ -29,20 +29,20 @@ import transformers
 import nnsight
 import nnsight.fx.driver
 from nnsight import DiffusionModel, LanguageModel, NNsight, VisionLanguageModel
-from nnsight.fx import background
-from nnsight.fx.torch_compat import resolve_backend
+from nnsight.fx.lowering import background
+from nnsight.fx.lowering.backends import resolve_backend
 from nnsight.intervention.backends.base import Backend
 from nnsight.intervention.backends.remote import RemoteBackend
 from nnsight.intervention.envoy import Envoy, eproperty
 from nnsight.intervention.tracing.globals import Globals
 from nnsight.modeling.mixins import LoadableMixin, MetaMixin
 from nnsight.remote import execute_payload
-from nnsight.remote.client import Client
+from nnsight.remote.client.client import Client
 from nnsight.remote.server.serve import door_for
 
+from . import ROOT
 from .conftest import CACHE
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: The documents, those whose code runs elsewhere being marked so.
 RUNNING = [pytest.param(path, marks=pytest.mark.vllm) if path.stem == "vllm" else path for path in DOCUMENTS]
@@ -658,13 +658,13 @@ class Mistakes:
         model._prepare_input("<image> what is this ?", images=[None])
 
     def image_nowhere(self) -> None:
-        from .test_vision_language import IMAGES, llava
+        from .modeling.test_vision import IMAGES, llava
 
         with VisionLanguageModel(*llava()).trace("what is this ?", images=IMAGES[0], compile=False):
             pass
 
     def prompt_for_a_step(self) -> None:
-        from .test_diffusion import build
+        from .modeling.test_diffusion import build
 
         with DiffusionModel(build()).trace("a cat", compile=False):
             pass

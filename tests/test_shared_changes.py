@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from nnsight.runtime.shared_changes import SharedChange, replaced
+from nnsight.shared_changes import SharedChange, replaced
 
 
 class Base:

@@ -14,6 +14,8 @@ import pytest
 
 import nnsight
 
+from . import ROOT
+
 #: What both programs begin with: attributes of the modules of torch that are loaded, and of their classes.
 BEGIN = """
 import ast, importlib.util, json, pathlib, sys, warnings
@@ -73,7 +75,7 @@ before = attributes()
 for path in files:
     parts = path.relative_to(folder.parent).with_suffix("").parts
     load(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-assert "nnsight.fx.inlining" in sys.modules and "nnsight.remote.recorder" in sys.modules
+assert "nnsight.fx.inlining" in sys.modules and "nnsight.remote.record.recorder" in sys.modules
 print(json.dumps(sorted(changes(before))))
 """
 
@@ -147,7 +149,7 @@ print(json.dumps(sorted(changes(before))))
 def changed_by(folder: Path, program: str, *arguments: str) -> Any:
     """Return the names of what a program has changed in torch, run by an interpreter of its own."""
     (folder / "program.py").write_text(BEGIN + program)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     command = [sys.executable, str(folder / "program.py"), *arguments]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -166,7 +168,7 @@ def test_after_traces_all_is_as_before(tmp_path: Path, backend: str) -> None:
 def test_private_parts_of_the_compiler_are_named_in_one_place() -> None:
     """Two modules have reasons of their own: Inductor takes long to import, and eager traces do without dynamo."""
     package = Path(nnsight.__file__).parent
-    allowed = {package / "fx" / "torch_compat.py", package / "fx" / "backward.py", package / "runtime" / "uncompiled.py"}
+    allowed = {package / "fx" / "torch_compat.py", package / "fx" / "lower" / "backward.py", package / "runtime" / "uncompiled.py"}
     private = re.compile(r"(?<!`)torch\._(dynamo|functorch|inductor|guards)\b")
     files = [path for path in package.rglob("*.py") if "vllm" not in path.parts and path not in allowed]
     code = [(path.name, line.partition("#")[0]) for path in files for line in path.read_text().splitlines()]

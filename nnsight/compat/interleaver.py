@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..runtime import interleaver as runtime
-from ..runtime.batching import BatchGroup, View
 from ..runtime.interleaver import split_requester
+from ..runtime.rows.batching import BatchGroup, View
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,9 @@ from torch import Tensor
 from transformers import logging as transformers_logging
 
 import nnsight
-from nnsight import demo
 from nnsight.runtime.report import Report
+
+from .. import demo
 
 CLEAN = demo.fact_prompt("the Eiffel Tower", "{L} is in the city of")
 SOURCE = demo.fact_prompt("the Colosseum", "{L} is in the city of")

@@ -29,31 +29,30 @@ from typing import Any
 import torch
 
 from ..runtime.errors import UncompiledWarning
-from ..runtime.instrumentation import INTERCEPTED_CODE, INTERCEPTED_METHOD
 from ..runtime.interleaver import ANYWHERE, Interleaver, active_interleaver
+from ..runtime.modules.interception import INTERCEPTED_CODE, INTERCEPTED_METHOD
+from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
-from ..tree import ModuleTree
 from . import progress
-from .blocks import mark_stretches
-from .captures import MAX_CAPTURES, Captures
-from .capturing import tensors_were_compared, watch_captures
-from .compiled_calls import NotCompiled, caller_of_compiled
-from .graph import CapturedGraph
-from .journal import journal_of_run
-from .playback import Playback
-from .promises import returned
-from .recording import Recording, run_plain, suspended
-from .regions import KnownRegions
-from .replay import Replays
-from .stages import LIBRARIES, position_of
+from .capturing.captures import MAX_CAPTURES, Captures
+from .capturing.compiled_calls import NotCompiled, caller_of_compiled
+from .capturing.dynamo import tensors_were_compared, watch_captures
+from .capturing.graph import CapturedGraph
+from .lowering.backends import BackendCallable, resolve_backend
+from .lowering.regions import KnownRegions
+from .lowering.repeated_modules import mark_stretches
+from .recording.deferred_outputs import returned
+from .recording.journal import journal_of_run
+from .recording.recording import Recording, run_plain, suspended
+from .replay.playback import Playback
+from .replay.replay import Replays
+from .show.stages import LIBRARIES, position_of
 from .torch_compat import (
-    BackendCallable,
     is_outermost,
     is_slow,
     is_whole_call,
     only_returns,
-    resolve_backend,
     skip_code,
     stands_aside,
     why_followed_in_vain,
@@ -94,12 +93,12 @@ class CompiledDriver:
         tree: The modules of the model.
         options: Keyword arguments of ``torch.compile``, and three of our own:
 
-            * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.regions`); by default
+            * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.lowering.regions`); by default
               with inductor, where lowering takes long, unless it makes CUDA graphs.
             * ``background``: Lower whole graphs in the background, and run in the meantime what is there
-              (:mod:`~nnsight.fx.variant`).
+              (:mod:`~nnsight.fx.lowering.variant`).
             * ``max_captures``: How often the model may be captured; calls that no capture fits run uncompiled from then on
-              (:mod:`~nnsight.fx.captures`).
+              (:mod:`~nnsight.fx.capturing.captures`).
     """
 
     def __init__(self, tree: ModuleTree, options: dict[str, Any]) -> None:

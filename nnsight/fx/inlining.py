@@ -27,20 +27,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import compat
+from ..envoy.source import OperationEnvoy, Source, source_of
 from ..runtime.controls import RunControls
 from ..runtime.editing import Edit
 from ..runtime.errors import ReplacementShapeError
-from ..runtime.instrumentation import intercepted
 from ..runtime.interleaver import active_interleaver
-from ..runtime.listing import SourceError
 from ..runtime.mediator import Mediator
-from ..runtime.operations import Operations, forward_of, layers_of
-from ..runtime.shared_changes import replaced
+from ..runtime.modules.interception import intercepted
+from ..runtime.modules.listing import SourceError
+from ..runtime.modules.operations import Operations, forward_of, layers_of
+from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import open_mentioned
-from ..source import OperationEnvoy, Source, source_of
+from ..runtime.uncompiled import leave_frame
+from ..shared_changes import replaced
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
-from ..tree import ModuleTree
 from .torch_compat import (
     AttributeMutationNew,
     AttrSource,
@@ -64,10 +65,6 @@ if TYPE_CHECKING:
 def call_edited(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``model`` with its edits. Only dynamo comes here, and traces this as :class:`_CallEdited`."""
     return model._call_edited(None, args, kwargs)
-
-
-def leave_frame(what: str) -> None:
-    """Do nothing. Where dynamo traces it, see :class:`_LeaveFrame`, the function that is compiled runs as Python instead."""
 
 
 def offered_call(
@@ -414,7 +411,7 @@ class _OfferCall(VariableTracker):
 
 
 class _SourceOf(VariableTracker):
-    """:func:`~nnsight.source.source_of`, as dynamo sees it: looking into functions is done beside the symbolic execution."""
+    """:func:`~nnsight.envoy.source.source_of`, as dynamo sees it: looking into functions is done beside the symbolic execution."""
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         envoy: Any = args[0].realize()

@@ -242,7 +242,7 @@ class State:
         twin: The state of an earlier run that did the same with constants for numbers.
         stack_trace: The user's line, as torch shows it in graphs.
         variants: Compiled graphs of the program that ends here, by what they return.
-        wanting: If a tap was visited, whether the new values require gradients; see :mod:`~nnsight.fx.following`.
+        wanting: If a tap was visited, whether the new values require gradients; see :mod:`~nnsight.fx.recording.autograd_state`.
         behind: If the graph was cut here, the piece behind and what it takes.
     """
 

@@ -33,9 +33,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext, tracing
 
-from ..runtime.shared_changes import replaced
+from ..shared_changes import replaced
 from ..tracing.block import is_bound
-from . import backward
 
 #: Methods in which dynamo's variable of a set takes the items one after the other: the second one up to 2.12, both since.
 METHODS_ITERATING = [name for name in ("tp_iter_impl", "unpack_var_sequence") if hasattr(SetVariable, name)]
@@ -46,48 +45,6 @@ set_counted_frames: Callable[[int], Any] = getattr(eval_frame, "set_fullgraph_co
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock
-
-#: Compiles ``(graph module, example inputs)`` to a callable, as a backend of ``torch.compile`` does.
-BackendCallable = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
-
-
-def resolve_backend(
-    backend: Any = "inductor",
-    mode: str | None = None,
-    options: dict[str, Any] | None = None,
-    dynamic: bool | None = None,
-) -> BackendCallable:
-    """Return the callable that ``torch.compile`` would use for these arguments."""
-    if backend == "inductor":
-        return _Inductor(mode, options, dynamic)
-    return torch._TorchCompileWrapper(backend, mode, options, dynamic)
-
-
-class _Inductor(torch._TorchCompileInductorWrapper):
-    """Inductor with the options of ``torch.compile``; it lowers backward passes when they first run."""
-
-    def __call__(self, model_: torch.fx.GraphModule, inputs_: list[Any], **_: Any) -> Callable[..., Any]:
-        return backward.lower(model_, inputs_, self.config)
-
-
-def without_fusion(backend: BackendCallable) -> BackendCallable:
-    """Return ``backend`` with each operation in a kernel of its own if it is Inductor, for a graph that edits memory its inputs share.
-
-    Such an edit becomes a copy into a part of a buffer. Inductor may fuse it with a read of other parts of that buffer, and then values
-    and gradients are wrong (pytorch/pytorch issue 198270).
-    """
-    if not isinstance(backend, _Inductor):
-        return backend
-    unfused = copy.copy(backend)
-    unfused.config = {**backend.config, "max_fusion_size": 1}
-    return unfused
-
-
-def backend_name(backend: BackendCallable) -> str:
-    """Return how a user calls ``backend``."""
-    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
-    return str(name or type(backend).__name__)
-
 
 def stands_aside() -> bool:
     """Whether compiled functions run as they are, or not as always: inside of another tracer, or by a stance that was chosen."""

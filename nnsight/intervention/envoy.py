@@ -1,6 +1,6 @@
 """Re-exports :class:`Envoy` and :class:`eproperty`."""
 
-from ..envoy import Envoy
-from ..eproperty import IEnvoy, eproperty
+from ..envoy.envoy import Envoy
+from ..runtime.modules.eproperty import IEnvoy, eproperty
 
 __all__ = ["Envoy", "IEnvoy", "eproperty"]

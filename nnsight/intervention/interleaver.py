@@ -10,8 +10,8 @@ from greenlet import GreenletExit as Cancelation
 from ..compat.events import Events, Value
 from ..compat.interleaver import Interleaver
 from ..compat.mediator import Mediator
-from ..eproperty import IEnvoy, eproperty
 from ..runtime.errors import EarlyStopException, MissedProviderError, OutOfOrderError, SkipException
+from ..runtime.modules.eproperty import IEnvoy, eproperty
 
 T = TypeVar("T")
 

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from ..envoy import Envoy, EnvoyClasses
+from ..envoy.envoy import Envoy, EnvoyClasses
+from ..late_binding import late
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit, EditingTracer
 from ..runtime.gradients import add_tensor_methods
-from ..runtime.instrumentation import is_compiling
 from ..runtime.interleaver import active_interleaver
-from ..runtime.mentions import Chains
-from ..runtime.scanning import ScannedModules, ScanningTracer
+from ..runtime.modules.interception import is_compiling
+from ..runtime.modules.mentions import Chains
+from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
-from ..tree import ModuleTree
 from .methods import TracedFunction, TracedMethod
+from .scanning import ScannedModules, ScanningTracer
 from .tracing import ModelTracer, session_backend, tracer_class
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class NNsight(Envoy):
             remote: Send the block as data to where the model runs (docs/remote.md): ``True`` to the server of ``CONFIG.API.HOST``,
                 or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does; ``"program"``
                 records it, for ``tracer.program``, and runs nothing.
-            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.remote_backend.RemoteBackend`.
+            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.client.remote_backend.RemoteBackend`.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
@@ -203,9 +204,8 @@ class NNsight(Envoy):
             return backend
         if session_backend.get() is not None:
             raise ValueError("The session around this trace runs remotely: leave out remote= here.")
-        from ..remote.backend import backend_for
-
-        return backend_for(self, remote, backend, blocking)
+        made: Backend = late("backend_for")(self, remote, backend, blocking)
+        return made
 
     def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
         """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
@@ -251,9 +251,7 @@ class NNsight(Envoy):
         Raises:
             ValueError: If the model was not loaded by name.
         """
-        from ..remote.protocol import model_key_of
-
-        return model_key_of(self)
+        return str(late("model_key_of")(self))
 
     @uncompiled
     def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
@@ -340,12 +338,10 @@ class NNsight(Envoy):
         Raises:
             InvalidProgramError: If this model lacks a part that the program names.
         """
-        if not hasattr(program, "block_for"):
+        if not hasattr(program, "apply_to"):
             self._module.apply(program)
             return self
-        from ..remote.program import apply_program
-
-        return apply_program(self, program)
+        return program.apply_to(self)
 
     def clear_edits(self) -> None:
         """Forget the blocks of :meth:`edit`."""
@@ -603,7 +599,7 @@ def _traced_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module while dynamo traces it; see :func:`nnsight.fx.taps.tapped_call`."""
-    from ..fx.taps import tapped_call
+    """Call a module while dynamo traces it; see :func:`nnsight.fx.capturing.taps.tapped_call`."""
+    from ..fx.capturing.taps import tapped_call
 
     return tapped_call(input_location, output_location, call, args, kwargs)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..envoy import Envoy
+from ..envoy.envoy import Envoy
 from ..runtime.interleaver import active_interleaver
-from ..runtime.scanning import ScannedModules
+from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Driver
 from ..tracing import Backend
-from ..tree import ModuleTree
 from .base import NNsight
+from .scanning import ScannedModules
 from .tracing import ModelTracer, session_backend
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ..envoy import Envoy
+from ..envoy.envoy import Envoy
 from ..runtime.editing import Edit
 from ..tracing import Block, Scope
 from ..tracing.block import names_of

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ..demo import NAME as DEMO_NAME
 from ..demo import path as demo_path
-from ..envoy import Envoy
+from ..envoy.envoy import Envoy
 from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with

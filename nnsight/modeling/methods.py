@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..envoy import Envoy
+from ..envoy.envoy import Envoy
 
 if TYPE_CHECKING:
     from .base import NNsight

@@ -19,11 +19,11 @@ from typing import Any
 
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
-from ..runtime.scanning import ScannedModules, ScanningTracer, scan_alone
 from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
 from ..tracing.block import is_bound, names_of
 from ..tracing.saving import saves
+from .scanning import ScannedModules, ScanningTracer, scan_alone
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
@@ -70,7 +70,7 @@ class ModelTracer(InterleavingTracer):
     def replay(self) -> dict[str, Any] | None:
         """Have what the block does without running it, if that is known; return what it saves then.
 
-        :mod:`nnsight.fx.replay` says when it is known.
+        :mod:`nnsight.fx.replay.replay` says when it is known.
         """
         if self._validate or self._scan or not self.owns_scope or self._model is None or self._model.edits:
             return None

@@ -22,7 +22,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ..envoy import Envoy
+from ..envoy.envoy import Envoy
 
 #: A value in JSON: a scalar as it is, or ``{"at": row}``.
 Term = Any

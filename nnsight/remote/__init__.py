@@ -9,16 +9,17 @@ For servers: ``execute_payload(model, payload, limits) -> bytes``, or in steps `
 
 from __future__ import annotations
 
-from .backend import LocalBackend, ProgramBackend
-from .errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
-from .execution import execute_payload
-from .limits import Limits
-from .operators import OPERATORS_HASH
-from .payload import VERSION, Job, decode, encode
-from .program import Program
-from .recorder import Recorded, record
-from .results import decode_results, encode_results
-from .validation import Checked, validate
+from .client.backend import LocalBackend, ProgramBackend
+from .client.program_files import Program
+from .protocol import ModelKey
+from .record.recorder import Recorded, record
+from .run.execution import execute_payload
+from .run.validation import Checked, validate
+from .wire.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
+from .wire.limits import Limits
+from .wire.operators import OPERATORS_HASH
+from .wire.payload import VERSION, Job, decode, encode
+from .wire.results import decode_results, encode_results
 
 __all__ = [
     "OPERATORS_HASH",
@@ -29,6 +30,7 @@ __all__ = [
     "Job",
     "Limits",
     "LocalBackend",
+    "ModelKey",
     "NotExpressibleError",
     "Program",
     "ProgramBackend",

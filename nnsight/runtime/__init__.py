@@ -2,16 +2,16 @@
 
 * :mod:`~nnsight.runtime.interleaver` has the one primitive, ``handle(location, value) -> value``;
 * :mod:`~nnsight.runtime.mediator` runs one block as a greenlet that waits at locations;
-* :mod:`~nnsight.runtime.instrumentation` intercepts module calls while a run is active;
+* :mod:`~nnsight.runtime.modules.interception` intercepts module calls while a run is active;
 * :mod:`~nnsight.runtime.eager` is the eager driver: it calls the model and lets the intercepted calls offer values;
 * :mod:`~nnsight.runtime.tracer` connects a captured block, a mediator and a driver.
 """
 
 from .eager import EagerDriver
 from .errors import MissedProviderError, OutOfOrderError
-from .instrumentation import Instrumentation
 from .interleaver import Interleaver, active_interleaver
 from .mediator import Mediator
+from .modules.interception import Instrumentation
 from .report import Report
 
 __all__ = [

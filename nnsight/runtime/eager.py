@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .instrumentation import Instrumentation
 from .interleaver import Interleaver
+from .modules.interception import Instrumentation
 from .report import Report
 
 

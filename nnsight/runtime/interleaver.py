@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from .batching import join_rows
 from .errors import EarlyStopException, OutOfOrderError, never_reached_message, uncounted_message
+from .rows.batching import join_rows
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -95,12 +95,12 @@ class Interleaver:
         skips: What blocks want the modules whose input is being handled to return without running, by input location.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         tree: The modules whose locations occur in this run, if they are those of one model.
-        recorder: What makes data of the blocks, if they are to run elsewhere; see :mod:`nnsight.remote.recorder`.
+        recorder: What makes data of the blocks, if they are to run elsewhere; see :mod:`nnsight.remote.record.recorder`.
         returns: Whether what the model returns goes to somebody else than blocks that wait for it.
         output_location: Where the value passes that the run returns, if nothing but its one block can change it behind that place.
             The block then gets the result there, and what it makes of it can be part of a graph.
         promises: What a driver owes to blocks that were shown an output before the model had returned it, see
-            :mod:`nnsight.fx.promises`; ``None`` if the driver keeps no promises.
+            :mod:`nnsight.fx.recording.deferred_outputs`; ``None`` if the driver keeps no promises.
         uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
         check_location: Set by a driver that knows which locations can still come; called with the location of a request.
         check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value

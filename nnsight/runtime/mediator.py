@@ -4,7 +4,7 @@ A mediator runs the function of a block in a greenlet. Asking for a location swi
 which goes on until it offers that location and switches back; so exactly one of model and block runs at a time, on
 one thread, and the state torch keeps per thread is theirs together. The exceptions are modes: a block under
 ``torch.no_grad()`` must not switch gradients off in the model that runs while it waits, so each side keeps its own
-(:mod:`~nnsight.runtime.sides`).
+(:mod:`~nnsight.runtime.switching.sides`).
 
 While the model is stopped at a location, that stop is a *visit*: reading the location again, or replacing it, needs no
 switch.
@@ -25,12 +25,12 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
 from ..tracing.errors import user_position_now, user_position_of
-from .batching import BatchGroup, View
-from .checkpointing import CheckpointVisit, checkpoint_hooks
 from .errors import OutOfOrderError, SkipException, passed_message, replacement_message
 from .interleaver import ANYWHERE, RETURNED, split_requester
-from .sides import Sides
-from .workers import borrow
+from .rows.batching import BatchGroup, View
+from .switching.checkpointing import CheckpointVisit, checkpoint_hooks
+from .switching.sides import Sides
+from .switching.workers import borrow
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver

@@ -1,7 +1,7 @@
 """Running a model on fakes to see which sizes follow from the number of rows.
 
-Two runs on :mod:`.fakes`, with two numbers of rows, are compared. The numbers are primes that divide no size of the model and its
-input, so that a multiple of them is no coincidence. A generation is run up to the end of the first forward pass.
+Two runs on :mod:`~nnsight.runtime.rows.fakes`, with two numbers of rows, are compared. The numbers are primes that divide no size of the
+model and its input, so that a multiple of them is no coincidence. A generation is run up to the end of the first forward pass.
 
 One run with a symbolic number of rows would not do: of the 54 models in tests/zoo, ten fail on symbolic sizes (experts and recurrent
 layers, mostly) and three turn the symbol into a number. Neither happens with two runs.
@@ -20,12 +20,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from .batch_dims import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
 from .carriers import is_carrier, on_tensors
-from .fakes import Guesses, fake_argument, fake_modules, isolated, quiet_fakes
-from .instrumentation import Instrumentation
 from .interleaver import Everywhere, Interleaver, active_run
-from .row_order import MIXED, RowOrder, outer_of
+from .modules.interception import Instrumentation
+from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
+from .rows.fakes import Guesses, fake_argument, fake_modules, isolated, quiet_fakes
+from .rows.row_order import MIXED, RowOrder, outer_of
 
 logger = logging.getLogger("nnsight.runtime")
 

@@ -12,12 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..eproperty import eproperty
 from ..tracing import Backend, Block, Scope, Tracer, save
 from ..tracing.saving import saves
 from . import gradients  # noqa: F401 - blocks ask it what `x.grad` stands for
-from .batch_dims import BatchDims
-from .batching import BatchGroup
 from .cache import Cache, paths_to_cache
 from .controls import RunControls
 from .editing import Edit
@@ -26,10 +23,13 @@ from .interleaver import Interleaver
 from .invoker import Barrier, Invoke, Invoker
 from .iteration import running_mediator
 from .mediator import Mediator
-from .mentions import Chains, mentioned_chains
+from .modules.eproperty import eproperty
+from .modules.mentions import Chains, mentioned_chains
 from .probing import Modules, find_batch_dims
 from .replacing import Replacements
 from .report import Report, trace_starts
+from .rows.batch_axes import BatchDims
+from .rows.batching import BatchGroup
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

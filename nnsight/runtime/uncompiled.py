@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
+from ..late_binding import load
 from ..tracing import Backend, Tracer
-from .instrumentation import is_compiling
+from .modules.interception import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,9 +45,12 @@ def leave_to_python(what: str) -> None:
         what: The call that cannot be traced.
     """
     if is_compiling():
-        from ..fx.inlining import leave_frame
-
+        load("call_edited")  # dynamo then knows what `leave_frame` is
         leave_frame(what)
+
+
+def leave_frame(what: str) -> None:
+    """Do nothing. Where dynamo traces this call, the function that is compiled runs as Python instead, see :mod:`nnsight.fx.inlining`."""
 
 
 for _function in (Tracer.__enter__, Tracer.__exit__, Tracer.__del__, Backend.__call__):

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from nnsight.fx.taps import Opaque
+from nnsight.fx.capturing.taps import Opaque
 
 from .sizes import VOCABULARY, WIDTH
 

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from .. import ROOT
 from .features import FEATURES
 from .models import specimens
 from .runner import MODES, Cell
 from .together import TOGETHER
 
-PAGE = Path(__file__).parents[2] / "docs" / "compile.md"
+PAGE = ROOT / "docs" / "compile.md"
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 BEGIN, END = "<!-- zoo: written by python -m tests.zoo.table -->", "<!-- end of zoo -->"
 

@@ -1,5 +1,5 @@
 """Re-exports :class:`RemoteBackend`."""
 
-from ...remote.remote_backend import RemoteBackend
+from ...remote.client.remote_backend import RemoteBackend
 
 __all__ = ["RemoteBackend"]

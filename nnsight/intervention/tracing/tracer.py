@@ -4,7 +4,7 @@
 ``execute`` gets the block as a function and runs it, by ``super().execute(function)`` if the model is to run.
 """
 
-from ...runtime.scanning import ScanningTracer
+from ...modeling.scanning import ScanningTracer
 from ...runtime.tracer import InterleavingTracer
 
 __all__ = ["InterleavingTracer", "ScanningTracer"]

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ...runtime.instrumentation import is_compiling
 from ...runtime.interleaver import active_interleaver
+from ...runtime.modules.interception import is_compiling
 from ...runtime.tracer import Driver
 from .loadable import LoadableMixin
 

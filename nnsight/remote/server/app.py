@@ -28,9 +28,9 @@ from starlette.types import Receive
 from starlette.websockets import WebSocket
 
 from ... import __version__
-from ..operators import OPERATORS_HASH
-from ..payload import VERSION
 from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER
+from ..wire.operators import OPERATORS_HASH
+from ..wire.payload import VERSION
 from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
 from .gateway import Gateway
 from .jobs import Job

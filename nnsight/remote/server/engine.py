@@ -3,8 +3,8 @@
 One thread runs at a time, so programs of one model take turns, and the event loop stays free for clients. What can go wrong there
 falls into four kinds, each an exception that the queue acts upon:
 
-* the program is refused or fails (:class:`~nnsight.remote.errors.InvalidProgramError`,
-  :class:`~nnsight.remote.errors.ExecutionFailedError`): its owner is told;
+* the program is refused or fails (:class:`~nnsight.remote.wire.errors.InvalidProgramError`,
+  :class:`~nnsight.remote.wire.errors.ExecutionFailedError`): its owner is told;
 * it runs out of time: the thread is interrupted, which Python does at the next bytecode, so it does not end a call into C that hangs.
   A thread that does not come back is given up and a fresh one takes over, up to a limit, after which the engine is not healthy;
 * the thread dies (:class:`EngineLostError`): the job may be tried once more;

@@ -21,8 +21,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from ..errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import JobStatus, ModelKey
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from .engine import Engine, EngineLostError, Outcome, TimeLimitError
 from .envelopes import RefusedError
 from .jobs import Job

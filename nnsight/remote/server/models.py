@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..execution import execute_payload
-from ..limits import Limits
 from ..protocol import ModelKey
-from ..together import execute_payloads, kind_of
+from ..run.execution import execute_payload
+from ..run.together import execute_payloads, kind_of
+from ..wire.limits import Limits
 from .engine import Engine, ThreadEngine
 
 

@@ -22,9 +22,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from ..errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import ModelKey
-from ..together import kind_of
+from ..run.together import kind_of
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from .engine import Engine, EngineLostError, Log, Outcome, TimeLimitError
 from .models import engine_of, load
 

@@ -1,0 +1,486 @@
+"""The user's view of a module: an envoy.
+
+An envoy mirrors one ``torch.nn.Module`` and adds what a block can ask of it while the model runs: ``.output``,
+``.input``, ``.inputs``. Everything else is the module's: child modules appear as envoys under their own names,
+other attributes and methods fall through. Paths such as ``model.transformer.h.0`` are the names of locations.
+
+A child module may have the name of one of the envoy's own attributes (BERT has modules called ``output``). The child
+keeps its name, and the envoy's attribute moves to ``nns_<name>``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ..compat import Interleaver
+from ..late_binding import late, load
+from ..runtime.interleaver import active_interleaver
+from ..runtime.modules.eproperty import described
+from ..runtime.modules.interception import is_compiling
+from ..runtime.modules.located import Located
+from ..runtime.modules.tree import ModuleTree
+from ..runtime.uncompiled import uncompiled
+from ..tracing.source import calls_for_with
+from .source import Source, source_of
+
+#: Which class the envoys of a tree have.
+EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, type[Envoy]] | None"
+
+
+class Envoy(Located):
+    """Mirror of ``module`` in the tree of a wrapped model.
+
+    Args:
+        module: The mirrored module.
+        path: Its path, the prefix of its locations.
+        tree: The tree it belongs to; a new one is made for a root.
+        known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
+        envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
+            module's base classes) or end of a path (``"attn"``, ``"mlp.act"``); plain envoys for modules it does not name.
+    """
+
+    _path: str
+    _module: torch.nn.Module
+    _tree: ModuleTree
+    _children: dict[str, Envoy]
+    _version: int
+    _envoys: EnvoyClasses
+    _aliases: set[str]
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        path: str = "model",
+        tree: ModuleTree | None = None,
+        known: dict[torch.nn.Module, Envoy] | None = None,
+        envoys: EnvoyClasses = None,
+    ) -> None:
+        own = self.__dict__
+        own["_path"] = path
+        own["_module"] = module
+        own["_tree"] = tree or ModuleTree(module, path)
+        own["_children"] = {}
+        own["_envoys"] = envoys
+        own["_aliases"] = set()
+        own["_version"] = own["_tree"].version
+        known = {} if known is None else known
+        known[module] = self
+        for name, child in module._modules.items():
+            if child is not None:
+                self._adopt(name, child, known)
+
+    # -- values of the running model -----------------------------------------------------------------------------
+
+    @property
+    def _fake_output(self) -> Any:
+        """What the module returned in the latest scan, as fake tensors; None if it did not run in it."""
+        return self._fakes.get(f"{self._path}.output")
+
+    @property
+    def _fake_inputs(self) -> Any:
+        """All arguments of the module's call in the latest scan, ``(args, kwargs)`` with fake tensors, or None likewise."""
+        return self._fakes.get(f"{self._path}.input")
+
+    @property
+    def _fakes(self) -> Mapping[str, Any]:
+        """What passed each location of the model in the latest scan."""
+        return self._tree.fakes
+
+    @property
+    def path(self) -> str:
+        """Path of the module in the tree, the prefix of its locations."""
+        return self._path
+
+    @property
+    def interleaving(self) -> bool:
+        """Whether a run is active in this context."""
+        return active_interleaver() is not None
+
+    @property
+    def interleaver(self) -> Interleaver:
+        """The run that is active in this context; outside of one, a run without blocks that never started."""
+        run: Any = active_interleaver()
+        return run or Interleaver()
+
+    # -- the module by itself ------------------------------------------------------------------------------------
+
+    @property
+    def _as_root(self) -> Any:
+        """This module as the root of traces of its own; see :mod:`nnsight.modeling.component`."""
+        return late("component_of")(self)
+
+    @uncompiled
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this module alone, with the block of the ``with`` statement reading and editing its internals.
+
+        Args:
+            *args: Arguments of the module.
+            **kwargs: Likewise, by name; and the options of :meth:`NNsight.trace <nnsight.modeling.base.NNsight.trace>`.
+
+        Returns:
+            The tracer; ``tracer.result`` is what the module returns.
+
+        Example:
+            >>> with pipe.unet.trace(sample, timestep, encoder_hidden_states=prompt):
+            ...     middle = pipe.unet.mid_block.output.save()
+        """
+        return self._as_root.trace(*args, **kwargs)
+
+    @uncompiled
+    def scan(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and this module alone, on fake tensors: sizes and types without values.
+
+        Args:
+            *args: Arguments of the module.
+            **kwargs: Likewise, by name.
+        """
+        return self._as_root.scan(*args, **kwargs)
+
+    @uncompiled
+    def session(self, *args: Any, **kwargs: Any) -> Any:
+        """Group traces; see :meth:`NNsight.session <nnsight.modeling.base.NNsight.session>`."""
+        return self._as_root.session(*args, **kwargs)
+
+    @uncompiled
+    def edit(self, *, inplace: bool = False) -> Any:
+        """Keep a block and run it whenever this module is traced or called by itself; runs of the whole model go without.
+
+        Args:
+            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds.
+        """
+        return self._as_root.edit(inplace=inplace)
+
+    def clear_edits(self) -> None:
+        """Forget the blocks of :meth:`edit`."""
+        self._as_root.clear_edits()
+
+    # -- the module ----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
+        no location is passed and no hook of the module runs.
+
+        Args:
+            *args: Arguments of the module.
+            hook: Pass the module's locations all the same, so that other invokes can read and edit its input and output.
+                For modules that are not part of the forward pass, such as an autoencoder added to the model.
+            **kwargs: Arguments of the module, by name.
+        """
+        if is_compiling():
+            load("call_edited")  # dynamo then knows what the active run is
+        run = active_interleaver()
+        if run is None or run.current is None:
+            if "_component" in self.__dict__ and self.__dict__["_component"]._edits_apply():
+                return self._as_root(*args, **kwargs)
+            return self._module(*args, **kwargs)
+        if run.recorder is not None:
+            return run.recorder.apply(self._path, self._module, args, kwargs, hook)
+        if hook:
+            args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
+        output = self._module.forward(*args, **kwargs)
+        return run.handle(f"{self._path}.output", output) if hook else output
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the child at an index, slice or key of a container module."""
+        if isinstance(key, slice):
+            return list(self._children.values())[key]
+        if isinstance(key, str):
+            if key not in self._children:
+                raise KeyError(self._unknown(key))
+            return self._children[key]
+        children = list(self._children.values())
+        try:
+            return children[key]
+        except IndexError:
+            raise IndexError(f"`{self._path}` has {len(children)} children; index {key} is out of range.") from None
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Envoy]:
+        return iter(self._children.values())
+
+    @property
+    def source(self) -> Source:
+        """The operations inside the module's ``forward``, by name; ``print`` it to see them.
+
+        Raises:
+            SourceError: If the ``forward`` has no Python source.
+
+        Example:
+            >>> with model.trace(prompt):
+            ...     attention = model.transformer.h[0].attn.source.attention_interface_0.output[0].save()
+        """
+        return source_of(self)
+
+    def modules(self, include_fn: Callable[[Envoy], bool] | None = None, names: bool = False) -> list[Any]:
+        """Return this envoy and all below it, each once.
+
+        Args:
+            include_fn: Only those for which this is true.
+            names: Return pairs of path and envoy.
+        """
+        found: dict[int, Envoy] = {}
+        pending: list[Envoy] = [self]
+        while pending:
+            envoy = pending.pop()
+            if id(envoy) not in found:
+                found[id(envoy)] = envoy
+                pending.extend(reversed(envoy._children.values()))
+        chosen = [envoy for envoy in found.values() if include_fn is None or include_fn(envoy)]
+        return [(envoy._path, envoy) for envoy in chosen] if names else chosen
+
+    def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
+        """Return path and envoy of this module and all below it; see :meth:`modules`."""
+        return Envoy.modules(self, include_fn, names=True)
+
+    def get(self, path: str) -> Any:
+        """Return what a dotted path below this envoy names, such as ``"transformer.h.0.output"``."""
+        value: Any = self
+        for part in path.split("."):
+            children = value._children if isinstance(value, Envoy) else {}
+            value = children[part] if part in children else getattr(value, part)
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("_module")
+        if module is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            if name in _DERIVED:
+                return _DERIVED[name](module)
+            raise AttributeError(self._unknown(name)) from None
+        if isinstance(value, torch.nn.Module):
+            self._sync()
+            if name in self._children:
+                return self._children[name]
+            return self._envoy_of(value)
+        if isinstance(value, types.MethodType) and value.__self__ is module and not name.startswith("_"):
+            return self._method(name, value)
+        return value
+
+    def _envoy_of(self, module: torch.nn.Module) -> Any:
+        """Return the envoy of a module of the model, found by another way than its name, such as a property; else the module."""
+        if module in self._tree.paths:
+            starts: list[Envoy] = [self, *self._tree.roots]
+            for start in starts:
+                for _, envoy in Envoy.named_modules(start):
+                    if envoy._module is module:
+                        return envoy
+        return module
+
+    def _method(self, name: str, method: types.MethodType) -> Callable[..., Any]:
+        """Return ``method``, which in the header of a ``with`` statement is traced.
+
+        A method that returns the module, such as ``to`` and ``eval``, returns this envoy: calls are chained on wrapped models too.
+        """
+        if inspect.isgeneratorfunction(inspect.unwrap(method.__func__)):  # a context manager of its own
+            return method
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_compiling() and calls_for_with(sys._getframe(1)):
+                roots: Any = self._tree.roots
+                for root in sorted(roots, key=lambda root: len(root._edits)):  # a copy with edits comes last
+                    return root._trace_method(self, name, args, kwargs)
+            result = self._call_method(name, method, args, kwargs)
+            return self if result is method.__self__ else result
+
+        return call
+
+    def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``method`` of the module, outside the header of a ``with`` statement; roots run their edits beside it."""
+        return method(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            setattr(self._module, name, value)
+            self._sync()
+            return
+        run = active_interleaver()
+        if run is not None and run.current is not None and name not in self.__dict__ and not hasattr(type(self), name):
+            raise AttributeError(f"{self._unknown(name)} Assigning to it would do nothing to the run.")
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._module)})
+
+    def __repr__(self) -> str:
+        """Return what torch shows of the module, and in it the described properties that classes of envoys add."""
+        if not any(described(type(envoy), Envoy) for envoy in Envoy.modules(self)):
+            return repr(self._module)
+        return repr(self._shown())
+
+    def _shown(self) -> torch.nn.Module:
+        """Return a stand-in for the module that torch shows with the properties of the envoys."""
+        module = self._module
+        shown: torch.nn.Module = object.__new__(type(module))
+        children = {name: child._shown() for name, child in self._children.items()}
+        shown.__dict__.update(module.__dict__, _modules={**module._modules, **children})
+        added = [f".{name}: {description}" for name, description in described(type(self), Envoy).items()]
+        if added:
+            own = module.extra_repr()
+            shown.__dict__["extra_repr"] = lambda: "\n".join([own, *added] if own else added)
+        return shown
+
+    def _unknown(self, name: str) -> str:
+        candidates = [*self._children, *(key for key in dir(type(self)) if not key.startswith("_"))]
+        near = difflib.get_close_matches(name, candidates, n=3)
+        hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
+        children = ", ".join(list(self._children)[:8]) + (", …" if len(self._children) > 8 else "")
+        inside = f" Its child modules: {children}." if children else ""
+        return f"`{self._path}` ({type(self._module).__name__}) has no attribute `{name}`.{hint}{inside}"
+
+    # -- keeping up with the module ------------------------------------------------------------------------------
+
+    def _adopt(self, name: str, child: torch.nn.Module, known: dict[torch.nn.Module, Envoy]) -> None:
+        """Mirror ``child`` under ``name``."""
+        envoy = known.get(child)
+        if envoy is None:
+            path = self._tree.paths.get(child, f"{self._path}.{name}")
+            envoy = self._class_for(child, path)(child, path=path, tree=self._tree, known=known, envoys=self._envoys)
+        self._children[name] = envoy
+        if hasattr(type(self), name) and not hasattr(type(self), f"nns_{name}"):
+            self.__class__ = _with_child_named(type(self), name)
+        self.__dict__[name] = envoy
+
+    def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
+        """Return the class of the envoy of ``module``, which is at ``path``."""
+        if isinstance(self._envoys, type):
+            return self._envoys
+        classes = self._envoys or {}
+        for pattern, chosen in classes.items():
+            if isinstance(pattern, str) and f".{path}".endswith(f".{pattern.strip('.')}"):
+                return chosen
+        return next((classes[kind] for kind in type(module).__mro__ if kind in classes), Envoy)
+
+    def _alias(self, names: Mapping[str, str | Sequence[str]], strict: bool = True) -> None:
+        """Give the modules below this envoy further names.
+
+        Args:
+            names: New name, or names, by path. A path that begins with a dot starts at this envoy if it leads somewhere
+                from there; any other is looked for below every module. A new name that begins with a dot belongs to this
+                envoy, any other to the module from which the path starts.
+            strict: Whether a path that leads nowhere is an error.
+
+        Raises:
+            ValueError: If a path leads nowhere, or a name is taken.
+        """
+        for path, given in names.items():
+            parts = path.strip(".").split(".")
+            starts = [self] if path.startswith(".") and self._descend(parts) is not None else Envoy.modules(self)
+            found = [(start, target) for start in starts if (target := start._descend(parts)) is not None]
+            if not found and strict:
+                raise ValueError(f"rename: there is no module `{path}` below `{self._path}`.")
+            new_names = [given] if isinstance(given, str) else given
+            if not isinstance(new_names, Sequence) or not all(isinstance(name, str) for name in new_names):
+                raise TypeError(f"rename: the new name of `{path}` is a string or a list of strings, not {given!r}.")
+            for name in new_names:
+                for start, target in found:
+                    (self if name.startswith(".") else start)._add_alias(name.strip("."), target)
+
+    def _descend(self, parts: Sequence[str]) -> Envoy | None:
+        """Return the envoy that a path of child names leads to."""
+        envoy: Envoy | None = self
+        for part in parts:
+            envoy = None if envoy is None else envoy._children.get(part)
+        return envoy
+
+    def _add_alias(self, name: str, target: Envoy) -> None:
+        if self.__dict__.get(name) is target:
+            return
+        if not name.isidentifier():
+            raise ValueError(f"rename: {name!r} is not a name; the new name of a module is one word.")
+        if name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name):
+            raise ValueError(f"rename: `{self._path}` already has an attribute `{name}`; choose another name.")
+        self.__dict__[name] = target
+        self._aliases.add(name)
+
+    def _sync(self) -> None:
+        """Mirror the modules as they are now; envoys of modules that stayed keep their identity."""
+        version = self._tree.refresh()
+        if version != self._version:
+            self._mirror({envoy._module: envoy for envoy in Envoy.modules(self)}, version)
+
+    def _update(self, module: torch.nn.Module) -> None:
+        """Mirror ``module`` from now on; this envoy and those below keep their identity, and find their modules by name.
+
+        Other attributes of envoys that are modules of the former tree become those of the new one, too.
+        """
+        replaced: dict[torch.nn.Module, torch.nn.Module] = {}
+        moved: dict[Envoy, torch.nn.Module] = {}
+        known: dict[torch.nn.Module, Envoy] = {}
+        pending: list[tuple[Envoy, torch.nn.Module]] = [(self, module)]
+        while pending:
+            envoy, new = pending.pop()
+            if new in known or envoy in moved:
+                continue
+            known[new], moved[envoy], replaced[envoy._module] = envoy, new, new
+            children = [(envoy._children.get(name), child) for name, child in new._modules.items()]
+            pending.extend((mirror, child) for mirror, child in reversed(children) if mirror and child is not None)
+        for envoy, new in moved.items():
+            envoy.__dict__["_path"] = self._tree.paths.get(new, envoy._path)
+            for name, value in envoy.__dict__.items():
+                if isinstance(value, torch.nn.Module):
+                    envoy.__dict__[name] = replaced.get(value, value)
+        self._mirror(known, self._tree.refresh())
+
+    def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
+        self.__dict__["_version"] = version
+        for name in (*self._children, *self._aliases):
+            self.__dict__.pop(name, None)
+        self._children.clear()
+        self._aliases.clear()
+        for name, child in self._module._modules.items():
+            if child is not None:
+                self._adopt(name, child, known)
+        for envoy in self._children.values():
+            if envoy._version != version:
+                envoy._mirror(known, version)
+
+
+def _device(module: torch.nn.Module) -> torch.device | None:
+    """Return where the first parameter is, or the first buffer; None without any."""
+    return next((tensor.device for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
+
+
+def _devices(module: torch.nn.Module) -> set[torch.device]:
+    """Return where the parameters are, or, without any, the buffers."""
+    return {parameter.device for parameter in module.parameters()} or {buffer.device for buffer in module.buffers()}
+
+
+#: Attributes of envoys whose modules have none of that name.
+_DERIVED: dict[str, Callable[[torch.nn.Module], Any]] = {"device": _device, "devices": _devices}
+
+
+def _with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
+    """Return ``base`` with its attribute ``name`` moved to ``nns_<name>``, to make room for a child module."""
+    moved = getattr(base, name)
+    warnings.warn(
+        f"A child module is called `{name}`, as is an attribute of envoys: `.{name}` is the child, `.nns_{name}` the attribute.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+    def child(self: Envoy) -> Envoy:
+        return self._children[name]
+
+    namespace = {name: property(child), f"nns_{name}": moved, "__module__": base.__module__, "_moved": name}
+    return type(base.__name__, (base,), namespace)

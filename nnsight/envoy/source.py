@@ -1,0 +1,170 @@
+"""The user's view of the inside of a function: ``envoy.source``.
+
+``print(module.source)`` shows the source of the module's ``forward`` with the name of every operation, that is of every call in it.
+An operation has ``.output``, ``.input`` and ``.inputs`` as a module has, and where it calls a Python function, a ``.source`` of
+its own. Naming an operation is what makes runs stop there; listing them costs nothing.
+
+How calls are intercepted is told in :mod:`nnsight.runtime.modules.operations`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.interleaver import active_interleaver
+from ..runtime.modules.listing import Listing, Operation, SourceError, listing_of
+from ..runtime.modules.located import Located
+from ..runtime.modules.operations import forward_of, layers_of
+from ..runtime.modules.tree import ModuleTree
+
+if TYPE_CHECKING:
+    from .envoy import Envoy
+
+#: Lines shown on either side of an operation that is printed.
+_CONTEXT = 5
+
+
+class Source:
+    """The operations of one function.
+
+    Args:
+        tree: The modules of the model.
+        path: The path of the module or operation whose function it is.
+        function: The function, with its decorators; ``None`` if only a run can tell which one is called.
+
+    Raises:
+        SourceError: If the function has no Python source.
+    """
+
+    def __init__(self, tree: ModuleTree, path: str, function: Any) -> None:
+        self._tree = tree
+        self._path = path
+        self._function = None if function is None else layers_of(function, f"`{path}`")[-1]
+        if self._function is not None:
+            listing_of(self._function)  # raises if there is no source
+
+    @property
+    def _listing(self) -> Listing:
+        if self._function is None:
+            raise SourceError(
+                f"Which function `{self._path}` calls is known while the model runs only. Use its operations inside a trace."
+            )
+        return listing_of(self._function)
+
+    @property
+    def path(self) -> str:
+        """Path of the module or operation."""
+        return self._path
+
+    def __getattr__(self, name: str) -> OperationEnvoy:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        if self._function is None:
+            return OperationEnvoy(self, name, None)
+        operations = self._listing.operations
+        operation = operations.get(name)
+        if operation is None:
+            near = difflib.get_close_matches(name, operations, n=3)
+            hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
+            raise AttributeError(
+                f"`{self._path}.source` has no operation `{name}`.{hint} `print(model….source)` lists all {len(operations)}."
+            )
+        return OperationEnvoy(self, name, operation)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(self._listing.operations if self._function is not None else ())})
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of the operations."""
+        return iter(self._listing.operations)
+
+    def __len__(self) -> int:
+        return len(self._listing.operations)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._listing.operations
+
+    def __repr__(self) -> str:
+        """Return the source, each line with the names of the operations that begin on it."""
+        if self._function is None:
+            return f"<source of {self._path}, known while the model runs>"
+        listing = self._listing
+        starting: dict[int, list[str]] = {}
+        for operation in listing.operations.values():
+            starting.setdefault(operation.line, []).append(operation.name)
+        width = max((len(name) for name in listing.operations), default=0)
+        digits = len(str(len(listing.lines)))
+        shown = []
+        for number, text in enumerate(listing.lines):
+            first, *others = starting.get(number, [""])
+            arrow = "->" if first else "  "
+            shown.append(f" {first:{width}} {arrow} {number:{digits}} {text}".rstrip())
+            shown += [f" {other:{width}} -> {'+':>{digits}} {'...'}" for other in others]
+        return "\n".join(shown)
+
+
+def source_of(envoy: Envoy) -> Source:
+    """Return the operations of the ``forward`` of a module."""
+    return Source(envoy._tree, envoy._path, forward_of(envoy._module)[1])
+
+
+class OperationEnvoy(Located):
+    """One operation: a call in a function, with the values that a block can read and edit.
+
+    Args:
+        source: The operations it belongs to.
+        name: Its name among them.
+        operation: What is known of it; ``None`` if that takes a run.
+    """
+
+    def __init__(self, source: Source, name: str, operation: Operation | None) -> None:
+        self._source = source
+        self._name = name
+        self._operation = operation
+        self._path = f"{source._path}.source.{name}"
+        self._watch(source._path)
+
+    @property
+    def path(self) -> str:
+        """Path of the operation, the prefix of its locations."""
+        return self._path
+
+    @property
+    def source(self) -> Source:
+        """The operations of the function that this operation calls.
+
+        Raises:
+            SourceError: If it calls a module (use that module's envoy) or a C function.
+        """
+        source, tree = self._source, self._source._tree
+        callee = None if self._operation is None else tree.callee(source._path, self._operation)
+        for known, path in tree.paths.items():
+            if known is callee:
+                raise SourceError(f"`{self._path}` calls a module. Use the module's own envoy: `{path}.source`.")
+        if callee is None and self._path in tree.refused:
+            raise SourceError(tree.refused[self._path])
+        return Source(tree, self._path, callee)
+
+    def _watch(self, path: str) -> None:
+        """Let runs stop at the operations of the function at ``path``."""
+        run = active_interleaver()
+        in_block = run is not None and run.current is not None
+        self._source._tree.open_source(path, run if in_block else None)
+
+    def __repr__(self) -> str:
+        """Return the lines around the operation, which is marked by arrows."""
+        operation = self._operation
+        if operation is None:
+            return f"<operation {self._path}, known while the model runs>"
+        lines = self._source._listing.lines
+        start, end = max(0, operation.line - _CONTEXT), min(len(lines), operation.end_line + 1 + _CONTEXT)
+        shown = ["    ...."] * (start > 0)
+        for number in range(start, end):
+            if number == operation.line:
+                shown.append(f"--> {lines[number]} <--")
+            else:
+                shown.append(f"    {lines[number]}".rstrip())
+        shown += ["    ...."] * (end < len(lines))
+        return "\n".join([f"{self._path}:", "", *shown])

@@ -1,0 +1,1 @@
+"""Capture: what dynamo makes of a model, with the locations of its modules marked in the graph."""

@@ -1,0 +1,241 @@
+"""What dynamo captures of a model: why, how often, and whether it is all there is to a call.
+
+Dynamo captures anew whenever a call differs from those before in what it has looked at: grad mode, sizes, flags. By its own limit
+it does so eight times for one function, and then runs the function as Python. That is few for a notebook, so the limit is one of
+ours (:data:`MAX_CAPTURES`), and each capture says why it happened (:mod:`~nnsight.fx.capturing.reasons`).
+
+Calls of modules are intercepted while a run is active: dynamo has to see the taps when it captures, and where the model runs as
+Python the interception itself offers values. To install and remove it costs as much as the rest of a call of a small
+model. Somebody who waits at no location, such as a replay, can do without it if nothing but one captured graph is going to run.
+
+That is so if dynamo has compiled code for the arguments (:mod:`~nnsight.fx.capturing.compiled_calls` asks for no more than that), each of its
+captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
+in calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
+
+A call that fails while dynamo looks at it (a string instead of a tensor, a hook that raises) says nothing of calls that succeed. But to
+dynamo it is a break of the graph: it compiles the function around the model to "call the model as Python", for want of anything read
+before the break without a condition on the arguments, and all later calls would go that way. Or it gives up on a function, and marks
+its code, which all modules of a class share, to be run as Python. So both are undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from ...runtime.report import Capture
+from .. import progress
+from ..counters import counters
+from ..torch_compat import allow_code, compiled_entries, forget_entries, frames_seen, graph_breaks_seen
+from .dynamo import Missed, capturing, left_uncompiled
+from .reasons import REMEDIES, Situation, reason_of
+
+logger = logging.getLogger("nnsight.fx")
+
+#: How often a model is captured before further kinds of calls run uncompiled; ``compile(max_captures=...)`` chooses another number.
+MAX_CAPTURES = 256
+
+#: After so many captures for one reason or another a line is logged, once for a model.
+MANY_CAPTURES = 16
+
+#: What dynamo calls the code behind a break of the graph.
+_RESUMED = "torch_dynamo_resume_in_"
+
+
+class TooManyCapturesError(RuntimeError):
+    """A call would need one capture more than ``compile(max_captures=...)`` allows, and may not run uncompiled (``fullgraph=True``)."""
+
+
+class Captures:
+    """The captures of one compiled function.
+
+    Args:
+        code: Of the function.
+        first: Why it is captured for the first time.
+        limit: How often it may be captured.
+        alike: How many modules share the code of a ``forward`` at most: each may be captured as often, behind a break.
+        fullgraph: Whether it is an error to run a call uncompiled.
+        parameters: Names of the parameters of the model's ``forward``.
+
+    Attributes:
+        uncompiled: Why a call that dynamo did not capture runs uncompiled, and what to do about it; ``None`` if there was none.
+        count: How many there have been.
+        whole: How many of them were of a whole call.
+        forgotten: How many things dynamo has compiled for calls that failed, and forgotten again; they count for its limits.
+        suffice: Whether a call that dynamo has compiled code for runs one captured graph and nothing else.
+    """
+
+    def __init__(
+        self,
+        code: CodeType,
+        first: Capture | None = None,
+        limit: int = MAX_CAPTURES,
+        alike: int = 1,
+        fullgraph: bool = False,
+        parameters: Sequence[str] = (),
+    ) -> None:
+        self.uncompiled: tuple[str, str] | None = None
+        self._code, self._first, self._parameters = code, first or Capture("the first call"), parameters
+        self._limit, self._alike, self._fullgraph = limit, alike, fullgraph
+        self._given: list[frozenset[str]] = []  # names of the arguments, of captures of a whole call
+        self._kinds: Counter[str] = Counter()
+        self.count = 0
+        self.whole = 0
+        self.forgotten = 0
+        self.suffice = False
+        self._may_suffice = True
+        self._watched = 0  # calls that may compile and have not ended
+        self._started = 0
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    def around(self, missed: Missed, capture: Callable[[], Any]) -> Any:
+        """Let dynamo capture a call, or leave it uncompiled if there are too many captures; see :func:`~.dynamo.watch_captures`."""
+        is_function = missed.code is self._code
+        situation = Situation(missed.variables, self._parameters, self._given)
+        self._here.reason = reason = self._reason(missed, situation, is_function)
+        if len(missed.entries) >= self._limit * (1 if is_function else self._alike):
+            return self._refuse(reason, len(missed.entries))
+        breaks = graph_breaks_seen() if is_function else {}
+        with progress.step("capturing"), capturing():
+            result = capture()
+        if is_function:
+            if result.guarded_code is None:
+                self._note_failure(breaks)
+            else:
+                self._given.append(situation.given())
+        return result
+
+    def _reason(self, missed: Missed, situation: Situation, is_function: bool) -> Capture:
+        if missed.entries:
+            return reason_of(missed.failed_guards(), situation)
+        if is_function:
+            return Capture("torch has forgotten what it captured", "model") if self.whole else self._first
+        name = missed.code.co_qualname
+        if _RESUMED in name:
+            return Capture("the model goes on behind a break of its graph", "break")
+        return Capture(f"the first call of `{name}`, behind a break of the graph", "break")
+
+    def _refuse(self, reason: Capture, count: int) -> Any:
+        remedy = f"{REMEDIES.get(reason.kind, '')} Or allow more captures: `compile(max_captures={4 * count})`.".strip()
+        self.uncompiled = (f"it has been captured {count} times, which is the limit, and none fits: {reason}", remedy)
+        if self._fullgraph:
+            raise TooManyCapturesError(f"This call cannot run compiled: {self.uncompiled[0]}. {remedy}")
+        self.give_up()
+        return left_uncompiled()
+
+    def _note_failure(self, before: dict[str, int]) -> None:
+        found = [text for text, count in graph_breaks_seen().items() if count > before.get(text, 0)]
+        why = found[-1].strip().split("\n", 1)[0] if found else "torch does not capture such a call"
+        remedy = 'TORCH_LOGS="graph_breaks,recompiles" shows where and why; `trace(..., compile=False)` runs a trace eagerly.'
+        self.uncompiled = (why, remedy)
+
+    def add(self, is_whole: bool, is_symbolic: bool) -> Capture:
+        """Count a capture, and return why it was made.
+
+        Args:
+            is_whole: Whether it is one of a whole call.
+            is_symbolic: Whether it has sizes that may vary.
+        """
+        reason: Capture = getattr(self._here, "reason", self._first)
+        if reason.kind == "size" and is_symbolic and "->" in reason.reason:
+            reason = Capture(f"{reason}, sizes are symbolic from here on", reason.kind, reason.guard)
+        counters.add_capture(reason.kind)
+        logger.info("captured because: %s", reason)
+        self.count += 1
+        self.whole += is_whole
+        if not is_whole:
+            self.give_up()
+        self._count_kind(reason)
+        return reason
+
+    def _count_kind(self, reason: Capture) -> None:
+        if reason.kind in ("first", "break"):
+            return
+        self._kinds[reason.kind] += 1
+        if self._kinds.total() == MANY_CAPTURES * self._alike:
+            ((kind, times),) = self._kinds.most_common(1)
+            logger.warning(
+                "a model has been captured %d times, most often (%d) for the kind of reason %r, the last time because %s. %s",
+                self.count,
+                times,
+                kind,
+                reason,
+                REMEDIES.get(kind, ""),
+            )
+
+    def give_up(self) -> None:
+        """Let captures suffice never again."""
+        self._may_suffice = self.suffice = False
+
+    def note_start(self) -> None:
+        """Note that a call of the model begins, in this thread."""
+        self._here.whole = None
+
+    def note_dispatch(self, is_whole: bool) -> None:
+        """Note that a captured graph is called, and whether it was captured of a whole call."""
+        self._here.whole = is_whole
+        if self._watched:
+            self._here.dispatched = True
+
+    @property
+    def ran_nothing(self) -> bool:
+        """Whether no graph was called in this thread since a call began."""
+        return getattr(self._here, "whole", False) is None
+
+    @property
+    def ran_whole(self) -> bool:
+        """Whether a graph of a whole call was the last that was called in this thread, since a call began."""
+        return bool(getattr(self._here, "whole", False))
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """If the call within raises an error and dynamo has compiled something for it, let later calls be as if it had not been.
+
+        Captures of the whole call stay: then dynamo was done with the model, and it was something else that failed.
+
+        Args:
+            modules: Those of the model.
+        """
+        seen, whole = frames_seen(), self.whole
+        known = compiled_entries(self._code) if self.count else ()
+        try:
+            yield
+        except BaseException:
+            if frames_seen() != seen and self.whole == whole:
+                self.forgotten += forget_entries(self._code, known)
+                for code in {getattr(module.forward, "__code__", None) for module in modules}:
+                    if isinstance(code, CodeType):
+                        allow_code(code)
+            raise
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch a call that may compile."""
+        if not self._may_suffice:
+            yield
+            return
+        with self._lock:
+            self.suffice = False
+            self._watched += 1
+            self._started += 1
+            number = self._started
+        self._here.dispatched = False
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            with self._lock:
+                self._watched -= 1
+                if not self._here.dispatched and succeeded:
+                    self.give_up()
+                alone = self._watched == 0 and number == self._started
+                self.suffice = self._may_suffice and succeeded and alone

@@ -1,0 +1,282 @@
+"""A captured graph: what dynamo gave us for one model and one set of guards.
+
+Besides the FX graph it holds what every run on it needs: the taps in order, which node each tap's tensors really are, and the
+tree of programs recorded so far.
+
+Dynamo keeps using its own graph module after the backend has returned, so this works on a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ...runtime.report import Break
+from ..effects import Memory, all_edited, edits_of_inputs
+from ..program import State
+from .nested import NestedGraph, unnest
+from .switches import Switched, switched_at
+from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
+
+if TYPE_CHECKING:
+    from ..lowering.backends import BackendCallable
+    from ..lowering.regions import KnownRegions
+    from ..splicing.splice import Piece
+
+
+@dataclass(frozen=True, eq=False)
+class Tap:
+    """A location in a captured graph.
+
+    Attributes:
+        index: Number of the tap, in graph order.
+        location: The location it marks.
+        node: The tap's node.
+        leaves: Leaves of the value: a node for each tensor (and symbolic number), else the constant.
+        structure: How the leaves nest.
+        outputs: For each tensor leaf, the nodes that take it out of the tap.
+    """
+
+    index: int
+    location: str
+    node: torch.fx.Node
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    outputs: dict[int, list[torch.fx.Node]] = field(default_factory=dict)
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether the value is one leaf, not in a container."""
+        return self.structure.is_leaf()
+
+    @cached_property
+    def tensor_leaves(self) -> tuple[int, ...]:
+        """Numbers of the leaves that are tensors."""
+        return tuple(number for number, leaf in enumerate(self.leaves) if self.is_tensor(leaf))
+
+    def is_tensor(self, leaf: Any) -> bool:
+        """Whether ``leaf`` of this tap is a tensor."""
+        return isinstance(leaf, torch.fx.Node) and isinstance(leaf.meta.get("example_value"), torch.Tensor)
+
+
+class CapturedGraph:
+    """A captured graph with its taps and the programs known for it.
+
+    Args:
+        graph_module: As dynamo gave it; copied.
+        backend: What lowers the plain and the spliced graphs.
+        regions: Where lowered regions are kept; ``None`` lowers graphs as a whole.
+        background: Whether whole graphs are lowered in the background.
+        is_whole: Whether a call of the model amounts to a call of this graph: there are no others, and no Python around it.
+        only_output: Whether it is whole, and its tensors go into what the model returns, and nowhere else.
+
+    Attributes:
+        each_size: Whether it is lowered for each combination of sizes by itself, because the backend could not for all of them.
+        compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
+        graph_module: The copy.
+        nodes: Its nodes in order.
+        taps: Its taps in order.
+        placeholders: Its inputs in order.
+        outputs: The nodes (or constants) it returns.
+        locations: Their locations.
+        tap_number: Number of the tap, for each tap's node.
+        tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
+        identities: For each node that returns its argument itself, the argument. Backends lower such a call to a copy, and then
+            an edit in place of the one would not be seen in the other, as it is in the eager model.
+        switched: What the graph has done to grad mode and autocast when it comes to a tap, where it has.
+        nested: Stretches that were graphs of their own, by their first node; an outer one before those in it.
+        symbols: The symbolic sizes: position of an input that is that size, and its symbol.
+        cuts: The cuts that have been logged.
+        start: The empty program.
+        lock: Held while variants are made.
+        fake_mode: Mode of all fakes that blocks see. It keeps state on itself, so its fakes are touched under
+            ``fake_lock`` only.
+    """
+
+    def __init__(
+        self,
+        graph_module: torch.fx.GraphModule,
+        backend: BackendCallable,
+        regions: KnownRegions | None = None,
+        background: bool = False,
+        is_whole: bool = False,
+        only_output: bool = False,
+    ) -> None:
+        self.is_whole = is_whole
+        self.compares_tensors = False
+        self.graph_module = copy.deepcopy(graph_module)
+        self.nested: dict[torch.fx.Node, list[NestedGraph]] = {}
+        for nested in unnest(self.graph_module):
+            self.nested.setdefault(nested.start, []).append(nested)
+        self.backend = backend
+        self.regions = regions
+        self.background = background
+        self.each_size = False
+        graph = self.graph_module.graph
+        self.nodes = list(graph.nodes)
+        self.order = {node: number for number, node in enumerate(self.nodes)}
+        self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.input_index = {node: index for index, node in enumerate(self.placeholders)}
+        (self.output_node,) = (node for node in self.nodes if node.op == "output")
+        returned = self.output_node.args[0]
+        self.outputs: tuple[Any, ...] = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+        self.taps: list[Tap] = []
+        self.tap_number: dict[torch.fx.Node, int] = {}
+        self.tapped: dict[torch.fx.Node, tuple[int, int]] = {}
+        for node in self.nodes:
+            if node.op == "call_function" and node.target is tap:
+                self._add_tap(node)
+        self.locations = {made.location for made in self.taps}
+        self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
+        self.switched: dict[torch.fx.Node, Switched] = switched_at(self.nodes, set(self.tap_number))
+        self.symbols: list[tuple[int, Any]] = []
+        for index, node in enumerate(self.placeholders):
+            example = node.meta.get("example_value")
+            if (
+                isinstance(example, torch.SymInt)
+                and example.node.expr.is_symbol
+                and all(example.node.expr != symbol for _, symbol in self.symbols)  # equal ones need not be one object
+            ):
+                self.symbols.append((index, example.node.expr))
+        self.cuts: set[Break] = set()
+        self.start = State()
+        self.whole: Any = None  # the uncut graph as a piece, made by its first recording
+        self._edits: dict[Piece, list[tuple[int, frozenset[int]]]] = {}
+        self.fake_mode = FakeTensorMode()
+        self.lock = threading.RLock()
+        self.fake_lock = threading.RLock()
+        self._fakes: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.Tensor] = {}
+        self._stand_ins: dict[tuple[int, ...], list[Any]] = {}
+        #: Whether nothing but the model's output is lost if stand-ins are returned instead of what the graph computes.
+        self.may_stand_in = only_output and all(map(self._has_stand_in, self.outputs))
+
+    def _add_tap(self, node: torch.fx.Node) -> None:
+        location, leaves, structure = node.args
+        index = len(self.taps)
+        made = Tap(index, str(location), node, tuple(leaves), parse_structure(str(structure)))  # type: ignore[arg-type]
+        self.taps.append(made)
+        self.tap_number[node] = index
+        for user in node.users:
+            _, position = user.args  # operator.getitem(tap, position)
+            leaf_number = made.tensor_leaves[position]  # type: ignore[index]
+            self.tapped[user] = (index, leaf_number)
+            made.outputs.setdefault(leaf_number, []).append(user)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Which nodes may share memory."""
+        return Memory(self.graph_module.graph)
+
+    def edits_in(self, piece: Piece) -> list[tuple[int, frozenset[int]]]:
+        """Return where the model may edit inputs of ``piece`` in place, such as its buffers, or what it computed before a cut.
+
+        Returns:
+            For each such call its number, and the positions of the inputs.
+        """
+        edits = self._edits.get(piece)
+        if edits is None:
+            nodes = self.nodes[piece.start :]
+            found = edits_of_inputs(self.graph_module.graph, self._source_of, piece.input_index, nodes)
+            edits = self._edits[piece] = [(self.order[node], positions) for node, positions, _ in found]
+        return edits
+
+    @cached_property
+    def edited_groups(self) -> frozenset[Any]:
+        """Groups of nodes that share memory which the model edits in place."""
+        nodes = [source for node in self.nodes if node not in self.tap_number for source in all_edited(node)]
+        return frozenset(self.memory.group(node) for node in nodes)
+
+    @cached_property
+    def switches_grad(self) -> bool:
+        """Whether grad mode is switched in the graph."""
+        return any(node.target is torch._C._set_grad_enabled for node in self.nodes)
+
+    def _source_of(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        if node not in self.tapped:
+            return self.identities.get(node)
+        tap, leaf = self.tapped[node]
+        return self.taps[tap].leaves[leaf]
+
+    def binding(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the sizes that the graph's symbols have for these inputs."""
+        return tuple(int(inputs[index]) for index, _ in self.symbols)
+
+    def concrete(self, number: Any, binding: tuple[int, ...]) -> Any:
+        """Return a symbolic number as the plain number it is under ``binding``."""
+        if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return number
+        values = {symbol: value for (_, symbol), value in zip(self.symbols, binding, strict=True)}
+        expression = number.node.expr.xreplace(values)
+        kind = int if isinstance(number, torch.SymInt) else float if isinstance(number, torch.SymFloat) else bool
+        return kind(expression)
+
+    def fake(self, node: torch.fx.Node, binding: tuple[int, ...]) -> torch.Tensor:
+        """Return a fake tensor like the value of ``node``, with plain sizes and without gradient."""
+        key = (node, binding)
+        found = self._fakes.get(key)
+        if found is None:
+            example = node.meta["example_value"]
+            size = [self.concrete(number, binding) for number in example.shape]
+            stride = [self.concrete(number, binding) for number in example.stride()]
+            with self.fake_lock, self.fake_mode, torch.no_grad():
+                found = torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
+            if len(self._fakes) > 4096:
+                self._fakes.clear()
+            self._fakes[key] = found
+        return found
+
+    def stand_ins(self, binding: tuple[int, ...]) -> list[Any]:
+        """Return what may be returned instead of the outputs where nobody sees them: tensors like them, without memory of their own."""
+        found = self._stand_ins.get(binding)
+        if found is None:
+            if len(self._stand_ins) > 64:
+                self._stand_ins.clear()
+            found = self._stand_ins[binding] = [self._stand_in(output, binding) for output in self.outputs]
+        return [*found]
+
+    def _stand_in(self, output: Any, binding: tuple[int, ...]) -> Any:
+        example = output.meta["example_value"] if isinstance(output, torch.fx.Node) else output
+        if not isinstance(example, torch.Tensor):
+            return self.concrete(example, binding)
+        with torch.inference_mode(False), torch.no_grad():
+            value = torch.zeros((), dtype=example.dtype, device=example.device)
+            return value.expand([self.concrete(number, binding) for number in example.shape])
+
+    def _has_stand_in(self, output: Any) -> bool:
+        """Whether an output is a constant, or a plain tensor or number whose sizes follow from the inputs."""
+        if not isinstance(output, torch.fx.Node):
+            return True
+        example = output.meta.get("example_value")
+        if isinstance(example, torch.Tensor):
+            plain = type(example) is FakeTensor and example.layout is torch.strided
+            numbers: Sequence[Any] = example.shape
+        else:
+            plain, numbers = isinstance(example, torch.SymInt), [example]
+        known = {symbol for _, symbol in self.symbols}
+        return plain and all(number.node.expr.free_symbols <= known for number in numbers if isinstance(number, torch.SymInt))
+
+    def constant_leaf(self, tap: Tap, leaf: Any, binding: tuple[int, ...]) -> Any:
+        """Return a leaf of ``tap`` that is not a tensor, as the block sees it."""
+        if isinstance(leaf, torch.fx.Node):
+            return self.concrete(leaf.meta["example_value"], binding)
+        if isinstance(leaf, str) and leaf.startswith(OPAQUE_MARK):
+            return Opaque(leaf.removeprefix(OPAQUE_MARK), tap.location)
+        return leaf
+
+
+def _passed_on(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the argument that ``node`` returns unchanged and uncopied, if it does: dropout outside of training."""
+    if node.op != "call_function" or node.target is not torch.nn.functional.dropout:
+        return None
+    names = ("input", "p", "training", "inplace")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    source = given.get("input")
+    return source if given.get("training", True) is False and isinstance(source, torch.fx.Node) else None

@@ -1,0 +1,131 @@
+"""Lowering beside the program: one thread compiles what would only make later runs faster.
+
+Jobs run one at a time, in order, on a thread that starts with the first of them. Backends are not made for several threads at once, so a
+job holds the lock that dynamo compiles under: a capture or a lowering in the foreground waits for the job that is running. When
+the interpreter exits, waiting jobs are dropped and the one that is running is interrupted.
+
+:func:`wait` returns when nothing is left to do, so tests and benchmarks need not guess.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ...runtime.switching.modes import Modes
+
+logger = logging.getLogger("nnsight.fx")
+
+
+class _Interrupted(BaseException):
+    """Raised in the thread when the interpreter exits."""
+
+
+class _Worker:
+    """The thread and its jobs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._running = False
+        self._ending = False
+        self.thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            if self._ending:
+                return
+            self._jobs.append(job)
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._work, name="nnsight-lowering", daemon=True)
+                self.thread.start()
+                atexit.register(self._end)
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._running, timeout)
+
+    def _work(self) -> None:
+        with contextlib.suppress(_Interrupted):
+            while True:
+                with self._changed:
+                    self._running = False
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: bool(self._jobs) or self._ending)
+                    if self._ending:
+                        return
+                    job, self._running = self._jobs.popleft(), True
+                try:
+                    job()
+                except Exception:
+                    logger.exception("a job in the background failed")
+                del job  # what it refers to goes now, not when the next one comes
+
+    def _end(self) -> None:
+        """Interrupt the thread; a daemon thread that runs on while the interpreter goes away can crash it."""
+        with self._changed:
+            self._ending = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        if self.thread is not None and self.thread.ident is not None:
+            if self._running:
+                thread = ctypes.c_ulong(self.thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupted))
+            self.thread.join()
+
+
+_worker = _Worker()
+
+
+def submit(job: Callable[[], None]) -> None:
+    """Run ``job`` on the thread, with the caller's grad mode, autocast and device."""
+    state = _ThreadState()
+
+    def run() -> None:
+        with state.entered():
+            job()
+
+    _worker.submit(run)
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Wait until nothing is being compiled in the background.
+
+    Args:
+        timeout: Seconds after which to give up; ``None`` waits for as long as it takes.
+
+    Returns:
+        Whether everything is done.
+
+    Raises:
+        RuntimeError: In the background itself, where waiting would never end.
+    """
+    if threading.current_thread() is _worker.thread:
+        raise RuntimeError(
+            "fx.wait() was called by what is being compiled in the background, so it would never return."
+        )
+    return _worker.wait(timeout)
+
+
+class _ThreadState:
+    """What lowerings depend on and torch keeps for each thread, as it is for the thread that makes this."""
+
+    def __init__(self) -> None:
+        self._modes = Modes.now()
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have this state on the current thread."""
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)
+        with self._modes.entered():
+            yield

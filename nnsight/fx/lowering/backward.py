@@ -1,0 +1,170 @@
+"""Backward passes that Inductor lowers when they first run.
+
+With gradients enabled, ahead-of-time autograd makes two graphs, and most forward passes of a notebook are never followed by a
+backward pass. Of graphs with plain sizes it lowers the second one when it is first needed. Of graphs with symbolic sizes it lowers it
+at once, because what Inductor assumes about the sizes there would come too late for dynamo's guards. That doubles the time to
+the first result of every prompt of a second length.
+
+:func:`lower` puts it off for these, too. Autograd goes on if Inductor fails to lower a backward pass early, and tries again when
+the pass runs, so the early lowering is made to fail. What Inductor assumes about sizes in the late one is checked in each run
+(:class:`_Conditional`). Where it does not hold, the backward pass runs node by node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
+from torch._guards import detect_fake_mode
+
+from ...shared_changes import replaced
+
+logger = logging.getLogger("nnsight.fx")
+
+
+class _NotYet(Exception):
+    """Ends a lowering that nobody has asked for so far."""
+
+
+def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Lower a graph with Inductor, as ``torch.compile`` does, and its backward pass when it first runs.
+
+    Args:
+        graph_module: The graph.
+        inputs: Its fake inputs.
+        options: Inductor's, by name.
+    """
+    from torch._inductor import compile_fx as inductor
+
+    is_forward = not functorch_config.force_non_lazy_backward_lowering
+
+    def compile_inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
+        if not settings.get("is_backward"):
+            return inductor.compile_fx_inner(graph, example_inputs, **settings)
+        if is_forward:
+            raise _NotYet
+        mode = detect_fake_mode(example_inputs)
+        environment = None if mode is None else mode.shape_env
+        if environment is None:
+            return inductor.compile_fx_inner(graph, example_inputs, **settings)
+        known, as_it_is = len(environment.guards), copy.deepcopy(graph)
+        compiled = inductor.compile_fx_inner(graph, example_inputs, **settings)
+        assumed = [guard.expr for guard in environment.guards[known:]]
+        return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
+
+    try:
+        with _silent(), _results_kept_apart(), replaced(inductor, "select_decomp_table", decompositions):
+            return cast("Callable[..., Any]", inductor.compile_fx(graph_module, inputs, compile_inner, options))
+    finally:
+        is_forward = False
+
+
+@contextlib.contextmanager
+def _results_kept_apart() -> Iterator[None]:
+    """Keep Inductor from returning one tensor for two results of which one is a copy. To be used while holding the compile lock.
+
+    Inductor drops operations that do nothing, such as a copy or a ``slice_scatter`` of a whole tensor, unless both sides are results. It
+    does not notice that a value becomes a result when the operation behind it is dropped. An edit of one of the two would then show in
+    the other, and if one was detached, neither has a gradient. So a copy whose memory a result shows is never dropped.
+    """
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_utils import get_node_storage
+
+    remove = post_grad.remove_noop_ops
+
+    def remove_noop_ops(graph: torch.fx.Graph) -> None:
+        results = {get_node_storage(node) for node in graph.output_node().all_input_nodes}
+        hidden = []
+        for node in graph.nodes:
+            if node.target in post_grad.noop_registry and get_node_storage(node) in results:
+                sources = {get_node_storage(source) for source in node.all_input_nodes}
+                if get_node_storage(node) not in sources:
+                    hidden.append((node, node.meta.pop("val", None)))  # without it, the node is not taken to do nothing
+        try:
+            remove(graph)
+        finally:
+            for node, value in hidden:
+                node.meta["val"] = value
+
+    with replaced(post_grad, "remove_noop_ops", remove_noop_ops):
+        yield
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, and one that avoids a wrong lowering of ``x[mask] = value``.
+
+    Inductor's cache writes the name of this function into its keys. A table in its place could not be written there, and nothing would
+    be cached.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {**select_decomp_table(), torch.ops.aten.index_put.default: _masked_fill}
+
+
+def _masked_fill(
+    tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """Compute ``x[mask] = value`` for one mask and one number with ``where``.
+
+    Inductor lowers this assignment by replacing the buffer of ``x``, and a matrix product that has read ``x`` before then reads the new
+    values. Other assignments are left to Inductor.
+    """
+    mask = indices[0]
+    one = all(isinstance(size, int) and size == 1 for size in values.shape)
+    if accumulate or len(indices) != 1 or mask is None or not one or mask.dtype not in (torch.bool, torch.uint8):
+        return NotImplemented
+    mask = mask.to(device=tensor.device, dtype=torch.bool)[(..., *(None,) * (tensor.ndim - mask.ndim))]
+    return torch.where(mask, values.reshape(()).to(device=tensor.device, dtype=tensor.dtype), tensor)
+
+
+class _Conditional:
+    """A backward pass that was lowered under assumptions about sizes, and runs node by node where they do not hold.
+
+    Args:
+        compiled: Lowered.
+        graph_module: Not lowered.
+        example_inputs: The symbolic sizes and fakes it was lowered with.
+        assumed: What must hold, as expressions over the symbols of ``example_inputs``.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        graph_module: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        assumed: list[Any],
+    ) -> None:
+        self._boxed_call = True  # it takes a list and empties it
+        self._compiled, self._graph_module, self._assumed = compiled, graph_module, assumed
+        sizes = [(number, place) for number, place in enumerate(example_inputs) if isinstance(place, torch.SymInt)]
+        self._symbols = {number: size.node.expr for number, size in sizes}
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        sizes = {symbol: arguments[number] for number, symbol in self._symbols.items()}
+        # An assumption about a size that is not among the arguments stays an expression, and does not hold.
+        if all(assumption.xreplace(sizes) == True for assumption in self._assumed):  # noqa: E712 - sympy's truth
+            return self._compiled(arguments)
+        logger.debug("a backward pass runs node by node: sizes %s, assumed %s", sizes, self._assumed)
+        taken = list(arguments)
+        arguments.clear()
+        return self._graph_module(*taken)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep autograd from warning of a backward pass that was put off. To be used while holding the compile lock."""
+
+    def tells_something(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], _NotYet))
+
+    graph_compile.log.addFilter(tells_something)
+    try:
+        yield
+    finally:
+        graph_compile.log.removeFilter(tells_something)

@@ -1,0 +1,1 @@
+"""Recording: a block runs against lazy tensors, and its torch calls become a program."""

@@ -1,0 +1,403 @@
+"""What a block amounts to, and how that is had without running it.
+
+Two things make up the :class:`Effects` of a block on one captured graph: the variant that its program became, and what the
+:class:`~nnsight.fx.recording.journal.Journal` of a run says beyond that: the calls on tensors from outside, and of what the saved values
+consist. A :class:`Playback` makes those calls again, calls the variant, and puts the saved values together.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ...runtime import gradients
+from ...runtime.report import Report
+from ...tracing import Scope
+from ...tracing.saving import saves
+from ..lowering.variant import Variant
+from ..program import Call, State
+from ..recording.functions import DRAWN_LIKE, edits_in_place
+from ..recording.journal import Journal
+from ..show.explaining import RanPiece
+from ..show.stages import run_lowered
+from ..splicing.splice import as_argument
+from ..torch_compat import may_share
+from .abstract_values import Undetermined
+from .guards import kind_of
+
+if TYPE_CHECKING:
+    from ...tracing import Block
+    from ..capturing.graph import CapturedGraph
+
+_ABSENT = object()
+
+
+def _references(items: Sequence[Any], position: int) -> int:
+    """Return how many references there are to an item of ``items``, and a constant on top."""
+    return sys.getrefcount(items[position])
+
+
+def _references_of_local(items: Sequence[Any]) -> int:
+    item = items[0]
+    return _references(items, 0) if item is not None else 0
+
+
+#: The least that :func:`_references` returns for an item that is in a variable, too.
+_ONE_REFERENCE = _references_of_local([object()])
+
+
+class NotAsBefore(Exception):
+    """The graph that is called is another one, or has other sizes; nothing has happened yet."""
+
+
+class _Step(NamedTuple):
+    """A call on tensors from outside: leaves of its arguments, which of them are slots, and how many leaves it makes."""
+
+    function: Any
+    leaves: tuple[Any, ...]
+    slots: tuple[tuple[int, int], ...]
+    structure: Any
+    is_flat: bool
+    made: int
+
+    def run(self, slots: list[Any]) -> None:
+        leaves = list(self.leaves)
+        for position, slot in self.slots:
+            leaves[position] = slots[slot]
+        if self.is_flat:
+            result = self.function(*leaves)
+        else:
+            args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+            result = self.function(*args, **kwargs)
+        if self.made == 1 and isinstance(result, torch.Tensor):
+            slots.append(result)
+        else:
+            slots += pytree.tree_leaves(result)
+
+
+@dataclass(eq=False, slots=True)
+class Effects:
+    """What a block amounts to for one captured graph with one set of sizes.
+
+    Attributes:
+        variant: The compiled program.
+        state: Where the program ends.
+        stop: Number of the node at which the graph ends.
+        steps: Calls on tensors from outside.
+        externals: For each external the number of its slot, or the tensor itself in a tuple.
+        numbers: The program's numbers.
+        alive: Numbers of the values that are saved.
+        saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
+            constant in a tuple of two.
+        appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
+        edits: Whether anything is edited in place.
+        sharing: How tensors from outside share memory, see :func:`sharing_of`.
+        spliced: Locations for the report.
+        ran: The latest run, for the report.
+    """
+
+    variant: Variant
+    state: State
+    stop: int
+    steps: tuple[_Step, ...]
+    externals: tuple[Any, ...]
+    numbers: tuple[int | float, ...]
+    alive: tuple[int, ...]
+    saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
+    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
+    edits: bool
+    sharing: tuple[int, ...]
+    spliced: tuple[str, ...]
+    ran: RanPiece | None = None
+
+
+class Playback:
+    """One attempt to replay a block; the active run while it lasts.
+
+    Args:
+        effects: Known effects in this environment, by graph and sizes.
+        tensors: The tensors among what the block reads.
+        filled: The lists that it appends to.
+        report: Of the trace.
+    """
+
+    def __init__(
+        self,
+        effects: dict[tuple[Any, tuple[int, ...]], Effects],
+        tensors: list[torch.Tensor],
+        filled: list[list[Any]],
+        report: Report,
+    ) -> None:
+        self._filled = filled
+        self._effects = effects
+        self.report = report
+        self._tensors = tensors
+        self.found: Effects | None = None
+        self._slots: list[Any] = []
+        self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def current(self) -> Any:
+        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
+        raise NotAsBefore
+
+    def dispatch(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
+        """Run the variant for this graph; return the graph's outputs."""
+        binding = graph.binding(inputs) if graph.symbols else ()
+        effects = self._effects.get((graph, binding))
+        assert self.found is None, "a whole graph is called once"
+        if effects is None:
+            raise NotAsBefore
+        tensors = self._tensors
+        if tensors and sharing_of(tensors, inputs, effects.edits) != effects.sharing:
+            raise NotAsBefore
+        variant = effects.variant
+        self.found = effects
+        externals: list[Any] = []
+        if effects.externals or effects.steps or tensors:
+            slots = self._slots = list(tensors)
+            for step in effects.steps:
+                step.run(slots)
+            externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
+        report = self.report
+        report.mode, report.graphs, report.replayed = "compiled", 1, True
+        report.spliced += effects.spliced
+        arguments = [*variant.take(inputs), *externals, *map(as_argument, effects.numbers)]
+        ran = effects.ran
+        if ran is None or not variant.still_runs(ran.lowered):
+            lowered, made = variant.lowered_for(binding + effects.numbers, arguments)
+            report.compiles += made
+            if ran is None or ran.lowered is not lowered:
+                ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
+        computed = run_lowered(report, ran, arguments)
+        partial = ran.lowered.partial
+        for index in effects.alive:
+            position = variant.positions[index]
+            real = computed[position]
+            if _references(computed, position) > _ONE_REFERENCE:
+                # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
+                others = (*inputs, *externals, *self._values.values())
+                if any(other is real for other in others):
+                    held, real = real, real.view_as(real)
+                    if held.requires_grad:
+                        gradients.stand_for(real, held)
+            if position in partial and real.requires_grad:
+                gradients.refuse(real)
+            self._values[index] = real
+        return graph.stand_ins(binding) if variant.unseen else variant.deliver(computed, inputs, externals)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the saved names of the block, with what was computed now."""
+        assert self.found is not None
+        table = saves.get()
+        assert table is not None
+        made: dict[str, Any] = {}
+        for name, sources, structure in self.found.saved:
+            single = structure is None and type(sources[0]) is int
+            value = self._values[sources[0]] if single else put_together(sources, structure, self._values, self._slots)
+            made[name] = table[id(value)] = value
+        for number, sources, structure in self.found.appended:
+            self._filled[number].append(put_together(sources, structure, self._values, self._slots))
+        return made
+
+
+def put_together(sources: tuple[Any, ...], structure: Any, values: Mapping[int, Any], slots: Sequence[Any]) -> Any:
+    """Return a saved value: its leaves are those of ``values`` and ``slots``, and constants, see :class:`Effects`."""
+    leaves = [
+        values[source] if type(source) is int else slots[source[0]] if len(source) == 1 else source[0]
+        for source in sources
+    ]
+    return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
+
+
+def sharing_of(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:
+    """Describe which of ``tensors`` are one object, or share memory, with each other and with the inputs of a graph."""
+    ids = list(map(id, tensors))
+    positions = dict(zip(map(id, inputs), range(len(inputs)), strict=True))
+    described = [positions.get(number, -1) for number in ids]
+    if len(tensors) > 1 or edits:
+        described += _firsts(ids)
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        described += _firsts(storages)
+        if edits:
+            of_inputs: set[int] = set()
+            if may_share(tensors, inputs):
+                of_inputs = {item.untyped_storage()._cdata for item in inputs if isinstance(item, torch.Tensor)}
+            described += [storage in of_inputs for storage in storages]
+    return tuple(described)
+
+
+def _firsts(numbers: Sequence[int]) -> list[int]:
+    """Return for each number where it is found first."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(number, position) for position, number in enumerate(numbers)]
+
+
+class Python(NamedTuple):
+    """What a block did besides the program: see the attributes of the same names of :class:`Effects`."""
+
+    steps: tuple[_Step, ...]
+    slot_of: dict[int, int]
+    saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
+    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
+
+
+def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor]) -> Python:
+    """Return what a run did besides the program.
+
+    Args:
+        journal: Of the run.
+        block: What ran.
+        scope: Its variables.
+        tensors: The tensors among what it read.
+
+    Raises:
+        Undetermined: If that cannot be had again.
+    """
+    if journal.reason:
+        raise Undetermined(journal.reason)
+    slot_of: dict[int, int] = {}
+    for number, tensor in enumerate(tensors):
+        slot_of.setdefault(id(tensor), number)
+    steps: list[_Step] = []
+    filled = len(tensors)
+    for function, args, kwargs, result in journal.calls:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        slots: list[tuple[int, int]] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                slots.append((position, _slot(leaf, slot_of)))
+                leaves[position] = None
+            elif callable(leaf) and leaf in DRAWN_LIKE:
+                continue
+            elif kind_of(leaf) != "constant" or (isinstance(leaf, slice) and not _plain_slice(leaf)):
+                raise Undetermined(f"a call with a {type(leaf).__name__}")
+        made = pytree.tree_leaves(result)
+        _check_sizes(function, args, kwargs, made)
+        for number, leaf in enumerate(made):
+            slot_of.setdefault(id(leaf), filled + number)
+        flat = not kwargs and all(child.is_leaf() for child in structure.child(0).children())
+        steps.append(_Step(function, tuple(leaves), tuple(slots), structure, flat, len(made)))
+        filled += len(made)
+    kept, appended = _saved(block, scope), journal.appended
+    saved = tuple((name, *_described(name, value, journal, slot_of)) for name, value in kept)
+    fillings = tuple((number, *_described("a list", value, journal, slot_of)) for number, value in appended)
+    containers: list[int] = []
+    for _, value in (*kept, *appended):
+        _collect_containers(value, containers)
+    if len(containers) != len(set(containers)):
+        raise Undetermined("a container is saved in two places")
+    return Python(tuple(steps), slot_of, saved, fillings)
+
+
+def effects_of(
+    journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor], spliced: Sequence[str]
+) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
+    """Return what a run amounts to, and for which graph and sizes.
+
+    Raises:
+        Undetermined: If it cannot be replayed.
+    """
+    if journal.reason or journal.recording is None or journal.variant is None:
+        raise Undetermined(journal.reason or "no graph was called")
+    recording = journal.recording
+    steps, slot_of, saved, fillings = python_of(journal, block, scope, tensors)
+    lifted = {id(tensor) for tensor in recording.lifted}
+    externals = [
+        (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
+    ]
+    calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
+    edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in steps)]))
+    effects = Effects(
+        journal.variant,
+        recording.state,
+        journal.stop,
+        steps,
+        tuple(externals),
+        recording.numbers,
+        journal.alive,
+        saved,
+        fillings,
+        edits,
+        sharing_of(tensors, journal.inputs, edits) if tensors else (),
+        tuple(spliced),
+    )
+    return recording.graph, recording.binding, effects
+
+
+def _check_sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Any]) -> None:
+    """Check on fakes that the sizes of what a call makes follow from sizes: Python in the block may have looked at them.
+
+    Raises:
+        Undetermined: If they depend on values, as those of ``mask.nonzero()`` do, or that cannot be found out.
+    """
+    mode = FakeTensorMode()
+    try:
+        with mode, torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            found = _shapes(pytree.tree_leaves(function(*args, **kwargs)))
+    except Exception as error:
+        raise Undetermined(f"the size of what `{getattr(function, '__name__', function)}` makes is not known: {error}") from None
+    if found != _shapes(made):
+        raise Undetermined(f"the size of what `{getattr(function, '__name__', function)}` makes is another on fakes")
+
+
+def _shapes(leaves: Sequence[Any]) -> list[Any]:
+    return [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+
+def _plain_slice(value: slice) -> bool:
+    return all(kind_of(part) == "constant" for part in (value.start, value.stop, value.step))
+
+
+def _slot(tensor: torch.Tensor, slot_of: dict[int, int]) -> int:
+    slot = slot_of.get(id(tensor))
+    if slot is None:
+        raise Undetermined("a tensor from outside came in unseen")
+    return slot
+
+
+def _saved(block: Block, scope: Scope) -> list[tuple[str, Any]]:
+    marked = saves.get() or {}
+    return [(name, value) for name, value in scope.items() if name in block.stored and id(value) in marked]
+
+
+def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int]) -> tuple[tuple[Any, ...], Any]:
+    """Return how a saved value is put together, see :class:`Effects`."""
+    if type(value) in (list, tuple, dict) or not (isinstance(value, torch.Tensor) or kind_of(value) == "constant"):
+        leaves, structure = pytree.tree_flatten(value, is_leaf=_is_size)  # which would come back as a tuple
+        if structure.is_leaf():
+            raise Undetermined(f"`{name}` is saved, a {type(value).__name__}")
+    else:
+        leaves, structure = [value], None
+    sources: list[Any] = []
+    for leaf in leaves:
+        if id(leaf) in journal.numbers:
+            sources.append(journal.numbers[id(leaf)])
+        elif isinstance(leaf, torch.Tensor):
+            sources.append((_slot(leaf, slot_of),))
+        elif kind_of(leaf) == "constant":
+            sources.append((leaf, _ABSENT))
+        else:
+            raise Undetermined(f"`{name}` holds a {type(leaf).__name__}")
+    return tuple(sources), structure
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)
+
+
+def _collect_containers(value: Any, found: list[int]) -> None:
+    if isinstance(value, (list, dict)):
+        found.append(id(value))
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _collect_containers(item, found)

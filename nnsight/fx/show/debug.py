@@ -1,0 +1,204 @@
+"""Files of what is compiled, to read and to step through.
+
+While a :class:`debug_dir` is open, every graph that runs is written out: the captured graph with its taps, the program, the
+spliced graph, each as a file, with an index (``README.md``) that leads from the lines of the user to the files. With ``depyf``,
+also what dynamo made of Python code, decompiled.
+
+A graph that is run by Python (lowered by the ``eager`` backend, or with ``step=True``) runs *from its file*: the code
+object has the file's name, so a breakpoint that is set in the file is hit and a debugger shows its lines. Names of
+files depend only on the order in which graphs run, so a breakpoint stays when the program is started again.
+
+When no directory is open, all this costs one look at a variable for each run of a graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.graph_module import _format_import_block
+from torch.package.importer import sys_importer
+
+from ...runtime.report import Report
+from ..torch_compat import convert_frame
+
+if TYPE_CHECKING:
+    from .explaining import RanPiece
+
+_INDEX = """# Compiled traces
+
+One line for each graph that ran. `captured`: the model's graph with its taps, as dynamo gave it. `program`: what the
+block does to it. `spliced`: both together; this is what is lowered. Graphs that Python runs (backend `eager`, or
+`debug_dir(..., step=True)`) run from the `spliced` file: set breakpoints there.
+
+{bytecode}
+
+| trace | `with` statement | lines of the block | ends | files |
+|---|---|---|---|---|
+"""
+
+_open: debug_dir | None = None
+
+
+class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
+    """Write out every graph that runs from here on; as a context manager, until the end of the ``with`` block.
+
+    Args:
+        path: Folder for the files; made if it does not exist. Files of an earlier run are overwritten.
+        step: Run every graph from its file, whatever its backend, so that one can step through it.
+        bytecode: Decompile what dynamo makes of Python code, with ``depyf``. By default, if that is installed.
+
+    Attributes:
+        path: The folder.
+
+    Raises:
+        ImportError: If ``bytecode=True`` and ``depyf`` is not installed.
+        ValueError: If another directory is open.
+    """
+
+    def __init__(self, path: str | Path, *, step: bool = False, bytecode: bool | None = None) -> None:
+        global _open  # noqa: PLW0603 - torch's compiler is one per process, and so is what shows it
+        if _open is not None:
+            raise ValueError(f"Graphs are being written to {_open.path} already; close that debug_dir first.")
+        self._decompile = None if bytecode is False else _decompiler(required=bytecode is True)
+        self.path: Path = Path(path).resolve()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._step = step
+        self._lock = threading.Lock()
+        self._traces: weakref.WeakKeyDictionary[Report, int] = weakref.WeakKeyDictionary()
+        self._numbers: dict[Any, int] = {}
+        self._graphs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._variants: weakref.WeakKeyDictionary[Any, tuple[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+        self._started = 0
+        self._index = self.path / "README.md"
+        self._index.write_text(_INDEX.format(bytecode=self._about_bytecode(bytecode)), encoding="utf-8")
+        self._hook = convert_frame.register_bytecode_hook(self._write_bytecode) if self._decompile is not None else None
+        _open = self
+
+    def __enter__(self) -> debug_dir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write no more files."""
+        global _open  # noqa: PLW0603
+        if _open is self:
+            _open = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _about_bytecode(self, wanted: bool | None) -> str:
+        if self._decompile is not None:
+            return "`bytecode_*.py`: what dynamo made of Python code that it captured meanwhile, decompiled by depyf."
+        if wanted is False:
+            return "Bytecode of dynamo is not shown, as asked for."
+        return "Bytecode of dynamo is shown if depyf is installed: `pip install 'nnsight[debug]'`."
+
+    def _next(self, name: str) -> int:
+        self._numbers[name] = self._numbers.get(name, 0) + 1
+        return self._numbers[name]
+
+    def _write_bytecode(self, code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
+        """Write the code object that dynamo made of another one; return none to run in its place."""
+        with self._lock:
+            path = self.path / f"bytecode_{self._next('bytecode')}_{_plain(code.co_name)}.py"
+        try:
+            text = self._decompile(new_code)  # type: ignore[misc]
+        except Exception as error:
+            text = f"# depyf could not decompile this: {type(error).__name__}: {error}\n"
+        path.write_text(
+            f"# {code.co_name}, {code.co_filename}:{code.co_firstlineno}, as dynamo made it\n{text}\n", "utf-8"
+        )
+        return None
+
+    def write(self, report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
+        """Write the files of ``ran``; return what to run in its place, and the file it runs from."""
+        with self._lock:
+            if report not in self._traces:
+                self._started += 1
+                self._traces[report] = self._started
+            captured = self._graphs.get(ran.graph)
+            if captured is None:
+                captured = self._graphs[ran.graph] = f"graph_{self._next('graph')}"
+                _write_module(self.path / f"{captured}_captured.py", ran.graph.graph_module, _code_of(ran.graph))
+            found = self._variants.get(ran.variant)
+            if found is None:
+                name = f"{captured}_variant_{self._next(captured)}"
+                (self.path / f"{name}_program.txt").write_text(ran.program() + "\n", encoding="utf-8")
+                spliced = ran.variant.spliced
+                function = _write_module(self.path / f"{name}_spliced.py", spliced.graph_module, spliced.code())
+                found = self._variants[ran.variant] = (name, function)
+            name, function = found
+            with self._index.open("a", encoding="utf-8") as file:
+                file.write(self._row(self._traces[report], report, ran, (captured, name)))
+        by_python = isinstance(getattr(ran.lowered.function, "__self__", None), torch.fx.GraphModule)
+        if self._step or by_python:
+            return function, str(self.path / f"{name}_spliced.py")
+        return ran.lowered.function, None
+
+    def _row(self, trace: int, report: Report, ran: RanPiece, names: tuple[str, str]) -> str:
+        captured, name = names
+        lines = ", ".join(dict.fromkeys(ran.variant.spliced.marks.values())) or "none"
+        files = [f"{captured}_captured.py", f"{name}_program.txt", f"{name}_spliced.py"]
+        links = ", ".join(f"[{file.rpartition('_')[2].partition('.')[0]}]({file})" for file in files)
+        return f"| {trace} | {report.where} | {lines} | {ran.ending().replace('|', '/')} | {name}: {links} |\n"
+
+
+def dumped(report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
+    """Return what to call to run ``ran``, and the file it runs from: written now, if a directory is open."""
+    directory = _open
+    return (ran.lowered.function, None) if directory is None else directory.write(report, ran)
+
+
+def _decompiler(required: bool) -> Callable[[types.CodeType], str] | None:
+    try:
+        with warnings.catch_warnings():  # its import leaves a file open
+            warnings.simplefilter("ignore")
+            import depyf
+    except ImportError as error:
+        if required:
+            raise ImportError(
+                "debug_dir(bytecode=True) decompiles the bytecode of dynamo with depyf, which is not installed: "
+                "pip install 'nnsight[debug]'"
+            ) from error
+        return None
+    decompile: Callable[[types.CodeType], str] = depyf.decompile
+    return decompile
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def _code_of(graph: Any) -> str:
+    code: str = graph.graph_module.graph.python_code("self").src
+    return code.strip()
+
+
+def _write_module(path: Path, graph_module: torch.fx.GraphModule, code: str) -> Callable[..., Any]:
+    """Write a graph as a file; return a function that takes the graph's inputs and runs the code of that file."""
+    names = graph_module.graph.python_code("self").globals
+    text = f"{_format_import_block(names, sys_importer)}\n\n\n{code}\n"
+    path.write_text(text, encoding="utf-8")
+    namespace: dict[str, Any] = {"__name__": path.stem, "__file__": str(path), **names}
+    exec(compile(code_at(text, code), str(path), "exec"), namespace)
+    forward = namespace["forward"]
+
+    def run(*inputs: Any) -> Any:
+        return forward(graph_module, *inputs)
+
+    return run
+
+
+def code_at(text: str, code: str) -> str:
+    """Return ``code`` behind as many empty lines as it has lines before it in ``text``."""
+    return "\n" * text[: text.index(code)].count("\n") + code

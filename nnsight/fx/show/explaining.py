@@ -1,0 +1,179 @@
+"""What became of a trace, from capture to lowering, in text.
+
+``nnsight.fx.explain(tracer)`` shows a trace that has run: for each captured graph its size and its symbolic sizes; for each piece
+of it the program that the block amounts to, the spliced graph, what the passes removed, how it was lowered and under which
+conditions it can be used again; where graphs were cut, and why. ``nnsight.fx.explain(function, *args)`` calls a function and shows
+all traces that ran in it, as ``torch._dynamo.explain`` does for frames.
+
+A run leaves a :class:`RanPiece` for each piece on its report. That refers to what the cache of variants holds anyway;
+texts are made when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...runtime.report import Break, Report, collected_reports
+from ..capturing.graph import CapturedGraph
+from ..counters import counters
+from ..lowering.backends import backend_name
+from ..lowering.lowering import Lowered
+from ..program import State
+
+if TYPE_CHECKING:
+    from ..lowering.variant import Variant
+
+
+class RanPiece(NamedTuple):
+    """A piece of a captured graph that ran, with a program in it.
+
+    Attributes:
+        graph: The captured graph.
+        state: Where the program ends.
+        variant: The program in the graph.
+        lowered: What ran.
+        binding: The sizes that the graph's symbols had.
+        stop: Number of the first node that was left out.
+        cut: Why the piece ends there, if it was cut.
+    """
+
+    graph: CapturedGraph
+    state: State
+    variant: Variant
+    lowered: Lowered
+    binding: tuple[int, ...]
+    stop: int
+    cut: Break | None
+
+    def code(self) -> str:
+        """Return the spliced graph as Python source."""
+        return self.variant.spliced.code()
+
+    def program(self) -> str:
+        """Return the program as text, with locations and the lines of the user."""
+        taps, lines = self.graph.taps, []
+        location = None
+        for step in self.state.program().steps:
+            if step.position >= 0 and taps[step.position].location != location:
+                location = taps[step.position].location
+                lines.append(f"at {location}")
+            lines.append(f"    {step}")
+        return "\n".join(lines)
+
+    def ending(self) -> str:
+        """Return where the piece ends, and why."""
+        if self.cut is not None:
+            return f"cut: {self.cut}"
+        tap = self.graph.tap_number.get(self.graph.nodes[self.stop])
+        return "to the end of the graph" if tap is None else f"stopped at `{self.graph.taps[tap].location}`"
+
+    def sizes(self) -> str:
+        """Return the symbolic sizes of the graph and what they were."""
+        named = zip(self.graph.symbols, self.binding, strict=True)
+        return ", ".join(f"{symbol} = {size}" for (_, symbol), size in named) or "none"
+
+    def conditions(self) -> str:
+        """Return what must hold of the sizes for the lowering to be used again."""
+        names = dict(zip(self.lowered.symbols, (symbol for _, symbol in self.graph.symbols), strict=False))
+        return ", ".join(str(condition.xreplace(names)) for condition in self.lowered.conditions) or "none"
+
+    def passes(self) -> str:
+        """Return what the passes removed."""
+        runs = [run for run in self.variant.spliced.passes if run.before != run.after]
+        return ", ".join(f"{run.name} {run.before} -> {run.after}" for run in runs) or "nothing"
+
+    def captured(self) -> str:
+        """Return a line about the captured graph."""
+        graph = self.graph
+        calls = len(graph.nodes) - len(graph.placeholders) - len(graph.taps) - len(graph.tapped) - 1
+        counted = f"{calls} calls, {len(graph.taps)} taps, {len(graph.placeholders)} inputs"
+        return f"{counted}; symbolic sizes: {self.sizes()}"
+
+    def lines(self) -> list[str]:
+        """Return the piece, as :func:`explain` shows it."""
+        nodes = len(self.variant.spliced.graph_module.graph.nodes)
+        return [
+            f"  piece, {self.ending()}",
+            "    program",
+            *_indented(self.program() or "(empty)"),
+            f"    spliced graph, {nodes} nodes; removed by passes: {self.passes()}",
+            *_indented(self.code()),
+            f"    lowered by {backend_name(self.graph.backend)}; conditions on sizes: {self.conditions()}",
+        ]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"      {line}" for line in text.splitlines()]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """An account of traces; ``print`` shows it.
+
+    Attributes:
+        reports: The reports of the traces, in the order in which they started.
+        counts: What the compiler did meanwhile, in this process, by the name of the counter; empty for a tracer.
+    """
+
+    reports: tuple[Report, ...]
+    counts: dict[str, int]
+
+    @property
+    def breaks(self) -> list[Break]:
+        """The cuts of all traces."""
+        return [cut for report in self.reports for cut in report.breaks]
+
+    def __str__(self) -> str:
+        texts = ["\n".join(_lines(report)) for report in self.reports]
+        if self.counts:
+            counted = ", ".join(f"{value} {name}" for name, value in self.counts.items())
+            texts.insert(0, f"{len(self.reports)} trace{'s' * (len(self.reports) != 1)}: {counted}")
+        return "\n\n".join(texts) or "no trace ran"
+
+
+def _lines(report: Report) -> list[str]:
+    lines = [f"{report.where}: {report}" if report.where else str(report)]
+    last = None
+    for piece in report.pieces:
+        if piece.graph is not last:
+            lines.append(f"captured graph: {piece.captured()}")
+            last = piece.graph
+        lines += piece.lines()
+    return lines
+
+
+def explain(traced: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Account for a trace that has run, or for all traces that run in a call.
+
+    Args:
+        traced: A tracer, or a function, which is called.
+        *args: What the function is called with.
+        **kwargs: Likewise, by name.
+
+    Raises:
+        TypeError: If ``traced`` is neither, or if a tracer is given together with arguments.
+        ValueError: If the trace has not run yet.
+    """
+    report = getattr(traced, "report", None)
+    if isinstance(report, Report):
+        if args or kwargs:
+            raise TypeError("fx.explain() takes a tracer alone; arguments go with a function that it is to call.")
+        if not report.mode:
+            raise ValueError("fx.explain() got a tracer whose trace has not run: call it behind the block.")
+        return Explanation((report,), {})
+    if not callable(traced):
+        raise TypeError(
+            f"fx.explain() takes a tracer, as in `with model.trace(x) as tracer:`, or a function to call, not "
+            f"{traced!r}."
+        )
+    return _called(traced, args, kwargs)
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+    names = [item.name for item in fields(counters) if item.type == "int"]
+    before = {name: getattr(counters, name) for name in names}
+    with collected_reports() as reports:
+        function(*args, **kwargs)
+    return Explanation(tuple(reports), {name: getattr(counters, name) - before[name] for name in names})

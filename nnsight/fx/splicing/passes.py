@@ -1,0 +1,292 @@
+"""Passes: rewrites of a spliced graph before it is lowered.
+
+A block is written to be read, and splicing writes it down as it is: a slice may be read twice, a value may be read that nobody
+keeps, ``hidden[:, -1] += v`` ends in an assignment of what is there already. :data:`PASSES` is the list of what is
+done about it, in order. Each pass is a function of a graph module, changes it in place, and leaves it
+checked (``graph.lint()``) and callable (``recompile()``).
+
+No pass changes a result, bit for bit. What keeps that true is in :mod:`~nnsight.fx.effects`:
+
+* A call is removed only if it is known to do nothing but return a value. In-place edits, draws of random numbers, assertions,
+  switches of the grad mode, operators of other libraries all stay where they are. So does every input, used or not.
+* A call that may fail because of values, such as an index that is out of range, stays as well: the error is a result, too.
+* Two calls count as the same only without an effect of any kind between them, and only if nobody could tell their results
+  apart later, by editing one of them.
+* Where autograd follows the graph, only unneeded calls are removed: merging two calls would sum their gradients in another
+  order.
+
+There is no pass that removes taps, since splicing copies none: what a block did not touch is the captured graph without taps.
+``TORCH_LOGS="+nnsight"`` shows each pass with the number of nodes before and after, and the graph where it changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..effects import Kind, Memory, edited, effects, is_basic_index, is_differentiated, kind_of, may_fail
+
+logger = logging.getLogger("nnsight.fx.splicing.passes")
+
+Pass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
+
+
+def drop_unused_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Remove the calls whose value nobody needs, and that have no effect and cannot fail.
+
+    They come from values a block read and did not keep, and from what a model computes for a module that is skipped, or behind
+    the last value that is needed before a stop. ``Graph.eliminate_dead_code`` is not used: it takes every method for pure, in-place
+    ones too.
+    """
+    removed = 0
+    for node in reversed(graph_module.graph.nodes):
+        if not node.users and kind_of(node) in (Kind.READ, Kind.VIEW, Kind.NEW) and not may_fail(node):
+            graph_module.graph.erase_node(node)
+            removed += 1
+    return _finished(graph_module, removed)
+
+
+def merge_repeated_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Make one call of two that do the same to the same values, such as a slice that is read twice.
+
+    Views of the same memory cannot be told apart. Other results are merged only if nothing that may share memory with
+    them is edited anywhere, or leaves the graph, where it could be edited.
+    """
+    graph = graph_module.graph
+    if is_differentiated(graph):
+        return graph_module
+    memory = Memory(graph)
+    touched = {memory.group(argument) for node in effects(graph) for argument in node.all_input_nodes}
+    known: dict[Any, torch.fx.Node] = {}
+    merged = 0
+    for node in graph.nodes:
+        kind = kind_of(node)
+        if node.op != "placeholder" and kind is Kind.EFFECT:
+            known.clear()  # it may edit anything, or switch a mode
+        elif kind is Kind.VIEW or (kind in (Kind.READ, Kind.NEW) and memory.group(node) not in touched):
+            key = (node.op, node.target, _frozen(node.args), _frozen(node.kwargs))
+            first = known.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+                merged += 1
+    return _finished(graph_module, merged)
+
+
+def drop_needless_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Remove copies that an in-place edit does not need.
+
+    * ``x[i] = x[i]``, the end of ``x[i] += y``: the edit has been made in a view of ``x`` by then.
+    * ``y = x.clone()`` where nobody looks at ``x`` again: an edit of ``y`` may as well be made in ``x``.
+    """
+    graph = graph_module.graph
+    if is_differentiated(graph):
+        return graph_module
+    dropped = 0
+    for node in graph.nodes:
+        if _is_self_copy(node):
+            graph.erase_node(node)
+            dropped += 1
+    copies = graph.find_nodes(op="call_method", target="clone") + graph.find_nodes(
+        op="call_function", target=torch.clone
+    )
+    memory = Memory(graph) if copies else None
+    for node in copies:
+        if memory is not None and len(node.args) == 1 and not node.kwargs and _is_last_look(node, memory):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            dropped += 1
+            memory = Memory(graph)
+    return _finished(graph_module, dropped)
+
+
+#: All passes, in the order in which they are made.
+PASSES: tuple[Pass, ...] = (drop_unused_calls, merge_repeated_calls, drop_needless_copies)
+
+
+class PassRun(NamedTuple):
+    """What a pass did: its name, and the number of nodes before and after."""
+
+    name: str
+    before: int
+    after: int
+
+
+def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let each edit in place of a value that the graph computes edit a copy, which all other calls take from then on, too.
+
+    What attention or ReLU returns is needed as it was by their backward pass. Ahead-of-time autograd traces that pass, whether or not it
+    will run, and lowers no graph that edits such a value. This is not one of :data:`PASSES`: it is for graphs that failed so.
+    """
+    graph = graph_module.graph
+    bases: dict[torch.fx.Node, None] = {}
+    for node in graph.nodes:
+        source = base = edited(node)
+        while source is not None:
+            base, source = source, edited(source) or _viewed(source)
+        if base is not None and base.op not in ("placeholder", "get_attr"):
+            bases[base] = None
+    for base in bases:
+        with graph.inserting_after(base):
+            copied = graph.call_method("clone", (base,))
+        copied.meta = dict(base.meta)
+        base.replace_all_uses_with(copied)
+        copied.args = (base,)
+    return _finished(graph_module, len(bases))
+
+
+_library = torch.library.Library("nnsight", "FRAGMENT")
+_library.define("kept_for_backward(Tensor tensor) -> Tensor")
+_library.impl("kept_for_backward", torch.Tensor.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("nnsight::kept_for_backward", torch.empty_like, lib=_library)
+torch.library.register_autograd("nnsight::kept_for_backward", lambda _, gradient: gradient, lib=_library)
+
+
+def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> torch.fx.GraphModule:
+    """Let each of these calls take a copy of that argument, and write the copy back if it edits it.
+
+    Ahead-of-time autograd keeps an input for the backward pass rather than a value made from it, computes that value again, and takes the
+    input to be as it was, even if the graph edits it. Of a copy by an operator that it knows nothing about, it keeps the copy.
+    """
+    graph = graph_module.graph
+    for node, source in places:
+        with graph.inserting_before(node):
+            copied = graph.call_function(torch.ops.nnsight.kept_for_backward.default, (source,))
+        copied.meta = {**node.meta, "example_value": source.meta.get("example_value")}
+        if edited(node) is source:
+            with graph.inserting_after(node):
+                written = graph.call_method("copy_", (source, copied))
+            written.meta = dict(node.meta)
+            node.replace_all_uses_with(written)
+            written.args = (source, copied)
+        node.replace_input_with(source, copied)
+    return _finished(graph_module, len(places))
+
+
+#: What computes the same as an edit in place.
+_OUT_OF_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    "add_": "add",
+    "sub_": "sub",
+    "mul_": "mul",
+    "div_": "div",
+}
+
+
+def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Compute a new tensor where a value is edited in place that nothing else uses, as in ``x = f(x); x += g(y)``.
+
+    A graph cannot be cut between a tensor and the edit of it. This is not one of :data:`PASSES`: it is for graphs that are cut for
+    gradients.
+    """
+    replaced = 0
+    for node in graph_module.graph.nodes:
+        new = _OUT_OF_PLACE.get(node.target) if node.op in ("call_function", "call_method") else None
+        source = None if new is None else edited(node)
+        if source is None or set(source.users) != {node} or not _is_new(source):
+            continue
+        operands: list[Any] = [one.meta.get("example_value") if isinstance(one, torch.fx.Node) else one for one in node.args]
+        is_plain = len(operands) == 2 and isinstance(operands[0], torch.Tensor) and not node.kwargs
+        if is_plain and isinstance(operands[1], (torch.Tensor, int, float)) and torch.result_type(*operands) == operands[0].dtype:
+            node.target = new
+            replaced += 1
+    return _finished(graph_module, replaced)
+
+
+def run_passes(
+    graph_module: torch.fx.GraphModule, passes: Sequence[Pass] = PASSES
+) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
+    """Return ``graph_module`` after ``passes``, and what each of them did."""
+    runs = []
+    for function in passes:
+        before = len(graph_module.graph.nodes)
+        graph_module = function(graph_module)
+        after = len(graph_module.graph.nodes)
+        runs.append(PassRun(function.__name__, before, after))
+        if logger.isEnabledFor(logging.DEBUG):
+            code = f"\n{graph_module.code.strip()}" if after != before else ""
+            logger.debug("pass %s: %d nodes before, %d after%s", function.__name__, before, after, code)
+    return graph_module, tuple(runs)
+
+
+def _finished(graph_module: torch.fx.GraphModule, changes: int) -> torch.fx.GraphModule:
+    if changes:
+        graph_module.graph.lint()
+        graph_module.recompile()
+    return graph_module
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the tensor of which ``node`` is a view, or may be one."""
+    if kind_of(node) not in (Kind.VIEW, Kind.READ) or not node.all_input_nodes:
+        return None
+    source = node.all_input_nodes[0]
+    one, other = (item.meta.get("example_value") for item in (node, source))
+    if isinstance(other, (tuple, list)):  # an item of several results: those of `chunk` are views, those of `topk` are not
+        return next((given for given in source.all_input_nodes if _share(one, given.meta.get("example_value"))), None)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return source if _share(one, other) else None
+    return source
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Whether the result of ``node`` shares memory with nothing else: that of a function of torch that, on fakes, returned none of it."""
+    if kind_of(node) is Kind.NEW:
+        return True
+    found, *given = (one.meta.get("example_value") for one in (node, *node.all_input_nodes))
+    of_torch = (getattr(node.target, "__module__", None) or "").partition(".")[0] == "torch"
+    if edited(node) is not None or not of_torch or not isinstance(found, torch.Tensor):
+        return False
+    return all(isinstance(one, torch.Tensor) and not _share(found, one) for one in given)
+
+
+def _share(one: Any, other: Any) -> bool:
+    """Whether both are tensors in the same memory."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _is_self_copy(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is ``x[i] = x[i]``, where the right side is a view."""
+    if node.target is not operator.setitem or node.users:
+        return False
+    target, index, value = node.args
+    if not isinstance(value, torch.fx.Node) or value.target is not operator.getitem or kind_of(value) is not Kind.VIEW:
+        return False
+    return value.args[0] is target and is_basic_index(index) and _frozen(value.args[1]) == _frozen(index)
+
+
+def _is_last_look(clone: torch.fx.Node, memory: Memory) -> bool:
+    """Whether a copied tensor owns its memory, and nobody uses that behind the copy."""
+    source = clone.args[0]
+    if not isinstance(source, torch.fx.Node) or kind_of(source) is not Kind.NEW or "strided" in str(source.target):
+        return False
+    if memory.group(source) == memory.of_inputs():
+        return False
+    last = memory.order[clone]
+    return all(memory.order[user] <= last for item in memory.sharing(source) for user in item.users)
+
+
+def _frozen(argument: Any) -> Any:
+    """Return ``argument`` of a node as something that can be compared and hashed, where ``1``, ``1.0`` and ``True`` differ."""
+    if isinstance(argument, (tuple, list)):
+        return type(argument), tuple(_frozen(item) for item in argument)
+    if isinstance(argument, slice):
+        return slice, _frozen((argument.start, argument.stop, argument.step))
+    if isinstance(argument, dict):
+        return dict, tuple((key, _frozen(value)) for key, value in argument.items())
+    if isinstance(argument, (bool, int, float, complex)):
+        return type(argument), repr(argument)  # so 0.0 and -0.0 differ
+    if argument is None or isinstance(argument, (str, torch.fx.Node, torch.dtype, torch.device)):
+        return argument
+    if isinstance(argument, (torch.memory_format, torch.layout, type(...))):
+        return argument
+    return id(argument)

@@ -1,0 +1,35 @@
+"""Functions of upper layers that lower layers call.
+
+Imports go from an upper layer to a lower one, and imports inside functions are no exception. Where a lower layer needs a function above it,
+as ``model.trace(..., remote=True)`` needs a backend of :mod:`nnsight.remote`, it asks for that function by name here. The package
+itself, which is above all layers, says in which module each of them is. The module is imported when the function is first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_modules: dict[str, str] = {}
+
+
+def provide(**modules: str) -> None:
+    """Say in which module each of these functions is: ``provide(component_of="nnsight.modeling.component")``."""
+    _modules.update(modules)
+
+
+def late(name: str) -> Any:
+    """Return the function with this name.
+
+    Raises:
+        KeyError: If no module provides it.
+    """
+    return getattr(import_module(_modules[name]), name)
+
+
+def load(name: str) -> None:
+    """Import the module of a function. If dynamo traces this call, it makes it at once: the module may tell dynamo about more functions."""
+    import_module(_modules[name])
+
+
+load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `torch._dynamo.assume_constant_result`, without importing dynamo

@@ -1,0 +1,248 @@
+"""Scans: runs on fake tensors, which have sizes and types and no values.
+
+A scan computes nothing, needs no weights and leaves no mark on the model. It runs a copy with fakes in place of all tensors
+(:mod:`~nnsight.runtime.rows.fakes`), on copies of the inputs. What a forward pass writes to its buffers, to its modules or to a cache it
+was given, it writes to copies; a run of the model in another thread notices nothing. Weights on the meta device, as those of a model that
+is not loaded yet, become fakes on the device of the inputs.
+
+The blocks of a scan run under the fake mode from their first line, so what they compute is fake, too. What passed each
+location, asked for or not, is kept until the next scan: sizes to look up without another run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..runtime.interleaver import Interleaver, active_interleaver
+from ..runtime.mediator import Mediator
+from ..runtime.modules.interception import Instrumentation
+from ..runtime.report import Report
+from ..runtime.rows.fakes import Guesses, fake_modules
+from ..runtime.tracer import Arguments, Batchable, InterleavingTracer, Named
+from ..tracing import Backend
+
+_local = threading.local()
+
+
+class ScannedModules(Protocol):
+    """What a scan asks of the modules of a model; see :class:`nnsight.runtime.modules.tree.ModuleTree`."""
+
+    path: str
+    root: torch.nn.Module
+    paths: dict[torch.nn.Module, str]
+    fakes: Mapping[str, Any]
+
+    def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation: ...
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return the fake mode of this thread. There is one, so that fakes of one scan can be used in the next."""
+    mode: FakeTensorMode | None = getattr(_local, "mode", None)
+    if mode is None:
+        mode = _local.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+class ScanningTracer(InterleavingTracer):
+    """A trace on fake tensors.
+
+    Args:
+        modules: The modules of the model.
+        model: Prepares and batches inputs.
+        args: The model's input.
+        kwargs: Likewise, by name.
+        backend: Where the block runs; in this process by default.
+        named: Knows the names and the edits of the model.
+    """
+
+    def __init__(
+        self,
+        modules: ScannedModules,
+        model: Batchable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        backend: Backend | None = None,
+        named: Named | None = None,
+    ) -> None:
+        driver = ScanningDriver(modules, getattr(model, "_scan_on", None))
+        super().__init__(driver, _OutsideFakeMode(model), args, kwargs, backend, named)
+
+    def execute(self, function: Callable[[], None]) -> Any:
+        """Run the blocks, and the model, under the fake mode."""
+        with _scanning():
+            return super().execute(function)
+
+
+class ScanningDriver:
+    """Runs a model on fakes of its inputs.
+
+    Args:
+        modules: The modules of the model.
+        call: How the run calls the root module, ``call(root, args, kwargs)``, if not simply with the arguments.
+    """
+
+    def __init__(self, modules: ScannedModules, call: Callable[..., Any] | None = None) -> None:
+        self._modules = modules
+        self._call = call or _called
+
+    def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+        """Call the model once within ``interleaver`` and return its fake output."""
+        report.mode = "scan"
+        modules, mode, seen = self._modules, fake_mode(), dict[str, Any]()
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+        with mode:
+            copies = fake_modules(modules.root, mode, device)
+            by_path = {path: copies[module] for module, path in modules.paths.items() if module in copies}
+            with _FakeCopies(mode, device):
+                args, kwargs = (_copied(part) for part in (args, kwargs))
+            _observe(interleaver, by_path, seen)
+            guesses = _GuessesOfModel()
+            try:
+                with guesses, modules.intercept(by_path):
+                    return self._call(copies[modules.root], args, kwargs)
+            except Exception as error:
+                if guesses.made and error is not interleaver.failure:
+                    error.add_note(
+                        "A scan has sizes and no values. The model asked for values before, and was given guesses: if sizes in "
+                        "it depend on values of the input, only a trace will do."
+                    )
+                raise
+            finally:
+                modules.fakes = seen
+
+
+def _called(root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return root(*args, **kwargs)
+
+
+def scan_alone(modules: ScannedModules, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Scan without blocks, only to know what passes each location; the blocks of a run may be waiting meanwhile."""
+    with _scanning(), Interleaver([]) as run:
+        ScanningDriver(modules, getattr(model, "_scan_on", None))(run, args, kwargs, Report())
+
+
+class _OutsideFakeMode:
+    """Prepares the inputs of a scan outside of the fake mode, as those of a trace are: tokenizers make real tensors."""
+
+    def __init__(self, model: Batchable) -> None:
+        self._model = model
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
+        with unset_fake_temporarily():
+            return self._model._prepare_input(*args, **kwargs)
+
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
+        with unset_fake_temporarily():
+            return self._model._batch(batched, *args, **kwargs)
+
+
+def _observe(interleaver: Interleaver, paths: Mapping[str, Any], seen: dict[str, Any]) -> None:
+    """Keep in ``seen`` what leaves each location, for the whole batch."""
+
+    def keep(location: str, value: Any) -> None:
+        seen[location] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+    onlooker = Mediator(lambda: None, name="scan")
+    outer, interleaver.current = interleaver.current, onlooker
+    for path in paths:
+        for location in (f"{path}.input", f"{path}.output"):
+            interleaver.observe(location, functools.partial(keep, location))
+    interleaver.current = outer
+
+
+class _GuessesOfModel(Guesses):
+    """Answers where the model, and not a block, asks fakes for values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # The kernel of mixtures of experts takes other types, too; only its rule for fakes does not know.
+            halves = (operand.to(torch.bfloat16) for operand in args[:2])
+            return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
+        run = active_interleaver()
+        if run is not None and run.current is not None:
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def _scanning() -> Iterator[None]:
+    """Run code on fakes, and leave random number generators as they are.
+
+    The error for a value that a fake does not have says so; its type and the user's line stay as they are.
+    """
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), fake_mode():
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        error.args = (
+            f"A scan has sizes and no values, and `{error.func}` needs the values of a tensor. Use a trace for what depends on "
+            "values: `.item()`, `bool(...)`, selecting by a mask.",
+        )
+        raise
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+
+
+class _FakeCopies(TorchFunctionMode):
+    """While entered, ``copy.deepcopy`` makes fakes of tensors, on ``device`` of those without memory."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        super().__init__()
+        self._mode, self._device = mode, device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._fake(tensor)
+        return memo[id(tensor)]
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
+            return tensor
+        if tensor.layout != torch.strided or (not isinstance(tensor, FakeTensor) and type(tensor) is not torch.Tensor):
+            return self._mode.from_tensor(tensor, static_shapes=True)
+        device = self._device if tensor.is_meta else tensor.device
+        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        made.requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf:
+            return made
+        with torch.enable_grad():  # like the original, it may be edited in place though it requires gradients
+            return made.clone()
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy of an argument, sharing what cannot be copied."""
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a lock, a generator, a handle of a library
+        return value

@@ -1,0 +1,5 @@
+"""The documented import path of :class:`nnsight.vllm.VLLM`."""
+
+from ..vllm import VLLM
+
+__all__ = ["VLLM"]

@@ -1,0 +1,86 @@
+"""Backends that send a block elsewhere as data."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from typing import Any
+
+from ...config import CONFIG
+from ...runtime.tracer import InterleavingTracer
+from ...tracing import Backend, Block
+from ..record.recorder import Recorded, record
+from ..run.execution import execute_payload
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..wire.limits import Limits
+from .program_files import Program
+from .repeating import recorded_of
+from .session_jobs import record_session
+
+
+class ProgramBackend(Backend):
+    """Records the block of a trace, or of a session, has it run by :meth:`send`, and binds what it saved.
+
+    Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results.
+    """
+
+    def __call__(self, tracer: Any) -> Any:
+        try:
+            if isinstance(tracer, InterleavingTracer):
+                return self.submit(recorded_of(tracer, super().__call__))
+            return self.submit(record_session(tracer, super().__call__(tracer)))
+        except (ExecutionFailedError, InvalidProgramError) as error:
+            if CONFIG.APP.DEBUG or tracer.info is None:
+                raise
+            raise _with_line(error, tracer.info) from None
+
+    def submit(self, recorded: Recorded) -> Any:
+        """Have the job run and bind its results."""
+        recorded.bind(self.send(recorded.payload()))
+
+    def send(self, payload: bytes) -> bytes:
+        """Return the results of a payload, see :func:`~nnsight.remote.run.execution.execute_payload`."""
+        raise NotImplementedError
+
+
+class LocalBackend(ProgramBackend):
+    """``remote="local"``: runs the payload in this process, exactly as a server does.
+
+    Args:
+        model: The model of the trace.
+        limits: What the job may cost.
+    """
+
+    def __init__(self, model: Any, limits: Limits | None = None) -> None:
+        self._model, self._limits = model, limits
+
+    def send(self, payload: bytes) -> bytes:
+        return execute_payload(self._model, payload, self._limits, print)
+
+
+class RecordingBackend(ProgramBackend):
+    """``remote="program"``: records the block and runs nothing; the program is ``tracer.program``."""
+
+    def __call__(self, tracer: Any) -> Any:
+        recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
+        recorded.binding.forget()
+        tracer.program = Program(recorded.job)
+
+
+_LINE = re.compile(r", line (\d+)(?= failed:|: )")
+
+
+def _with_line(error: Exception, block: Block) -> Exception:
+    """Return ``error``, which has the number of a line, with the line itself in its message if it is one of ``block``.
+
+    How the program was run is none of its causes: its own message has the reason.
+    """
+    message = str(error)
+    found = _LINE.search(message)
+    kind = InvalidProgramError if isinstance(error, InvalidProgramError) else ExecutionFailedError
+    last = max((statement.end_lineno or 0 for statement in block.body), default=0)
+    if found is None or not block.line <= int(found[1]) <= last:  # of a function that the block calls
+        return kind(message)
+    text = linecache.getline(block.filename, int(found[1])).strip()
+    message = f"{message[: found.end()]} of {block.filename}{message[found.end() :]}"
+    return kind(f"{message}\n    {text}" if text else message)

@@ -1,0 +1,470 @@
+"""The client of a server: submits jobs, hears about them, fetches results.
+
+A job is the server's once it is submitted, and a connection is only a way to hear about it. So whatever breaks is tried again: a
+submission under the same nonce, which cannot make a second job of it; a WebSocket from the last message seen; a download from the last
+byte. Only when the server stays away longer than ``patience`` the client gives up, with an error that has the id of the job, for which
+somebody can ask later.
+
+The server is not trusted either: nothing it sends is unpickled, and the key goes nowhere but to the address that was chosen; redirects
+and addresses in messages are not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+try:
+    import requests
+    from tqdm.auto import tqdm
+    from urllib3.filepost import encode_multipart_formdata
+    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+    from websockets.sync.client import connect
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'."
+    ) from error
+
+from ...config import CONFIG
+from ..protocol import (
+    CONTENT_TYPE,
+    FRAMING,
+    KEY_HEADER,
+    PYTHON_HEADER,
+    TIME_HEADER,
+    VERSION_HEADER,
+    JobStatus,
+    Message,
+    is_id,
+)
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from .sockets import LostError, RemoteConnectionError, RemoteError, Socket, is_message, refusal
+
+__all__ = ["Client", "RemoteConnectionError", "RemoteError", "address", "checked_id", "error_of"]
+
+#: From this length on there is a progress bar.
+_LONG = 4 * 2**20
+_CHUNK = 256 * 1024
+#: How long a WebSocket is kept for the next job, in seconds.
+_IDLE = 60.0
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Client:
+    """A server, and a key for it. Several threads may use one client.
+
+    Args:
+        host: Address of the server, such as ``https://models.example.org``; by default ``CONFIG.API.HOST``.
+        api_key: The key; by default ``CONFIG.API.KEY``.
+        timeout: How long the server may be silent while it answers, in seconds.
+        patience: How long a server that cannot be reached is tried again, in seconds.
+
+    Raises:
+        ValueError: If ``host`` is no address.
+    """
+
+    def __init__(
+        self, host: str | None = None, api_key: str | None = None, *, timeout: float = 60.0, patience: float = 60.0
+    ) -> None:
+        self.host = address(host or CONFIG.API.HOST)
+        self._key = api_key or CONFIG.API.KEY
+        self._timeout = timeout
+        self._patience = patience
+        self._local = threading.local()
+        self._idle: list[tuple[float, Socket]] = []
+        self._lock = threading.Lock()
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def submit(self, payload: bytes, model_key: str) -> Message:
+        """Submit a job that is not waited for, and return the first message about it.
+
+        Args:
+            payload: The program.
+            model_key: The model, see :class:`~nnsight.remote.protocol.ModelKey`.
+
+        Raises:
+            RemoteError: If the server refuses it.
+            RemoteConnectionError: If the server cannot be reached.
+        """
+        return self._post(_envelope(model_key), payload)
+
+    def _post(self, envelope: dict[str, Any], payload: bytes) -> Message:
+        fields: dict[str, Any] = {"data": json.dumps(envelope), "blob": ("payload", payload, CONTENT_TYPE)}
+        body, content_type = encode_multipart_formdata(fields)
+        return self._message("POST", "/request", body, content_type)
+
+    def latest(self, job_id: str) -> Message | None:
+        """Return the message that says where a job stands; ``None`` if there is no such job for this key.
+
+        Raises:
+            RemoteError: If the server refuses to say.
+            ValueError: If ``job_id`` is no id.
+        """
+        try:
+            return self._message("GET", f"/response/{checked_id(job_id)}")
+        except RemoteError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def cancel(self, job_id: str) -> Message:
+        """End a job that waits or runs; return where it stands then. One that has ended stays as it is.
+
+        Raises:
+            RemoteError: If there is no such job for this key.
+        """
+        return self._message("DELETE", f"/request/{checked_id(job_id)}")
+
+    def result(self, job_id: str) -> bytes:
+        """Download the result of a job; a download that breaks off goes on where it stopped.
+
+        Raises:
+            RemoteError: If there is none.
+            RemoteConnectionError: If the server cannot be reached.
+        """
+        path, got = f"/result/{checked_id(job_id)}", bytearray()
+        patience = _Patience(self._patience, f"fetch the result of job {job_id} from {self.host}")
+        while True:
+            try:
+                with self._http(
+                    "GET", path, headers={"Range": f"bytes={len(got)}-"} if got else {}, stream=True
+                ) as answer:
+                    if answer.status_code != 206:
+                        got.clear()
+                    length = len(got) + int(answer.headers.get("content-length", "0"))
+                    with _bar("Downloading", length, len(got)) as bar:
+                        for chunk in answer.iter_content(_CHUNK):
+                            got += chunk
+                            bar.update(len(chunk))
+                            patience.renew()
+                if len(got) >= length:
+                    return bytes(got)
+                raise LostError("the connection ended before the result did")
+            except (requests.RequestException, LostError) as error:
+                patience.wait(error)
+
+    def run(self, payload: bytes, model_key: str) -> Iterator[tuple[Message, bytes | None]]:
+        """Submit a job and yield the messages about it, with the result where one comes along; see :meth:`follow`."""
+        envelope = _envelope(model_key)
+        socket: Socket | None = None
+        with contextlib.suppress(LostError):  # without a socket, the job is asked about
+            socket = self._kept() or self._open()
+        told: list[tuple[Message, bytes | None]] = []
+        try:
+            if socket is not None and len(payload) <= socket.takes:
+                try:
+                    told = socket.submit(envelope, payload)
+                except LostError:  # if it has arrived all the same, it is the same job
+                    socket.close()
+                    socket = None
+            if not told:
+                session_id = "" if socket is None else socket.session_id
+                message = self._post({**envelope, "session_id": session_id}, payload)
+        except BaseException:
+            if socket is not None:
+                socket.close()
+            raise
+        if told:
+            yield from self._follow(told[0][0]["id"], 0, socket, told)
+        else:
+            yield message, None
+            yield from self._follow(message["id"], message["number"], socket)
+
+    def follow(self, job_id: str, after: int = 0) -> Iterator[tuple[Message, bytes | None]]:
+        """Yield the messages about a job with numbers above ``after``, up to the one that finishes it.
+
+        A result that is short comes with the message ``COMPLETED``; others are fetched with :meth:`result`.
+
+        Raises:
+            RemoteError: If there is no such job for this key.
+            RemoteConnectionError: If the server cannot be reached. The job goes on.
+        """
+        yield from self._follow(checked_id(job_id), after, None)
+
+    def _follow(
+        self, job_id: str, after: int, socket: Socket | None, told: Iterable[tuple[Message, bytes | None]] = ()
+    ) -> Iterator[tuple[Message, bytes | None]]:
+        """Yield what has been ``told`` about a job, and what will be, on a socket of which this is the only job."""
+        patience = _Patience(self._patience, f"hear of job {job_id} from {self.host}")
+        while True:
+            try:
+                if socket is None:
+                    socket = self._open(f"&job={job_id}&after={after}")
+                    patience.renew()
+                for message, result in itertools.chain(told, socket.messages(job_id)):
+                    after = message["number"]
+                    finished = JobStatus(message["status"]).finished
+                    if finished and socket is not None and socket.serves_many:
+                        # Now, for who has seen the last message asks for no more.
+                        self._keep(socket)
+                        socket = None
+                    yield message, result
+                    if finished:
+                        return
+            except (ConnectionClosed, LostError) as error:
+                try:  # something on the way may let HTTP through and no WebSocket
+                    latest = self._message("GET", f"/response/{job_id}", once=True)
+                except RemoteConnectionError:
+                    patience.wait(error)
+                    continue
+                if latest["number"] > after:
+                    after = latest["number"]
+                    patience.renew()
+                    yield latest, None
+                if JobStatus(latest["status"]).finished:
+                    return
+                patience.wait(error)
+            finally:
+                if socket is not None:
+                    socket.close()
+                socket, told = None, ()
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Return what the server says about its models."""
+        return self._json("GET", "/status")
+
+    def env(self) -> dict[str, Any]:
+        """Return the versions of the server's packages."""
+        return self._json("GET", "/env")
+
+    def whoami(self) -> dict[str, Any]:
+        """Return whose the key is, and what it may do."""
+        return self._json("GET", "/whoami")
+
+    def close(self) -> None:
+        """Close connections that are kept for later."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, socket in idle:
+            socket.close()
+
+    # -- HTTP --------------------------------------------------------------------------------------------------------
+
+    def _message(self, *args: Any, **options: Any) -> Message:
+        """Return the message that the server answers; as :meth:`_json`."""
+        message = self._json(*args, **options)
+        if not is_message(message):
+            raise RemoteError(
+                f"{self.host} answered with something else than a message about a job: is it a server of nnsight?"
+            )
+        return message
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        content_type: str | None = None,
+        once: bool = False,
+    ) -> Any:
+        """Return what the server answers, trying again if it cannot be reached or is about to restart."""
+        patience = _Patience(0.0 if once else self._patience, f"reach {self.host}")
+        headers = {} if content_type is None else {"Content-Type": content_type}
+        while True:
+            try:
+                with _bar("Uploading", len(body or b"")) as bar:
+                    data = None if body is None else _Upload(body, bar)
+                    answer = self._http(method, path, data=data, headers=headers)
+                return answer.json()
+            except LostError as error:
+                patience.wait(error)
+            except ValueError:
+                message = f"{self.host}{path} answered with something else than JSON: is it a server of nnsight?"
+                raise RemoteError(message) from None
+
+    def _http(self, method: str, path: str, headers: dict[str, str], **options: Any) -> requests.Response:
+        """Make a request and return the answer.
+
+        Raises:
+            RemoteError: If the server refuses it.
+            LostError: If another attempt may do better.
+        """
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+        timeout = (min(10.0, self._timeout), self._timeout)
+        options |= {"headers": {**self._headers(), **headers}, "timeout": timeout, "allow_redirects": False}
+        try:
+            answer: requests.Response = self._local.session.request(method, self.host + path, **options)
+        except requests.RequestException as error:
+            raise LostError(str(error)) from error
+        if not {"content-length", "transfer-encoding"} & {name.lower() for name in answer.headers}:
+            raise LostError("the connection ended within the headers of the answer")
+        if answer.ok and not answer.is_redirect:
+            return answer
+        raise refusal(self.host, answer.status_code, _detail(answer))
+
+    def _headers(self) -> dict[str, str]:
+        from ... import __version__
+
+        key = {} if self._key is None else {KEY_HEADER: self._key}
+        versions = {VERSION_HEADER: __version__, PYTHON_HEADER: platform.python_version()}
+        return {**versions, TIME_HEADER: str(time.time()), **key}
+
+    # -- WebSockets --------------------------------------------------------------------------------------------------
+
+    def _open(self, query: str = "") -> Socket:
+        """Return a new socket; ``query`` names the one job that it is for.
+
+        Raises:
+            RemoteError: If the server refuses it.
+            LostError: If another attempt may do better.
+        """
+        try:
+            manager = connect(
+                f"ws{self.host.removeprefix('http')}/subscribe?framing={FRAMING}{query}",
+                additional_headers=self._headers(),
+                open_timeout=min(10.0, self._timeout),
+                close_timeout=1.0,
+                max_size=None,
+                compression=None,
+                user_agent_header=None,
+            )
+            connection = manager.__enter__()  # and closed by hand: some are kept for the next job
+        except InvalidStatus as error:
+            if error.response.status_code in (401, 403, 404):
+                detail = _text(bytes(error.response.body or b""))
+                raise refusal(self.host, error.response.status_code, detail) from None
+            raise LostError(str(error)) from error
+        except (OSError, InvalidHandshake, EOFError) as error:  # a timeout is an OSError
+            raise LostError(str(error)) from error
+        return Socket(self.host, connection, self._timeout, serves_many=not query)
+
+    def _kept(self) -> Socket | None:
+        """Return a socket that was kept, on which nothing is being told."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                since, socket = self._idle.pop()
+            if time.monotonic() - since < _IDLE and socket.usable:
+                return socket
+            socket.close()
+
+    def _keep(self, socket: Socket) -> None:
+        with self._lock:
+            self._idle.append((time.monotonic(), socket))
+
+
+class _Patience:
+    """Waits between attempts, longer each time, and gives up after a while without success.
+
+    Args:
+        seconds: How long it lasts.
+        goal: What is being tried, for the message.
+    """
+
+    def __init__(self, seconds: float, goal: str) -> None:
+        self._seconds = seconds
+        self._goal = goal
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, after a success."""
+        self._until = time.monotonic() + self._seconds
+        self._pause = 0.05
+
+    def wait(self, error: Exception) -> None:
+        """Wait a while.
+
+        Raises:
+            RemoteConnectionError: If there is no more time.
+        """
+        if time.monotonic() + self._pause > self._until:
+            raise RemoteConnectionError(
+                f"It was not possible to {self._goal} within {self._seconds:g} seconds: {error}. Is the address right (CONFIG.API.HOST)? "
+                "A job that was submitted goes on: ask for it with `RemoteBackend(job_id=...)`."
+            ) from error
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, 5.0)
+
+
+class _Upload(io.BytesIO):
+    """Bytes to be sent, with a progress bar."""
+
+    def __init__(self, data: bytes, bar: Any) -> None:
+        super().__init__(data)
+        self._bar = bar
+
+    def read(self, size: int | None = -1) -> bytes:
+        part = super().read(_CHUNK if size is None or size < 0 else size)
+        self._bar.update(len(part))
+        return part
+
+
+def _bar(title: str, total: int, done: int = 0) -> Any:
+    """Return a progress bar, which is shown for long transfers only."""
+    hidden = total < _LONG or not CONFIG.APP.REMOTE_LOGGING
+    return tqdm(desc=title, total=total, initial=done, unit="B", unit_scale=True, leave=False, disable=hidden)
+
+
+def _envelope(model_key: str) -> dict[str, Any]:
+    """Return the envelope of a new job, which nobody is told about."""
+    return {"model_key": model_key, "session_id": "", "compress": False, "env": {}, "nonce": str(uuid.uuid4())}
+
+
+def _detail(answer: requests.Response) -> str:
+    """Return what a server says about its refusal."""
+    if answer.is_redirect:
+        return f"it redirects to {answer.headers['location']!r}, which is not followed, for the key is for this address only"
+    return _text(answer.content) or f"{answer.status_code} {answer.reason}"
+
+
+def _text(body: bytes) -> str:
+    try:
+        detail = json.loads(body)["detail"]
+    except (ValueError, LookupError, TypeError):
+        detail = body.decode("utf-8", "replace")
+    return str(detail)[:2000]
+
+
+def error_of(message: Message) -> Exception:
+    """Return the exception that a message ``ERROR`` stands for."""
+    name = message["data"].get("error") if isinstance(message["data"], dict) else None
+    for kind in (InvalidProgramError, ExecutionFailedError):
+        if name == kind.__name__:
+            return kind(message["description"])
+    return RemoteError(f"{message['description']} (job {message['id']})")
+
+
+def checked_id(job_id: str) -> str:
+    """Return ``job_id``.
+
+    Raises:
+        ValueError: If it is no id.
+    """
+    if not is_id(job_id):
+        raise ValueError(f"{job_id!r} is not the id of a job, such as `backend.job_id` has it.")
+    return job_id
+
+
+def address(host: str) -> str:
+    """Return the address of a server without a slash at its end; other machines are spoken to over https unless ``host`` says so.
+
+    Raises:
+        ValueError: If ``host`` is no address.
+    """
+    text = host if "://" in host else f"//{host}"
+    try:
+        parts = urlsplit(text)
+        name, _ = parts.hostname, parts.port
+    except ValueError:
+        name, parts = None, urlsplit("")
+    if not name or parts.scheme not in ("", "http", "https") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(
+            f"{host!r} is not the address of a server, such as 'https://models.example.org' or 'localhost:5001'."
+        )
+    scheme = parts.scheme or ("http" if name in _LOOPBACK else "https")
+    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))

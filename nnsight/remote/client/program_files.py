@@ -1,0 +1,238 @@
+"""Blocks as files: programs that can be looked at, shared and run on other inputs.
+
+A program is what a block becomes when it is sent (:mod:`~nnsight.remote.record.recorder`), without the inputs it was recorded with. It
+names locations, modules and weights of the model, and operators of a fixed table, so loading one runs nothing; what it does is what
+``print`` shows.
+
+Sizes are those of the recording where the block looked at them (:mod:`~nnsight.remote.wire.sizes`): ``hidden[:, -1]`` is the last position
+of any prompt, ``hidden[:, hidden.shape[1] - 1]`` that of prompts of one length, and other ones are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...modeling.generation import Generation
+from ..run.draws import drawn_seed, samples
+from ..run.execution import execute_payload, guard
+from ..run.fake_runs import device_of
+from ..run.interpreter import Interpreter, references_of
+from ..run.validation import check_parts
+from ..wire.operators import DRAWING
+from ..wire.payload import Job, decode, encode
+from ..wire.results import decode_results
+from ..wire.trees import references, write_tree
+
+if TYPE_CHECKING:
+    from ...modeling.base import NNsight
+
+
+class Program:
+    """An intervention as data.
+
+    Get one with ``with model.trace(x, remote="program") as tracer:`` as ``tracer.program``, or with :meth:`load`.
+
+    Args:
+        job: A job of one run; its inputs are left out.
+
+    Raises:
+        ValueError: If the job has several runs.
+
+    Example:
+        >>> with model.trace("Hello", remote="program") as tracer:
+        ...     model.transformer.h[1].output[:] += 2.0 * direction
+        ...     logits = model.lm_head.output.save()
+        >>> tracer.program.save("steering.safetensors")
+        >>> Program.load("steering.safetensors").run(model, "The Eiffel Tower is in")["logits"]
+    """
+
+    def __init__(self, job: Job) -> None:
+        if len(job.runs) != 1:
+            raise ValueError(f"A program belongs to one run of a model, and this job has {len(job.runs)}.")
+        run = {**job.runs[0], "args": {"list": []}, "kwargs": {"dict": []}}
+        used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
+        self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the program draws random numbers."""
+        return any(node.get("name") in DRAWING for node in self._job.nodes)
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the program to a file, in the format that servers take: one safetensors file, nothing pickled."""
+        Path(path).write_bytes(encode(self._job))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Program:
+        """Return the program in a file. Nothing in it is run.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            InvalidProgramError: If it is no program, or damaged.
+        """
+        return Program(decode(Path(path).read_bytes()))
+
+    def to_json(self) -> str:
+        """Return the program as JSON; constants are named, their values are not in it."""
+        return json.dumps(self._job.content(), indent=1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and encode(self._job) == encode(other._job)
+
+    def __hash__(self) -> int:
+        return hash(encode(self._job))
+
+    # -- runs ------------------------------------------------------------------------------------------------------
+
+    def run(self, model: NNsight, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run ``model`` on an input, with this program; return what it saves, by name.
+
+        Args:
+            model: The model.
+            *args: Its input, as in ``model.trace(...)``, or ``model.generate(...)`` if the program was recorded in one.
+            **kwargs: Likewise, by name.
+
+        Raises:
+            InvalidProgramError: If the program does not fit the model or the input.
+            ExecutionFailedError: If it fails while it runs.
+        """
+        prepares: Any = Generation(model) if self._job.runs[0]["call"] == "generate" else model  # type: ignore[arg-type]
+        args, kwargs = prepares._prepare_input(*args, **kwargs)[:2]
+        tensors = dict(self._job.tensors)
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(
+                    f"A {type(value).__name__} is no input of a program: tensors, numbers, lists and dicts are."
+                )
+            name = f"i{len(tensors)}"
+            tensors[name] = value
+            return {"tensor": name}
+
+        run = {**self._job.runs[0], "args": write_tree(list(args), leaf), "kwargs": write_tree(kwargs, leaf)}
+        draws = self._draws or samples(model._module, run["call"], kwargs)
+        job = Job([run], self._job.nodes, self._job.saves, tensors, seed=drawn_seed() if draws else None)
+        return decode_results(execute_payload(model, encode(job), log=print))
+
+    def block_for(self, model: NNsight) -> Callable[[], None]:
+        """Return a function that does in a block of ``model`` what this program does.
+
+        Raises:
+            InvalidProgramError: If the model lacks a part that the program names.
+            ValueError: If the program consists of several invokes.
+        """
+        job = self._job
+        blocks = {node["block"] for node in job.nodes}
+        if len(blocks) > 1:
+            raise ValueError(
+                "A program with several invokes belongs to their inputs, so it cannot be applied to others."
+            )
+        check_parts(job, model)
+
+        def apply(path: str, args: Any, kwargs: Any) -> Any:
+            module = model._tree.module_at(path)
+            assert module is not None
+            return module.forward(*args, **kwargs)
+
+        def run_block() -> None:
+            weights = {**dict(model._module.named_parameters()), **dict(model._module.named_buffers())}
+            interpreter = Interpreter(
+                job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf")
+            )
+            interpreter.on_write = guard(model._tree.paths)
+            interpreter.on_log = print
+            interpreter.place_constants()
+            interpreter.run_nodes(list(enumerate(job.nodes)))
+
+        return run_block
+
+    def apply_to(self, model: NNsight) -> Any:
+        """Return a copy of ``model`` that runs this program in each of its traces and calls, as ``model.edit()`` does with a block."""
+        run_program = self.block_for(model)
+        with model.edit() as edited:
+            run_program()
+        return edited
+
+    # -- looks -----------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """Return one line for each node."""
+        lines = [f"%{number} = {_shown(node)}" for number, node in enumerate(self._job.nodes)]
+        lines += [f"save {name} = {_value(tree)}" for name, tree in self._job.saves.items()]
+        return "\n".join(lines)
+
+    def to_dot(self) -> str:
+        """Return the program as a graph in the language of graphviz."""
+        lines = ["digraph program {", "  node [shape=box, fontname=monospace, fontsize=10];"]
+        for number, node in enumerate(self._job.nodes):
+            style = ", style=filled, fillcolor=lightblue" if "site" in node else ""
+            lines.append(f"  n{number} [label={_quoted(_title(node))}{style}];")
+            lines += [f"  n{used} -> n{number};" for used in dict.fromkeys(references_of(node))]
+        for name, tree in self._job.saves.items():
+            lines.append(f"  s_{len(lines)} [label={_quoted(name)}, shape=ellipse];")
+            lines += [f"  n{used} -> s_{len(lines) - 1};" for used, _ in dict.fromkeys(references(tree))]
+        return "\n".join([*lines, "}"])
+
+    def draw(self) -> str:
+        """Return a picture of the program, as SVG.
+
+        Raises:
+            ImportError: If the program ``dot`` of graphviz is not installed.
+        """
+        dot = shutil.which("dot")
+        if dot is None:
+            raise ImportError(
+                "Drawing a program needs the command `dot` of graphviz, which is not installed here. Install graphviz with the package "
+                "manager of your system, or pass `program.to_dot()` to another tool."
+            )
+        done = subprocess.run([dot, "-Tsvg"], input=self.to_dot().encode(), capture_output=True, check=True, timeout=60)
+        return done.stdout.decode()
+
+    def _repr_svg_(self) -> str | None:
+        """Return the picture for notebooks; without graphviz they show text."""
+        return None if shutil.which("dot") is None else self.draw()
+
+
+def _title(node: dict[str, Any]) -> str:
+    what = node.get("site") or node.get("name") or node.get("module") or node.get("tensor") or ""
+    number = f".i{node['at']}" if node.get("at") else ""
+    return f"{node['do']} {what}{number}" if node["do"] != "op" else str(what)
+
+
+def _shown(node: dict[str, Any]) -> str:
+    parts = [_value(item) for item in node.get("args", [])] if node["do"] == "op" else []
+    parts += [f"{key}={_value(value)}" for key, value in node.get("kwargs", {}).items()] if node["do"] == "op" else []
+    if node["do"] == "apply":
+        parts = [_value(node["args"]), _value(node["kwargs"])]
+    parts += [f"{key}={_value(node[key])}" for key in ("leaf", "inside", "value", "id", "of", "dim", "size") if key in node]
+    parts += [key for key in ("copy", "in_place", "loop") if node.get(key)]
+    return f"{_title(node)}({', '.join(parts)})"
+
+
+def _value(tree: Any) -> str:
+    if type(tree) is list:
+        return f"[{', '.join(map(_value, tree))}]"
+    if type(tree) is not dict:
+        return str(tree)
+    ((kind, content),) = tree.items()
+    if kind == "ref":
+        return f"%{content[0]}" + (f".{content[1]}" if content[1] else "")
+    if kind in ("list", "tuple"):
+        return _value(content) if kind == "list" else f"({', '.join(map(_value, content))})"
+    if kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {_value(item)}" for key, item in content) + "}"
+    return str(content)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,248 @@
+"""``remote=True``: the block of a trace runs on a server.
+
+A :class:`RemoteBackend` records the block (:class:`~.backend.ProgramBackend`), submits it, and either waits or not. Waiting means:
+messages are shown as they come, and the results are bound before the ``with`` statement ends. Without waiting, the backend has the id of
+the job, and is asked for the results: ``backend()`` looks once, ``backend.wait()`` and ``await backend`` wait, ``async for message in
+backend`` tells what happens. Any process with the same key can ask, by id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...config import CONFIG
+from ...tracing import Backend, Tracer
+from ...tracing.block import is_bound
+from ..protocol import JobStatus, Message, model_key_of
+from ..record.recorder import Recorded
+from ..wire.results import decode_results
+from .backend import LocalBackend, ProgramBackend, RecordingBackend
+from .client import Client, RemoteError, address, checked_id, error_of
+from .display import Progress
+
+_clients: dict[tuple[str, str | None], Client] = {}
+_lock = threading.Lock()
+
+
+def client_of(host: str | None = None, api_key: str | None = None) -> Client:
+    """Return the client of a server and a key, one for each in a process, so that connections are used again."""
+    chosen = address(host or CONFIG.API.HOST), api_key or CONFIG.API.KEY
+    with _lock:
+        if chosen not in _clients:
+            _clients[chosen] = Client(*chosen)
+        return _clients[chosen]
+
+
+class RemoteBackend(ProgramBackend):
+    """Runs the block of a trace on a server.
+
+    Args:
+        model_key: The model there: what ``model.to_model_key()`` returns, or the name of its repository. By default that of the
+            model that is traced.
+        blocking: Wait for the results.
+        job_id: A job that was submitted before. A block that is traced with this backend is then not run again; it gets the
+            results of that job, so it has to be the block of that job.
+        host: Address of the server; by default ``CONFIG.API.HOST``.
+        api_key: The key; by default ``CONFIG.API.KEY``.
+
+    Attributes:
+        job_id: Id of the latest job; None before there is one.
+        job_status: Where it stands, as far as is known here.
+
+    Raises:
+        ValueError: If ``job_id`` is no id, or ``host`` no address.
+
+    Example:
+        >>> with model.trace("Hello", remote=True, blocking=False) as tracer:
+        ...     logits = model.lm_head.output.save()
+        >>> results = tracer.backend.wait()
+        >>> results["logits"]
+    """
+
+    def __init__(
+        self,
+        model_key: str | None = None,
+        *,
+        blocking: bool = True,
+        job_id: str | None = None,
+        host: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self.model_key = model_key
+        self.blocking = blocking
+        self.job_id = None if job_id is None else checked_id(job_id)
+        self.job_status: JobStatus | None = None
+        self._attached = job_id is not None
+        self._client = client_of(host, api_key)
+        self._recorded: Recorded | None = None
+        self._seen = 0
+        self._results: dict[str, Any] | None = None
+
+    # -- a block ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, tracer: Tracer | None = None) -> Any:
+        """Run the block of ``tracer``; without one, return the results of the job if they are there, else ``None``."""
+        if tracer is None:
+            return self._poll()
+        if self.model_key is None:
+            self.model_key = _key_of(tracer)
+        results = super().__call__(tracer)
+        if results is None and tracer.scope is not None:  # there are no values yet for the names of the block
+            for cell in tracer.scope.cells.values():
+                if is_bound(cell) and isinstance(cell.cell_contents, FakeTensor):
+                    del cell.cell_contents
+        return results
+
+    def submit(self, recorded: Recorded) -> Any:
+        """Have a recorded block run, and wait for its results if the backend is a blocking one."""
+        self._recorded, self._results = recorded, None
+        if self._attached:
+            return self.wait() if self.blocking else self._poll()
+        assert self.model_key is not None
+        self.job_id, self.job_status, self._seen = None, None, 0
+        if self.blocking:
+            return self._finish(self._client.run(recorded.payload(), self.model_key))
+        self._note(self._client.submit(recorded.payload(), self.model_key))
+        return None
+
+    # -- a job ------------------------------------------------------------------------------------------------------
+
+    def wait(self) -> dict[str, Any]:
+        """Wait for the job and return its results: ``id`` and the saved names.
+
+        Raises:
+            InvalidProgramError: If the server refused the program.
+            ExecutionFailedError: If the program failed.
+            RemoteError: If the job failed for another reason, or is not there.
+            ValueError: If there is no job.
+        """
+        if self._results is not None:
+            return self._results
+        if self.job_status is not None and self.job_status.finished:  # so there are no more messages
+            results = self._poll()
+            assert results is not None
+            return results
+        return self._finish(self._client.follow(self._id(), self._seen))
+
+    def cancel(self) -> None:
+        """End the job, if it has not ended; waiting for it raises a :class:`RemoteError` then.
+
+        Raises:
+            RemoteError: If there is no such job.
+            ValueError: If there is no job.
+        """
+        self._note(self._client.cancel(self._id()))
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        """Wait for the job without blocking the event loop; as :meth:`wait`."""
+        return asyncio.to_thread(self.wait).__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Yield the messages about the job up to the one that finishes it. Results are had with :meth:`wait` then."""
+        messages = self._client.follow(self._id(), 0)
+        try:
+            while (found := await asyncio.to_thread(next, messages, None)) is not None:
+                self._note(found[0])
+                yield found[0]
+        finally:
+            with contextlib.suppress(ValueError):  # cancelled, so that a thread still waits for the next message
+                messages.close()  # type: ignore[attr-defined]
+
+    def _poll(self) -> dict[str, Any] | None:
+        """Return the results if they are there; raises as :meth:`wait`."""
+        if self._results is not None:
+            return self._results
+        message = self._client.latest(self._id())
+        if message is None:
+            raise RemoteError(
+                f"{self._client.host} has no job {self.job_id} for this key. Results are kept for a while only.", 404
+            )
+        self._note(message)
+        return self._end(message, None) if JobStatus(message["status"]).finished else None
+
+    def _finish(self, messages: Iterator[tuple[Message, bytes | None]]) -> dict[str, Any]:
+        """Show messages until the last, and return the results."""
+        with Progress(CONFIG.APP.REMOTE_LOGGING) as progress:
+            try:
+                for message, result in messages:
+                    self._note(message)
+                    progress.show(message)
+                    if JobStatus(message["status"]).finished:
+                        return self._end(message, result)
+            except KeyboardInterrupt as interrupt:
+                if self.job_id is not None:
+                    interrupt.add_note(
+                        f"The job goes on. Ask for it with `RemoteBackend(job_id={self.job_id!r})`, or end it with its `.cancel()`."
+                    )
+                raise
+        assert self._results is not None, "messages end with one that finishes the job"
+        return self._results
+
+    def _end(self, message: Message, result: bytes | None) -> dict[str, Any]:
+        """Return the results of a job that is finished, and give the block its values."""
+        if message["status"] == JobStatus.ERROR.value:
+            raise error_of(message)
+        if result is None:
+            result = self._client.result(message["id"])
+        values = decode_results(result) if self._recorded is None else self._recorded.bind(result)
+        self._recorded = None
+        self._results = {"id": message["id"], **values}
+        return self._results
+
+    def _note(self, message: Message) -> None:
+        self.job_id = message["id"]
+        self._seen = max(self._seen, message["number"])
+        if message["status"] != JobStatus.LOG.value:
+            self.job_status = JobStatus(message["status"])
+
+    def _id(self) -> str:
+        if self.job_id is None:
+            raise ValueError(
+                "This backend has no job yet. Trace a model with it, or make one with `RemoteBackend(job_id=...)`."
+            )
+        return self.job_id
+
+
+def _key_of(tracer: Any) -> str:
+    """Return the key of the model that is traced.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    model = getattr(getattr(tracer, "_model", None), "_model", None)
+    if model is None:
+        raise ValueError(f"{type(tracer).__name__}: this cannot run remotely without RemoteBackend(model_key=...).")
+    return model_key_of(model)
+
+
+def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:
+    """Return the backend that ``remote=`` of a trace stands for.
+
+    Args:
+        model: The model of the trace.
+        remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another, ``"local"`` for this process, ``"program"``
+            for nowhere.
+        backend: A backend that was given as well.
+        blocking: Whether to wait for the results.
+
+    Raises:
+        TypeError: If ``remote`` is something else.
+        ValueError: If both are given, ``remote`` is no address, or the model is none that servers know by name.
+    """
+    if not isinstance(remote, (bool, str)):
+        raise TypeError(f"remote= is True, 'local' or the address of a server, not {type(remote).__name__}.")
+    if backend is not None:
+        raise ValueError("Give `remote=` or `backend=`, not both.")
+    if remote == "local":
+        if not blocking:
+            raise ValueError("remote='local' runs in this process, at once: leave out blocking=False.")
+        return LocalBackend(model)
+    if remote == "program":
+        return RecordingBackend()
+    return RemoteBackend(model_key_of(model), blocking=blocking, host=remote if isinstance(remote, str) else None)

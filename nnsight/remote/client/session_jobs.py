@@ -1,0 +1,98 @@
+"""A session as one job: the runs of all its traces, with values that go from one to the next without leaving the server.
+
+The block of a session is Python that runs here, once. Each trace in it is recorded as a run of the same job instead of being sent; what it
+read stands in the variables of the session as fakes, and a later trace that uses one refers to a node of the earlier run. What
+the session saved comes back when all has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from ...fx.recording.functions import ABOUT_GRADIENTS, DEMANDS, edits_in_place, has_tensor
+from ...modeling.tracing import session_backend
+from ...tracing import Backend
+from ...tracing.errors import user_position_now
+from ..record.recorder import Recorded, Recorder
+from ..record.refusals import here
+from ..wire.errors import NotExpressibleError
+
+
+class _Part(Backend):
+    """Records a trace of a session.
+
+    Args:
+        recorder: Of the session.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._root: Any = None
+
+    def __call__(self, tracer: Any) -> None:
+        root = tracer._modules.root
+        if self._root is not None and self._root is not root:
+            raise NotExpressibleError(
+                "{}:{}: This session has traces of two models; a job runs one. Use a session for each.".format(
+                    *user_position_now()
+                )
+            )
+        self._root = root
+        self._recorder.run_trace(tracer, super().__call__(tracer))
+
+
+class _Between(TorchFunctionMode):
+    """Refuses what the session does with values of the model between its traces.
+
+    Args:
+        recorder: Of the session.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = pytree.tree_leaves((args, kwargs))
+        if self._recorder.running or not any(isinstance(leaf, FakeTensor) for leaf in known):
+            return function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if name not in DEMANDS and function not in ABOUT_GRADIENTS and not edits_in_place(function):
+            result = function(*args, **(kwargs or {}))
+            if not has_tensor(result):  # such as a size
+                return result
+        raise NotExpressibleError(
+            here(
+                "Values of the model are not there between the traces of a session. Compute with them, print them and differentiate in "
+                "the block of a trace."
+            )
+        )
+
+
+def record_session(tracer: Any, function: Callable[[], None]) -> Recorded:
+    """Run the block of a session, with its traces on fakes, and return all of them as one job.
+
+    Args:
+        tracer: The tracer of ``model.session(...)``.
+        function: Its block.
+
+    Raises:
+        NotExpressibleError: If a trace cannot be sent, or there is none.
+    """
+    recorder = Recorder()
+    token = session_backend.set(_Part(recorder))
+    try:
+        with _Between(recorder):
+            tracer.execute(function)
+    finally:
+        session_backend.reset(token)
+    if not recorder.runs:
+        raise NotExpressibleError(
+            "The session has no trace in it, so there is nothing to run. Trace the model in its block."
+        )
+    return recorder.finished(tracer)

@@ -1,0 +1,149 @@
+"""The machinery of a run, listening: what tells the recorder whose turn it is, where a block stands, and what it calls."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ... import compat
+from ...modeling.scanning import _OutsideFakeMode
+from ...runtime.errors import EarlyStopException
+from ...runtime.mediator import Mediator
+from ...runtime.rows.fakes import Guesses
+from ...tracing.errors import user_position_now, user_position_of
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+TORCH = torch.__file__.rsplit("/", 1)[0]
+
+#: Where the block stands for which something is written down while the model runs.
+position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
+
+#: Number of the block of caches while a run is recorded: it is the last one.
+OBSERVERS = 10**9
+
+
+class Prepared(_OutsideFakeMode):
+    """Prepares inputs without modes, unless they are known, and knows how a generation is called."""
+
+    def __init__(self, model: Any, prepared: Any = None) -> None:
+        super().__init__(model)
+        self._prepared = prepared
+        if hasattr(model, "_call_on"):
+            self._call_on = model._call_on
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._prepare_input(*args, **kwargs) if self._prepared is None else self._prepared
+
+
+class RecordingInterleaver(compat.Interleaver):
+    """A run whose blocks are written down."""
+
+    __slots__ = ()
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recorder = recorder
+
+    def check_request(self, location: str) -> None:
+        self.recorder.gradients.check_node(f"read `{location}`")
+        super().check_request(location)
+
+    def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
+        recorder, group = self.recorder, (mediator or self.current).batch_group  # type: ignore[union-attr]
+
+        def seen(value: Any) -> None:
+            assert self.at is not None
+            site, at = self.at
+            before, recorder.block = recorder.block, OBSERVERS
+            try:
+                visit = recorder.begin_visit(None, site, at, value)
+                observer(value if group is None else group.narrow(value, site, at))
+                recorder.end_visit(visit, value)
+            finally:
+                recorder.block = before
+
+        whole: Any = types.SimpleNamespace(batch_group=None)
+        super().observe(location, seen, whole)
+
+
+class RecordingMediator(compat.Mediator):
+    """A block that is written down."""
+
+    __slots__ = ("_position", "_recorder")
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
+        if self.batch_group is not None:
+            self.batch_group = recorder.gradients.following(self.batch_group)
+        recorder._keep.append(self)
+        recorder.number_of(self)
+
+    def visit(self, location: str, occurrence: int, value: Any) -> Any:
+        assert self._greenlet is not None
+        recorder = self._recorder
+        before, recorder.block = recorder.block, recorder.number_of(self)
+        self._position = user_position_of(self._greenlet.gr_frame, skip=TORCH)
+        token = position_of_block.set(self._position)
+        try:
+            visit = recorder.begin_visit(self, location, occurrence, value)
+            left = super().visit(location, occurrence, value)
+            position_of_block.set(self._position)
+            recorder.end_visit(visit, left)
+        finally:
+            recorder.block = before
+            position_of_block.reset(token)
+        return left
+
+    def swap(self, location: str, value: Any) -> None:
+        super().swap(location, value)
+        self._position = user_position_now(skip=TORCH)
+
+    def skip(self, location: str, value: Any) -> None:
+        super().skip(location, value)
+        assert self._location is not None
+        self._recorder.skip(self._location, self._occurrence, value, bool(self.loops))
+
+    def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
+        recorder = self._recorder
+        before, recorder.block = recorder.block, recorder.number_of(self)
+        try:
+            super()._turn(switch, *arguments)
+        except EarlyStopException:
+            recorder.emit("stop")
+            raise
+        finally:
+            recorder.block = before
+
+
+class Functions(TorchFunctionMode):
+    """Shows the torch functions that blocks call to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._recorder.listens:
+            return function(*args, **(kwargs or {}))
+        return self._recorder.function(function, args, kwargs or {})
+
+
+class Operators(Guesses):
+    """Shows the torch operators that blocks come down to to the recorder, and answers where the model asks for values."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._recorder.listens:
+            return super().__torch_dispatch__(operator, types, args, kwargs)
+        return self._recorder.operator(operator, args, kwargs or {})

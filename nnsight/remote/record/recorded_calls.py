@@ -1,0 +1,422 @@
+"""What a block does with tensors becomes nodes: its calls of torch functions, and the operators that they come down to.
+
+Calls on the block's own tensors alone are done at once, for real. Those that meet values of the model are done on fakes, where the
+block's tensors become constants and the model's weights are named; each operator is a node. What needs a value is refused at the
+block's line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
+from ...fx.recording.journal import Journal
+from ...modeling.scanning import fake_mode
+from ...tracing.errors import user_position_now
+from ..run.fake_runs import FakeModel
+from ..wire.errors import NotExpressibleError
+from ..wire.nodes import Node, why_not, write_argument
+from ..wire.operators import NAMES, OPERATORS, is_in_place, is_view
+from ..wire.sizes import SIZE_METHODS, Shape, plain, takes_sizes
+from .listening import TORCH, position_of_block
+from .printing import Prints
+from .recorded_gradients import SET_GRAD_MODE, Gradients
+from .refusals import here, why_demand
+from .taking import draw, snapshot
+from .visits import Visit
+
+_GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
+_PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+#: Memory that nobody has written to is zeros.
+_INSTEAD = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default}
+
+#: Index types of scalar tensors that index as the integer in them does.
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a recorder during which it does not listen to itself."""
+
+    @functools.wraps(method)
+    def without_listening(self: CallRecorder, *args: Any, **kwargs: Any) -> Any:
+        with self.paused():
+            return method(self, *args, **kwargs)
+
+    return without_listening
+
+
+class CallRecorder:
+    """Writes down what blocks do with tensors.
+
+    Args:
+        journal: Where it notes what of that is not in the nodes.
+        for_others: Whether to write down which sizes they look at, see :mod:`~nnsight.remote.wire.sizes`.
+
+    Attributes:
+        nodes: What they did so far.
+        runs: What is known of each run of the model.
+        tensors: The blocks' own tensors that became constants, by name.
+        block: The block whose turn it is, or ``None``.
+        model: The model on fakes.
+        gradients: Writes down what they do with gradients.
+        prints: Writes down what they print.
+    """
+
+    def __init__(self, journal: Journal | None = None, for_others: bool = False) -> None:
+        self.nodes: list[Node] = []
+        self.runs: list[dict[str, Any]] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.mode = fake_mode()
+        self.block: int | None = None
+        self.model: FakeModel | None = None
+        self.gradients = Gradients(self)
+        self.prints = Prints(self)
+        self.journal = Journal() if journal is None else journal
+        self._for_others = for_others
+        self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of sizes that are written down
+        self._called: tuple[str, list[Any]] = "", []  # the function that the block calls, and the leaves of its arguments
+        self._paused = False
+        self._refs: Any = WeakIdKeyDictionary()  # fake -> (node, output)
+        self._roots: list[int] = []
+        self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
+        self._visits: list[Visit] = []
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._stale: dict[int, list[tuple[int, int, str]]] = {}
+
+    # -- nodes -----------------------------------------------------------------------------------------------------
+
+    def emit(self, do: str, root: int | None = None, **content: Any) -> int:
+        """Append a node to the block whose turn it is; return its number."""
+        self.gradients.check_node(do)
+        if do == "stop":
+            self.prints.end()
+        line = (position_of_block.get() or user_position_now(skip=TORCH))[1]
+        number = len(self.nodes)
+        self.nodes.append(
+            {"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})}
+        )
+        self._roots.append(number if root is None else root)
+        return number
+
+    def made_by(self, node: int, tensor: torch.Tensor) -> None:
+        """Note that ``tensor`` stands for what a node makes."""
+        self._refs[tensor] = (node, 0)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a value of the model, or one of the block's own that has met one."""
+        assert self.model is not None
+        return isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights or tensor in self._constants
+
+    def reference(self, tensor: torch.Tensor) -> Any:
+        """Return the reference to a tensor."""
+        known = self._refs.get(tensor)
+        if known is None and not isinstance(tensor, FakeTensor):
+            known = self._refs[self.substitute(tensor)]
+        if known is None:
+            raise NotExpressibleError(
+                here(
+                    "A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
+                    "cache. Read the module that produces it."
+                )
+            )
+        self._check_fresh(tensor)
+        return {"ref": list(known)}
+
+    def _check_fresh(self, tensor: torch.Tensor) -> None:
+        """Raise if the memory of ``tensor`` was edited through a copy of it."""
+        edits = self._stale.get(self._roots[self._refs[tensor][0]], ())
+        low, high = _stretch(tensor) if edits else (0, 0)
+        for start, end, message in edits:
+            if start < high and low < end:
+                raise NotExpressibleError(message)
+
+    @unseen
+    def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake that stands for a weight, or for a tensor of the block's own."""
+        assert self.model is not None
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        known = self.model.weights.get(id(tensor))
+        if known is not None:
+            name, fake = known
+            if fake not in self._refs:
+                self._refs[fake] = (self.emit("weight", name=name), 0)
+            return fake
+        kept = self._constants.get(tensor)
+        if kept is not None and kept[0] == tensor._version:
+            return kept[1]
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
+            raise NotExpressibleError(here("A tensor without values, a sparse or a complex one cannot be sent."))
+        with _disable_current_modes():
+            copied = snapshot(tensor)
+        self.journal.calls.append((snapshot, (tensor,), {}, copied))
+        with self.mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.model.device)
+        name = f"c{len(self.tensors)}"
+        self.tensors[name] = copied
+        self._constants[tensor] = (tensor._version, fake)
+        self._refs[fake] = (self.emit("const", tensor=name), 0)
+        if tensor.requires_grad and not self.gradients.running:
+            self.gradients.require(fake)
+        return fake
+
+    # -- calls of the block ----------------------------------------------------------------------------------------
+
+    @property
+    def listens(self) -> bool:
+        """Whether it is the turn of a block."""
+        return self.block is not None and not self._paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let calls pass unseen."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what a call of a torch function in a block means."""
+        assert self.model is not None
+        if self._for_others:
+            args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
+        if function in METADATA:
+            return self._metadata(function, args, kwargs)
+        if function is SET_GRAD_MODE:
+            return self.gradients.set_mode(*args)
+        name = getattr(function, "__name__", "")
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
+            with _disable_current_modes():
+                result = function(*args, **kwargs)
+                self.journal.outside(function, args, kwargs, result)
+                return result
+        if self._for_others:
+            if name in SIZE_METHODS:
+                return self._metadata(function, args, kwargs)
+            self._called = name, pytree.tree_leaves((args, kwargs))
+        if name == "requires_grad_":
+            return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
+        if name in _GRADIENTS:
+            raise NotExpressibleError(
+                here(
+                    f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block."
+                )
+            )
+        if name in ("__repr__", "__format__"):
+            return self.prints.mark(self.substitute(args[0]), args[1] if name == "__format__" else None)
+        if name in DEMANDS:
+            raise NotExpressibleError(here(why_demand(name)))
+        if function in DRAWN_LIKE:
+            return self._draw_like(function, args, kwargs)
+        if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
+            raise NotExpressibleError(here("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns."))
+        if name in RANDOM and kwargs.get("generator") is not None:
+            raise NotExpressibleError(
+                here(f"A generator of your own cannot be sent, as to `{name}`: leave it out, or draw before the trace.")
+            )
+        function = READ_AS.get(function, function)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._index(args[1]), *args[2:])
+        args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
+        if name in _PLACED:
+            if name in ("cpu", "cuda"):
+                return args[0]
+            args = tuple(self.model.device if isinstance(item, str) else item for item in args)
+        if "device" in kwargs:
+            kwargs["device"] = self.model.device
+        if edits_in_place(function) and kwargs.get("out") is not None:
+            raise NotExpressibleError(here("`out=` cannot be sent: use the result."))
+        try:
+            if function is _ATTENTION:
+                return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
+            return function(*args, **kwargs)
+        except DataDependentOutputException as error:
+            raise NotExpressibleError(here(why_demand(name))) from error
+        except DynamicOutputShapeException as error:
+            raise NotExpressibleError(
+                here(
+                    f"The size of what `{name}` returns depends on values, as where a mask selects. "
+                    "Use `torch.where`, or multiply by the mask."
+                )
+            ) from error
+
+    def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a tensor says of itself, and write down which sizes that was."""
+        found, name = function(*args, **kwargs), getattr(function, "__name__", "")
+        tensor, *rest = (*args, *kwargs.values())
+        if not self._for_others or not isinstance(tensor, FakeTensor):
+            return found
+        if isinstance(found, torch.Size):
+            return Shape(found, functools.partial(self._look, tensor))
+        if name == "__len__":
+            self._look(tensor, 0)
+        elif name == "size":
+            self._look(tensor, range(tensor.dim())[rest[0]])
+        elif name in SIZE_METHODS or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            Shape(tensor.size(), functools.partial(self._look, tensor)).all()
+        return found
+
+    @unseen
+    def _look(self, tensor: torch.Tensor, dim: int) -> None:
+        """Write down that a size of a value is looked at."""
+        node, output = self._refs.get(tensor, (None, 0))
+        if node is None or (node, output, dim) in self._looked:
+            return
+        self._looked.add((node, output, dim))
+        self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.substitute(value)
+        if is_numpy_scalar(value):
+            self.journal.spoil("a value of numpy is read")
+            return value.item()
+        if isinstance(value, torch.device):
+            assert self.model is not None
+            return self.model.device
+        return value
+
+    def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw random numbers like a tensor of the model, here and now."""
+        like = args[0]
+        kwargs = {"dtype": like.dtype, **kwargs, "device": "cpu"}
+        drawn = (function, tuple(like.shape), like.dtype, *args[1:])
+        with _disable_current_modes():
+            result = draw(*drawn, **kwargs)
+        self.journal.calls.append((draw, drawn, kwargs, result))
+        return result
+
+    def _index(self, index: Any) -> Any:
+        """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
+        if isinstance(index, tuple):
+            return tuple(self._index(item) for item in index)
+        if isinstance(index, list) or (type(index).__module__ == "numpy" and hasattr(index, "__len__")):
+            if any(isinstance(item, torch.Tensor) for item in index):
+                return index
+            with _disable_current_modes():
+                made = torch.tensor(index)
+            self.journal.calls.append((torch.tensor, (index,), {}, made))
+            return made
+        if (
+            isinstance(index, torch.Tensor)
+            and not isinstance(index, FakeTensor)
+            and index.dim() == 0
+            and index.dtype in _INTEGERS
+        ):
+            self.journal.spoil("the value of an index is read")
+            with _disable_current_modes():
+                return int(index)
+        return index
+
+    def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Write down what an operator does, and return what it makes on fakes."""
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            raise NotExpressibleError(here(why_demand("item")))
+        if operator is torch.ops.aten.lift_fresh.default:
+            return self.substitute(args[0])
+        if not any("Tensor" in str(returned.type) for returned in operator._schema.returns):
+            return operator(*args, **kwargs)  # about sizes and types, or an error of fakes
+        args, kwargs = (pytree.tree_map_only(torch.Tensor, self.substitute, part) for part in (args, kwargs))
+        operator = _INSTEAD.get(operator, operator)
+        name = NAMES.get(operator)
+        if name is None:
+            refused = why_not("aten." + str(operator).removeprefix("aten."))
+            raise NotExpressibleError(here(f"{refused[0].upper()}{refused[1:]}."))
+        root = None
+        try:
+            written = [write_argument(argument, self.reference) for argument in args]
+            named = {
+                key: write_argument(argument, self.reference)
+                for key, argument in kwargs.items()
+                if argument is not None
+            }
+        except TypeError as error:
+            raise NotExpressibleError(here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
+        if self._for_others:
+            self._look_for_torch(name, args)
+        if is_in_place(name):
+            self._edit(args[0])
+        with self.paused():
+            result = operator(*args, **kwargs)
+        if is_view(name) or is_in_place(name):
+            root = self._roots[self._refs[args[0]][0]]
+        number = self.emit("op", root, name=name, args=written, **({"kwargs": named} if named else {}))
+        if not is_in_place(name):
+            for output, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
+                if isinstance(tensor, torch.Tensor):
+                    self._refs[tensor] = (number, output)
+        return result
+
+    def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
+        """Write down the sizes that decide what torch makes of a call of the block."""
+        function, given = self._called
+        several = str(OPERATORS[name]._schema.returns[0].type).startswith("List")  # as many as there are rows
+        if several or takes_sizes(function, name, args, given):
+            for tensor in (*args, *given):
+                if isinstance(tensor, FakeTensor):
+                    for dim in range(tensor.dim()):
+                        self._look(tensor, dim)
+
+    def _edit(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is edited in place, or refuse it."""
+        self.reference(tensor)
+        root = self._roots[self._refs[tensor][0]]
+        node = self.nodes[root]
+        if node["do"] in ("const", "weight"):
+            what = "a weight" if node["do"] == "weight" else "a tensor of your own"
+            raise NotExpressibleError(
+                here(f"The block edits {what} in place with values of the model; `.clone()` it first.")
+            )
+        if node["do"] == "apply":
+            if node.get("shares"):
+                raise NotExpressibleError(
+                    here(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
+                )
+            node["copy"] = True
+        if node["do"] != "read":
+            return
+        visit = next((visit for visit in reversed(self._visits) if root in visit.reads.values()), None)
+        if visit is None:
+            raise NotExpressibleError(
+                here(
+                    f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
+                    "or `.clone()` it first."
+                )
+            )
+        if root not in visit.edited:
+            node["copy"] = True
+            visit.edited.add(root)
+        mine = self._storages[root]
+        for other, storage in self._storages.items():
+            if other != root and storage.cdata == mine.cdata and not storage.expired():
+                message = here(
+                    f"A value that shares memory with `{node['site']}` was edited in place there, and is used before the model goes on. "
+                    "`.clone()` it first."
+                )
+                self._stale.setdefault(other, []).append((*_stretch(tensor), message))
+
+
+def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of the memory that a tensor reaches, and the one behind the last."""
+    with torch._C.DisableTorchFunction():
+        start = int(tensor.storage_offset())
+        length = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
+        return start * tensor.element_size(), (start + max(length, 0)) * tensor.element_size()

@@ -1,0 +1,246 @@
+"""Backward passes of a block that is recorded.
+
+``with loss.backward():`` becomes nodes: one where the pass begins, those of its block, and one where it ends. Nothing is differentiated
+here. A gradient has the shape and type of its tensor, which is all that a recording needs; in which order gradients come, and whether they
+flow through a tensor at all, is found out where the model is, on fakes first.
+
+The rows of an invoke are a view that the model does not go on with, so gradients do not flow to it. Their gradient is the same
+rows of the gradient of the whole tensor.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...runtime.gradients import check_gradient
+from ...runtime.rows.batching import BatchGroup, View
+from ...tracing import Tracer
+from ..wire.errors import NotExpressibleError
+from ..wire.nodes import IN_PASS
+from .refusals import here
+
+if TYPE_CHECKING:
+    from .recorded_calls import CallRecorder
+
+#: What ``torch.no_grad()`` and its kin call when they are entered and left.
+SET_GRAD_MODE = torch._C._set_grad_enabled
+
+
+class Gradients:
+    """Writes down what a block does with gradients.
+
+    Args:
+        recorder: Writes down everything else.
+
+    Attributes:
+        running: Whether the block of a pass is being recorded.
+    """
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        self._recorder = recorder
+        self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
+        self._off = ""
+        self._enabling = 0
+        self.running = False
+        self._latest: Any = (None, None)  # the tensor whose gradient the pass stands at, and the gradient
+
+    # -- what is done before a pass ----------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Note in which grad mode the user traces."""
+        if not torch.is_grad_enabled():
+            self._off = "the trace stands under `torch.no_grad()`"
+
+    def set_mode(self, enabled: bool) -> None:
+        """Note that the block switches gradients on or off. It is recorded without, so leaving either looks like switching off."""
+        if enabled:
+            self._enabling += 1
+        elif self._enabling:
+            self._enabling -= 1
+        else:
+            self._off = self._off or here("`torch.no_grad()` stands in the block before")
+
+    def require(self, tensor: torch.Tensor, requires: bool = True) -> torch.Tensor:
+        """Write down that gradients flow to ``tensor`` from here on, and return it."""
+        if not requires:
+            raise NotExpressibleError(
+                here("`requires_grad_(False)` cannot be sent: use `.detach()` where no gradient is to flow.")
+            )
+        reference = self._recorder.reference(self._whole(tensor))
+        if self._recorder.nodes[reference["ref"][0]]["do"] == "weight":
+            raise NotExpressibleError(
+                here(
+                    "A weight of the model cannot be made to require gradients: it belongs to others, too. Use a `.detach()` of it."
+                )
+            )
+        self._recorder.emit("requires_grad", value=reference)
+        return tensor
+
+    def following(self, group: BatchGroup) -> BatchGroup:
+        """Return the same rows, of whose views this hears."""
+        made = _Group(group.start, group.size, group.total, group.dims)
+        object.__setattr__(made, "gradients", self)
+        return made
+
+    def note_rows(self, group: BatchGroup, view: View) -> None:
+        """Note what the rows are that an invoke is given."""
+        for whole, rows, given in zip(view._leaves, view._rows, view._given, strict=True):
+            if rows is not None:
+                self._rows[given] = whole, group, rows
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = self._rows.get(tensor, (tensor,))[0]
+        return whole
+
+    # -- a pass ------------------------------------------------------------------------------------------------------
+
+    def begin(self, loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], has_block: bool) -> Tracer:
+        """Return the tracer of ``with loss.backward(...)``.
+
+        Raises:
+            NotExpressibleError: If the pass cannot be sent.
+        """
+        if not has_block:
+            raise NotExpressibleError(
+                here(
+                    "A bare `.backward()` cannot be sent: it would leave gradients in weights that belong to others, too. Write "
+                    "`with loss.backward():` and read the `.grad` of tensors in its block."
+                )
+            )
+        if self.running:
+            raise NotExpressibleError(here("A backward pass cannot begin in the block of another one."))
+        if self._off:
+            raise NotExpressibleError(
+                here(f"A backward pass cannot be sent here: {self._off}. Use `.detach()` where no gradient is to flow.")
+            )
+        return RecordedPass(self, loss, _options(*args, **kwargs))
+
+    def run(self, loss: torch.Tensor, options: dict[str, Any], block: types.FunctionType) -> None:
+        """Write down a pass; ``block`` is what runs along."""
+        recorder = self._recorder
+        gradient = options.pop("gradient")
+        content = {name: True for name, value in options.items() if value}
+        if gradient is not None:
+            content["gradient"] = recorder.reference(recorder.substitute(gradient))
+        recorder.emit("backward", value=recorder.reference(recorder.substitute(loss)), **content)
+        self.running = True
+        try:
+            block()
+        finally:
+            self.running, self._latest = False, (None, None)
+            recorder.emit("end")
+
+    def check_node(self, do: str) -> None:
+        """Raise if the block does something that cannot be done while a backward pass runs."""
+        if self.running and do not in IN_PASS:
+            raise ValueError(
+                here(
+                    f"`{do}` in the block of a backward pass: the model has run before the pass. Read the value before "
+                    "`with ...backward():`, and its `.grad` inside."
+                )
+            )
+
+    def location_of(self, value: Any) -> Any:
+        """Return what ``value.grad`` is looked up on."""
+        return RecordedGradient(self, value) if self.running and isinstance(value, torch.Tensor) else value
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for the gradient with respect to ``tensor``."""
+        rows = self._rows.get(tensor)
+        if rows is not None:
+            whole, group, place = rows
+            if place.scattered:  # they are a copy, so an edit of them would be lost
+                raise NotExpressibleError(
+                    here("The rows of this invoke do not lie side by side in this tensor, so their gradient cannot be sent.")
+                )
+            taken: torch.Tensor = group.take(self.read(whole), place)
+            return taken
+        recorder = self._recorder
+        fake = self._known(tensor)
+        if self._latest[0] is not fake:
+            with recorder.paused(), recorder.mode:
+                gradient = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+            recorder.made_by(recorder.emit("grad", wrt=recorder.reference(fake)), gradient)
+            self._latest = fake, gradient
+        return self._latest[1]
+
+    def write(self, tensor: torch.Tensor, value: Any) -> None:
+        """Write down that ``value`` flows on in place of the gradient with respect to ``tensor``."""
+        recorder = self._recorder
+        new = recorder.substitute(value) if isinstance(value, torch.Tensor) else value
+        check_gradient(self._known(tensor), new)
+        if tensor in self._rows:
+            self.read(tensor).copy_(new)
+            return
+        fake = self._known(tensor)
+        if self._latest[0] is fake and self._latest[1] is new:  # edited in place
+            return
+        recorder.emit("set_grad", wrt=recorder.reference(fake), value=recorder.reference(new))
+        self._latest = fake, new
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._recorder.knows(tensor):
+            raise NotExpressibleError(
+                here(
+                    "The gradient with respect to a tensor of your own can be sent only if the tensor itself meets values of the model. "
+                    "Here something that was computed from it did, which is all that the server has."
+                )
+            )
+        return self._recorder.substitute(tensor)
+
+
+class RecordedPass(Tracer):
+    """The context manager that ``loss.backward(...)`` is in the header of a ``with`` statement of a recorded block."""
+
+    def __init__(self, gradients: Gradients, loss: torch.Tensor, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._gradients, self._pass = gradients, (loss, options)
+
+    def execute(self, function: Any) -> None:
+        """Write the block down, between the nodes where the pass begins and ends."""
+        self._gradients.run(*self._pass, function)
+
+
+class RecordedGradient:
+    """What ``tensor`` stands for in ``tensor.grad`` inside the block of a recorded pass."""
+
+    def __init__(self, gradients: Gradients, tensor: torch.Tensor) -> None:
+        object.__setattr__(self, "_at", (gradients, tensor))
+
+    _at: tuple[Gradients, torch.Tensor]
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """What stands for the gradient with respect to the tensor."""
+        return self._at[0].read(self._at[1])
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self._at[0].write(self._at[1], value)
+
+
+class _Group(BatchGroup):
+    """The rows of an invoke that is recorded."""
+
+    gradients: Gradients
+
+    def view(self, location: str, occurrence: int, whole: Any) -> View:
+        """Return ``whole`` as the invoke sees it."""
+        view = super().view(location, occurrence, whole)
+        self.gradients.note_rows(self, view)
+        return view
+
+
+def _options(
+    gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> dict[str, Any]:
+    """Return the arguments of ``backward`` by name."""
+    if inputs is not None:
+        raise NotExpressibleError(
+            here("`inputs=` of a backward pass cannot be sent: read the `.grad` of those tensors.")
+        )
+    return {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph}

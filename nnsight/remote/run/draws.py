@@ -1,0 +1,105 @@
+"""Random numbers of a job: from a generator of its own, which begins with the seed that the job names.
+
+So a job gives the same alone, among others, and when it is sent again, and moves no generator of the server. The client draws the seed
+where one is needed, with its own generator: behind ``torch.manual_seed(s)`` the same block is the same job.
+
+Operators of a program that draw are given the generator (:data:`~nnsight.remote.wire.operators.DRAWING`). What the model itself draws, when
+it samples tokens or drops out entries, is drawn by operators, too, without a generator; :class:`Drawing` gives them that of the job.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_aten = torch.ops.aten
+
+#: Between which bounds parameters of distributions are.
+_PARAMETERS = {
+    "aten.bernoulli.default": (0.0, 1.0),
+    "aten.bernoulli_.Tensor": (0.0, 1.0),
+    "aten.multinomial.default": (0.0, 1e30),
+    "aten.poisson.default": (0.0, 1e9),
+}
+
+#: Operators that take a generator in another overload.
+_WITH_GENERATOR = {
+    _aten.rand.default: _aten.rand.generator,
+    _aten.randn.default: _aten.randn.generator,
+    _aten.randint.default: _aten.randint.generator,
+    _aten.randint.low: _aten.randint.low_generator,
+    _aten.randperm.default: _aten.randperm.generator,
+}
+
+
+def drawn_seed() -> int:
+    """Return a seed drawn with the generator of this process."""
+    with _disable_current_modes():
+        return int(torch.randint(2**62, ()))
+
+
+def generator_of(seed: int | None, device: torch.device) -> torch.Generator:
+    """Return the generator of a job; one that names no seed gets one that nobody knows."""
+    return torch.Generator(device).manual_seed(secrets.randbits(62) if seed is None else seed)
+
+
+def drops(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether one of ``modules`` drops out entries at random."""
+    return any(isinstance(module, _DropoutNd) and module.training and module.p for module in modules)
+
+
+def check_parameters(name: str, parameter: Any) -> None:
+    """Raise unless ``parameter``, the first argument of an operator that draws, is one that it can draw with; some kernels do not look.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+    if name not in _PARAMETERS or not isinstance(parameter, torch.Tensor) or isinstance(parameter, FakeTensor):
+        return
+    low, high = _PARAMETERS[name]
+    if parameter.numel() and not bool(((parameter >= low) & (parameter <= high)).all()):
+        raise ValueError(f"`{name}` is given a parameter that is not between {low:g} and {high:g}.")
+
+
+def samples(model: torch.nn.Module, call: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of the model may draw random numbers."""
+    if drops(model.modules()):
+        return True
+    config = getattr(model, "generation_config", None)
+    return call == "generate" and bool(kwargs.get("do_sample", getattr(config, "do_sample", False)))
+
+
+class Drawing(TorchDispatchMode):
+    """Lets a model draw from a generator of the job.
+
+    Args:
+        generator: The generator.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = operator._schema.name.removeprefix("aten::")
+        if name == "native_dropout" and args[2] is not False:
+            kept = torch.empty_like(args[0]).bernoulli_(1 - args[1], generator=self._generator)
+            return args[0] * kept / (1 - args[1] if args[1] < 1 else 1), kept.bool()
+        if name in ("rand_like", "randn_like"):
+            made = torch.empty_like(args[0], **kwargs)
+            return made.uniform_(generator=self._generator) if name == "rand_like" else made.normal_(generator=self._generator)
+        if name == "randint_like":
+            low, high = (0, args[1]) if len(args) == 2 else args[1:3]
+            return torch.empty_like(args[0], **kwargs).random_(low, high, generator=self._generator)
+        operator = _WITH_GENERATOR.get(operator, operator)
+        takes = any(argument.name == "generator" for argument in operator._schema.arguments)
+        if takes and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._generator}
+        return operator(*args, **kwargs)

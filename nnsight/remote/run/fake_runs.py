@@ -1,0 +1,300 @@
+"""Runs of a model on fakes: what a client records against, and what a server checks a program with.
+
+As in a scan, a copy of the model with fakes in place of its tensors runs on fakes of its inputs (:mod:`nnsight.runtime.rows.fakes`). A
+generation on fakes has no values, so it would never end by itself: it ends when it has made the tokens it was asked for, or
+when no block waits for anything but its result.
+
+Copies of models are kept, one for each thread, for as long as the model is like what was copied (:mod:`~nnsight.remote.run.likeness`) and
+no run has left a mark on the copy; so is what passes the locations of such a copy (:mod:`~nnsight.remote.run.occurrences`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ...modeling.generation import Streamer
+from ...modeling.scanning import fake_mode
+from ...runtime.carriers import is_carrier, on_tensors
+from ...runtime.interleaver import Interleaver
+from ...runtime.modules.tree import ModuleTree
+from ...runtime.rows.fakes import fake_modules
+from ..counts import counts
+from ..wire.errors import InvalidProgramError
+from .likeness import describe, key_of
+from .occurrences import Anew, Passage, passing, play
+
+#: Locations that come when the model has finished.
+_AT_THE_END = frozenset({"result", "model.generator.output"})
+
+
+def tensors_at(value: Any) -> list[Any]:
+    """Return the leaves of a value at a location, in an order that client and server share; caches as their tensors."""
+    return [leaf for _, leaf in places_of(value)]
+
+
+def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
+    """Return the leaves of a value, with their places: number of the leaf, and of the tensor inside of it if it is a cache."""
+    found: list[tuple[tuple[int, int | None], Any]] = []
+    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
+        if not is_carrier(leaf):
+            found.append(((number, None), leaf))
+            continue
+        inside: list[torch.Tensor] = []
+        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc]
+        found += [((number, place), tensor) for place, tensor in enumerate(inside)]
+    return found
+
+
+def leaf_at(value: Any, node: dict[str, Any]) -> Any:
+    """Return the leaf of a value that a node names.
+
+    Raises:
+        InvalidProgramError: If there is none.
+    """
+    leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
+    number = node["leaf"]
+    if number < len(leaves) and "inside" in node:
+        leaves, number = tensors_at(leaves[number]) if is_carrier(leaves[number]) else [], node["inside"]
+    if number >= len(leaves):
+        raise InvalidProgramError(f"the value there has no tensor number {number}")
+    return leaves[number]
+
+
+def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` in place of one of its leaves."""
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+    leaves[number] = new
+    return pytree.tree_unflatten(leaves, structure)
+
+
+class _Finished(BaseException):
+    """Ends a generation; no ``except Exception`` of a model stops it."""
+
+
+_local = threading.local()
+
+#: Kinds of input of which is kept what passes where.
+_KEPT = 32
+
+
+def fake_model_of(tree: ModuleTree) -> FakeModel:
+    """Return a copy of a model with fakes for its tensors, in the fake mode of this thread; one that was used before, if it will do."""
+    if not hasattr(_local, "models"):
+        _local.models = weakref.WeakKeyDictionary()
+    like = tree.version, describe(tree.paths)
+    known: FakeModel | None = _local.models.get(tree.root)
+    if known is not None and known.like == like and not known.busy:
+        known.least_steps, known.on_step = 1, lambda: None
+        return known
+    made = FakeModel(tree, fake_mode(), like)
+    if known is None or not known.busy:
+        _local.models[tree.root] = made
+    return made
+
+
+class Meter(Protocol):
+    """Counts what a model computes."""
+
+    of_model: int
+
+    def add_of_model(self, flops: int) -> None:
+        """Count what the model computed in an earlier run that stands for this one."""
+
+
+class FakeModel:
+    """A copy of a model with fakes for its tensors.
+
+    Args:
+        tree: The modules of the model.
+        mode: The fake mode.
+        like: A description of the model.
+
+    Attributes:
+        root: The copy.
+        by_path: The copies of all modules.
+        device: Where fakes of weights without memory are.
+        weights: Name and fake of each parameter and buffer, by the identity of the original.
+        least_steps: How many tokens of a generation are made even if nobody waits for any.
+        on_step: Called before each of them.
+        busy: Whether it runs.
+    """
+
+    def __init__(self, tree: ModuleTree, mode: FakeTensorMode, like: Any = None) -> None:
+        counts["fake_models"] += 1
+        device = device_of(tree.root)
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        copies = fake_modules(tree.root, mode, self.device)
+        self.mode, self.like, self.busy = mode, like, False
+        self.root = copies[tree.root]
+        self.by_path = {path: copies[module] for module, path in tree.paths.items() if module in copies}
+        self.least_steps = 1
+        self.on_step: Callable[[], None] = lambda: None
+        self.weights: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, original, fake in self._named(tree, copies):
+            self.weights.setdefault(id(original), (name, fake))
+        self.by_name = {name: fake for name, _, fake in self._named(tree, copies)}
+        self._known: OrderedDict[Any, tuple[list[Passage], int]] = OrderedDict()
+        self._storages = frozenset(self.storages())
+        self._pristine = describe(self.by_path.values())
+
+    @staticmethod
+    def _named(
+        tree: ModuleTree, copies: dict[torch.nn.Module, torch.nn.Module]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        root = tree.path
+        for module, path in tree.paths.items():
+            prefix = path.removeprefix(root).removeprefix(".")
+            for kind in ("_parameters", "_buffers"):
+                for name, original in getattr(module, kind).items():
+                    fake = getattr(copies[module], kind).get(name) if module in copies else None
+                    if original is not None and isinstance(fake, FakeTensor):
+                        yield f"{prefix}.{name}" if prefix else name, original, fake
+
+    def storages(self) -> set[int]:
+        """Return what identifies the memory of all tensors that the model keeps from one run to the next."""
+        kept = [tensor for module in self.by_path.values() for tensor in _kept_by(module)]
+        return {tensor.untyped_storage()._cdata for tensor in kept}
+
+    def versions(self) -> int:
+        """Return a number that changes when a weight is written to."""
+        return sum(tensor._version for tensor in self.by_name.values())
+
+    def run(
+        self,
+        tree: ModuleTree,
+        interleaver: Interleaver,
+        call: str,
+        args: Any,
+        kwargs: Any,
+        steps: int,
+        prompt: tuple[int, int],
+        meter: Meter | None = None,
+    ) -> Any:
+        """Call the model on fakes within ``interleaver``; return its fake output.
+
+        Args:
+            tree: The modules of the model.
+            interleaver: The run.
+            call: ``"trace"`` or ``"generate"``.
+            args: Arguments; their tensors are replaced by fakes.
+            kwargs: Likewise.
+            steps: How many tokens a generation makes.
+            prompt: Sequences that a generation returns, and length of its prompt.
+            meter: Counts what the model computes.
+        """
+        self.busy = True
+        try:
+            if call == "trace":
+                return self._run_once(tree, interleaver, args, kwargs, meter)
+            return self._generate(tree, interleaver, args, kwargs, steps, prompt)
+        finally:
+            self.busy = False
+            if self.like is not None and describe(self.by_path.values()) != self._pristine:
+                self.like = None  # the run left a mark: it is not used again
+
+    def _run_once(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, meter: Meter | None) -> Any:
+        """Call the model, or offer what passed in an earlier call."""
+        key: Any = None
+        if self.like is not None and not torch.is_grad_enabled():  # autograd would not know where kept fakes come from
+            with contextlib.suppress(TypeError):
+                key = tree.opened, meter is None, key_of((args, kwargs))
+
+        anew = Anew(self._storages)
+
+        def call(before: list[Passage], left: tuple[Any, ...]) -> Any:
+            counts["fake_runs"] += 1
+            start = 0 if meter is None else meter.of_model
+            given, named = (self.faked(value) for value in (args, kwargs))
+            with tree.intercept(self.by_path):
+                output, passages = passing(interleaver, before, left, anew, lambda: self.root(*given, **named))
+            if passages is not None and key is not None:
+                self._known[key] = passages, 0 if meter is None else meter.of_model - start
+                while len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+            return output
+
+        known = self._known.get(key)
+        if known is None:
+            return call([], ())
+        played, output = play(known[0], interleaver, anew, call)
+        if played:
+            counts["passages"] += 1
+            if meter is not None:
+                meter.add_of_model(known[1])
+        return output
+
+    def _generate(
+        self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]
+    ) -> Any:
+        counts["fake_runs"] += 1
+        args, kwargs = (self.faked(value) for value in (args, kwargs))
+        with contextlib.suppress(_Finished), self._ending(interleaver, steps), tree.intercept(self.by_path):
+            if kwargs.get("num_beams", 1) == 1:
+                kwargs = {**kwargs, "streamer": Streamer()}
+            self.root.generate(*args, **kwargs)  # type: ignore[operator]
+        ids = torch.empty((prompt[0], prompt[1] + steps), dtype=torch.int64, device=self.device)
+        return interleaver.handle("model.generator.output", ids)
+
+    @contextlib.contextmanager
+    def _ending(self, interleaver: Interleaver, steps: int) -> Iterator[None]:
+        """End a generation in time."""
+        forward, calls = self.root.forward, 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if calls >= steps or (calls >= self.least_steps and interleaver.waited.keys() <= _AT_THE_END):
+                raise _Finished
+            calls += 1
+            self.on_step()
+            return forward(*args, **kwargs)
+
+        self.root.__dict__["forward"] = counted
+        try:
+            yield
+        finally:
+            del self.root.__dict__["forward"]
+
+    def faked(self, value: Any) -> Any:
+        """Return ``value`` with new fakes in place of its tensors."""
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+        return pytree.tree_map_only(torch.Tensor, fake, value)
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Return where a model takes its input."""
+    tensor = next(iter(module.parameters()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _kept_by(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for values in (module._parameters, module._buffers, vars(module)):
+        for leaf in pytree.tree_leaves(list(values.values()), is_leaf=is_carrier):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+
+def generation_size(root: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[int, tuple[int, int]]:
+    """Return how many tokens a generation makes at most, the number of its sequences, and the length of its prompt."""
+    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+    rows, length = (ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
+    config: Any = getattr(root, "generation_config", None)
+    new = kwargs.get("max_new_tokens")
+    if new is None and "max_length" in kwargs:
+        new = kwargs["max_length"] - length
+    if new is None:
+        new = getattr(config, "max_new_tokens", None)
+    if new is None:
+        new = 20 if getattr(config, "max_length", None) in (None, 20) else config.max_length - length
+    return max(int(new), 1), (rows * int(kwargs.get("num_return_sequences") or 1), length)

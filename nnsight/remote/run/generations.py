@@ -1,0 +1,107 @@
+"""Generations of several clients in one: who has ended, and what the others' tokens must not show.
+
+In a batch of ``generate`` a sequence that has ended is padded until all have. Alone, the generation of a job ends when its own sequences
+have, and that is what its program was written for. So the tokens are followed as they come (:class:`Tokens`): from its end on a job waits
+for nothing that the model passes, and of the result it sees the columns that it would have alone.
+
+That is said of greedy generations by transformers' own ``generate``, where a token depends on its row only. Sampled tokens are drawn from
+the generator of a job, beams make rows out of one, and so these run alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from ...modeling.generation import Streamer
+from ...runtime.rows.batching import BatchGroup, View
+
+#: What a generation returns, once all of its sequences have ended.
+RETURNED = frozenset({"result", "model.generator.output"})
+
+#: Options of a model's own that end a generation by something else than its tokens, or return something else than ids.
+_OTHER_ENDS = ("max_time", "stop_strings", "return_dict_in_generate", "token_healing")
+
+
+def joins(module: torch.nn.Module, options: dict[str, Any]) -> bool:
+    """Whether the tokens of a generation with these options depend on their row only, and its end on its tokens."""
+    config: Any = getattr(module, "generation_config", None)
+    if config is None or getattr(type(module), "generate", None) is not GenerationMixin.generate:
+        return False
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return False
+    if "eos_token_id" in options and options["eos_token_id"] is None:
+        return False  # versions of transformers differ in what this means
+    config = copy.deepcopy(config)
+    try:
+        config.update(**options)
+    except (TypeError, ValueError):  # options that contradict each other; the run says so
+        return False
+    return (
+        config.get_generation_mode() is GenerationMode.GREEDY_SEARCH
+        and (config.num_return_sequences or 1) == 1
+        and not any(getattr(config, name, None) for name in _OTHER_ENDS)
+        and (getattr(config, "guidance_scale", None) or 1) == 1
+    )
+
+
+def ends_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> list[int]:
+    """Return the tokens that end a sequence."""
+    config: Any = module.generation_config
+    found = kwargs.get("eos_token_id", config.eos_token_id)
+    return [] if found is None else found if isinstance(found, list) else [found]
+
+
+class Tokens(Streamer):
+    """The tokens of a group as they come: offered to the blocks, and followed.
+
+    Args:
+        ends: The tokens that end a sequence.
+
+    Attributes:
+        made: How many there are of each row.
+        length: How many it took until the rows so far had ended, by row; 0 for one that goes on.
+    """
+
+    def __init__(self, ends: list[int]) -> None:
+        self._ends = torch.tensor(ends, dtype=torch.int64)
+        self.made = 0
+        self.length: torch.Tensor | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Offer ids; the first are those of the prompts."""
+        super().put(value)
+        if self.length is None:
+            self.length = torch.zeros(len(value), dtype=torch.int64)
+            return
+        self.made += 1
+        ended = torch.isin(value.cpu(), self._ends) & (self.length == 0)
+        self.length[ended] = self.made
+
+    def made_for(self, group: BatchGroup) -> int:
+        """Return how many tokens a generation of these rows alone has made by now."""
+        if self.length is None:
+            return 0
+        lengths = self.length[group.start : group.start + group.size]
+        return int(lengths.max()) if bool(lengths.all()) else self.made
+
+    def ended(self, group: BatchGroup) -> bool:
+        """Whether a generation of these rows alone would have ended by now."""
+        return self.length is not None and bool(self.length[group.start : group.start + group.size].all())
+
+
+class Returned(View):
+    """The rows of one job in what a generation returns, as long as it would be alone."""
+
+    def __init__(self, group: BatchGroup, location: str, occurrence: int, whole: Any, tokens: Tokens) -> None:
+        more = tokens.made - tokens.made_for(group)
+        super().__init__(group, location, occurrence, whole[:, : whole.shape[1] - more])
+        self._all = whole
+
+    def widen(self, left: Any) -> Any:
+        """Return the value of the whole batch: programs that replace what a generation returns run alone."""
+        return self._all

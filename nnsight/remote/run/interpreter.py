@@ -1,0 +1,464 @@
+"""A program as blocks: what runs on a server.
+
+Each block of a run becomes a function that does the nodes of the block, in an ordinary mediator: it waits at locations, reads,
+writes and skips as a block written in Python does, under the eager driver, under the compiled one, and on fakes, where the server
+checks the program. The operators are those of the table; nothing of the client is looked up, evaluated or compiled.
+
+Indices are compared with the sizes they point into before they are used: some kernels do not, and on a GPU the kernel that finds a
+bad index takes the process down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from greenlet import GreenletExit
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from ...runtime.errors import EarlyStopException, OutOfOrderError
+from ...runtime.gradients import Gradient, differentiate
+from ...runtime.interleaver import Interleaver, active_interleaver
+from ...runtime.invoker import Barrier
+from ...runtime.mediator import Mediator
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..wire.formats import text_of
+from ..wire.nodes import Node, read_argument
+from ..wire.operators import DRAWING, OPERATORS
+from ..wire.payload import Job, fact
+from ..wire.trees import ABSENT, NONE, read_tree, references
+from .draws import check_parameters
+from .fake_runs import leaf_at, tensors_at, with_leaf
+
+#: Attribute of the fake of a constant: its values, where they are indices.
+CONSTANT = "_nnsight_constant"
+
+#: Operators whose copy of nothing is nothing.
+_COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
+
+
+class Interpreter:
+    """The values of a job while it runs.
+
+    Args:
+        job: A checked job.
+        device: Where its constants go.
+        apply: Applies the module at a path: ``apply(path, args, kwargs)``.
+        weight: Returns the parameter or buffer of a name.
+        seconds: How long it may take.
+        constants: The tensors of the job, where they are not its own.
+
+    Attributes:
+        values: What each node made, as a tuple of tensors.
+        on_done: Called with each node that is an operator or applies a module, its arguments and what it made.
+        generator: What operators that draw get; ``None`` for that of the process.
+        on_log: Called with each line that is printed; ``None`` on fakes, which have no text.
+        on_write: Called with the tensor of the model that a node is about to write to.
+        differentiates: Whether there is a backward pass in the program, so that autograd has to follow the run.
+        mediator: What runs its blocks.
+    """
+
+    mediator: type[Mediator] = Mediator
+
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        apply: Callable[[str, Any, Any], Any],
+        weight: Callable[[str], torch.Tensor],
+        seconds: float,
+        constants: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.job, self.device, self._apply, self._weight = job, device, apply, weight
+        self._constants = job.tensors if constants is None else constants
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self.values: dict[int, tuple[Any, ...]] = {}
+        self.on_done: Callable[[Node, Any, Any], None] = lambda node, args, result: None
+        self.generator: torch.Generator | None = None
+        self.on_log: Callable[[str], None] | None = None
+        self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self._used = fact(job, "used", lambda: [Counter(references_of(node)) for node in job.nodes])
+        self._uses = Counter(fact(job, "uses", lambda: _uses(job, self._used)))
+        self.differentiates = any(node["do"] == "backward" for node in job.nodes)
+        self._copied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._waiting: dict[Mediator, Node] = {}
+        self._barriers: dict[tuple[int, int], Barrier] = {}
+
+    def place_constants(self) -> None:
+        """Put the constants where the model is."""
+        self._constants = {name: tensor.to(self.device) for name, tensor in self._constants.items()}
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def mediators(self, run: int) -> list[Mediator]:
+        """Return the blocks of a run."""
+        blocks: list[list[tuple[int, Node]]] = [[] for _ in range(self.job.runs[run]["blocks"])]
+        for number, node in enumerate(self.job.nodes):
+            if node["run"] == run:
+                blocks[node["block"]].append((number, node))
+        return [
+            self.mediator(lambda nodes=nodes: self.run_nodes(nodes), None, f"block {number}")  # type: ignore[misc]
+            for number, nodes in enumerate(blocks)
+        ]
+
+    def finish(self, interleaver: Interleaver, mediators: Iterable[Mediator]) -> None:
+        """End the blocks after the model has returned; one that waits in a loop has reached its end.
+
+        Args:
+            interleaver: The run, which may have blocks of other jobs as well.
+            mediators: Those of this job.
+
+        Raises:
+            ExecutionFailedError: If one of these still waits.
+        """
+        for mediator in mediators:
+            node = self._waiting.get(mediator)
+            if mediator.waiting is None:
+                continue
+            if node is not None and node.get("loop"):
+                mediator.throw(GreenletExit())
+                continue
+            location, occurrence = mediator.waiting
+            calls = interleaver.counts.get(location, 0)
+            raise ExecutionFailedError(
+                f"`{location}.i{occurrence}` was not reached{_line(node)}: the model passed there {calls} times."
+            )
+
+    def saved(self, leaf: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the trees of what is saved, with ``leaf(tensor)`` for tensors."""
+        return {name: self._tree(saved, leaf) for name, saved in self.job.saves.items()}
+
+    def _tree(self, saved: Any, leaf: Callable[[Any], Any]) -> Any:
+        if type(saved) is not dict:
+            return saved
+        ((kind, content),) = saved.items()
+        if kind in ("list", "tuple"):
+            return {kind: [self._tree(item, leaf) for item in content]}
+        if kind == "dict":
+            return {kind: [[key, self._tree(item, leaf)] for key, item in content]}
+        if kind != "ref":
+            return saved
+        made = self.values.get(content[0])
+        if made is None:
+            return {"absent": "never computed"}
+        if content[1] < len(made) and made[content[1]] is None:  # such as a mask that the model did without
+            return {"absent": NONE}
+        return leaf(self._output(made, content[0], content[1]))
+
+    def check_time(self) -> None:
+        """Raise if the job has taken too long.
+
+        Raises:
+            ExecutionFailedError: If so.
+        """
+        if time.monotonic() > self._deadline:
+            raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds.")
+
+    def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
+        """Do nodes, in the block that is running."""
+        pending = iter(nodes)
+        for number, node in pending:
+            along: list[tuple[int, Node]] = []
+            if node["do"] == "backward":
+                along = list(itertools.takewhile(lambda item: item[1]["do"] != "end", pending))
+            try:
+                self.check_time()
+                self._do(number, node, along)
+            except (EarlyStopException, GreenletExit):
+                raise
+            except (ExecutionFailedError, InvalidProgramError) as error:
+                raise type(error)(f"{_what(node)}{_line(node)}: {error}") from error
+            except OutOfOrderError as error:
+                raise ExecutionFailedError(f"{_what(node)}{_line(node)}: {error}") from error
+            except Exception as error:
+                raise ExecutionFailedError(f"{_what(node)}{_line(node)} failed: {error}") from error
+
+    def _do(self, number: int, node: Node, along: list[tuple[int, Node]]) -> None:
+        run: Any = active_interleaver()
+        mediator = run.current
+        match node["do"]:
+            case "const":
+                self._keep(number, (self._constants[node["tensor"]],))
+            case "weight":
+                self._keep(number, (self._weight(node["name"]),))
+            case "read":
+                leaf = self._leaf(mediator, node)
+                self._keep(number, (leaf.clone() if node.get("copy") and isinstance(leaf, torch.Tensor) else leaf,))
+            case "write":
+                self._write(mediator, node)
+            case "skip":
+                self._waiting[mediator] = node
+                mediator.skip(_place(node), self._read(node["value"]))
+            case "op":
+                self._operate(number, node)
+            case "apply":
+                args, kwargs = self._read(node["args"]), self._read(node["kwargs"])
+                made = tensors_at(self._apply(node["module"], args, kwargs))
+                made = [item.clone() if node.get("copy") and isinstance(item, torch.Tensor) else item for item in made]
+                self.on_done(node, (args, kwargs), made)
+                self._keep(number, tuple(made))
+            case "barrier":
+                known = self._barriers.get((node["run"], node["id"]))
+                if known is None or known.participants != node["of"]:
+                    trace: Any = types.SimpleNamespace(opens_invokes=False)
+                    known = self._barriers[node["run"], node["id"]] = Barrier(trace, node["of"])
+                known()
+            case "stop":
+                raise EarlyStopException
+            case "size":
+                self._compare(self._read(node["value"]), node["dim"], node["size"])
+            case "log":
+                self._log(node["text"])
+            case "requires_grad":
+                self._require_grad(node)
+            case "backward":
+                self._differentiate(node, along)
+            case "grad":
+                self._keep(number, (Gradient(self._differentiable(node["wrt"])).grad,))
+            case "set_grad":
+                Gradient(self._differentiable(node["wrt"])).grad = self._read(node["value"])
+        for used, count in self._used[number].items():
+            self._uses[used] -= count
+            if self._uses[used] <= 0:
+                self.values.pop(used, None)
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def _leaf(self, mediator: Any, node: Node) -> Any:
+        self._waiting[mediator] = node
+        return leaf_at(mediator.request(_place(node)), node)
+
+    def _write(self, mediator: Any, node: Node) -> None:
+        old, new = self._leaf(mediator, node), self._read(node["value"])
+        if not isinstance(old, torch.Tensor):
+            raise InvalidProgramError("there is no tensor to write to")
+        if node.get("in_place"):
+            if new.shape != old.shape or new.dtype != old.dtype:
+                raise InvalidProgramError("values of another shape or type go in place")
+            self.on_write(old)
+            old.copy_(new)
+            source, output = node["value"]["ref"]
+            if output == 0 and self.job.nodes[source]["do"] == "read" and source in self.values:
+                self.values[source] = (old,)  # from here on it follows what the model does to it
+                if self.differentiates:
+                    self._copied[source] = old, old._version, new
+        else:
+            mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node["leaf"], new))
+
+    def _operate(self, number: int, node: Node) -> None:
+        operator, first = OPERATORS[node["name"]], (node["args"] or [None])[:1]
+        if node["name"] in _COPIES and type(first[0]) is dict and self.values.get(first[0]["ref"][0]) == (None,):
+            self._keep(number, (None,))  # what a cache of activations keeps of a mask that the model did without
+            return
+        args = read_argument(node["args"], self._lookup, self.device)
+        kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
+        check_indices(operator, args, kwargs)
+        if node["name"] in DRAWING:
+            check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
+            kwargs["generator"] = self.generator
+        result = operator(*args, **kwargs)
+        self.on_done(node, (args, kwargs), result)
+        self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
+
+    @staticmethod
+    def _compare(tensor: torch.Tensor, dim: int, size: int) -> None:
+        """Raise unless a size is what it was when the block looked at it."""
+        found = tensor.shape[dim] if dim < tensor.dim() else None
+        if found != size:
+            raise InvalidProgramError(
+                f"the block, or a function of torch that it called, looked at dimension {dim} of this value, which was {size} when the "
+                f"program was recorded and is {found} here; what came of that is part of the program. Record it for inputs of this size, "
+                "or write it without that size, as in `hidden[:, -1]` and `hidden.mean(1)`"
+            )
+
+    def _log(self, pieces: list[Any]) -> None:
+        values = {piece["value"]["ref"][0]: self._read(piece["value"]) for piece in pieces if type(piece) is dict}
+        if self.on_log is not None:
+            self.on_log(text_of(pieces, lambda reference: values[reference["ref"][0]]))
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def _require_grad(self, node: Node) -> None:
+        source, output = node["value"]["ref"]
+        tensor = self._lookup(source, output)
+        if self.job.nodes[source]["do"] == "const":  # one of this run: the values may be another's, too
+            self.values[source] = (tensor.detach().requires_grad_(),)
+        elif not tensor.requires_grad:
+            self.on_write(tensor)  # what outlives the run would go on requiring gradients
+            tensor.requires_grad_()
+
+    def _differentiate(self, node: Node, along: list[tuple[int, Node]]) -> None:
+        asked = []
+        for source, output in (item["wrt"]["ref"] for _, item in along if "wrt" in item):
+            if source in self.values:
+                asked.append(self._differentiable({"ref": [source, output]}))
+            elif self.job.nodes[source]["do"] == "weight":  # one that is first named in the block of the pass
+                asked.append(self._weight(self.job.nodes[source]["name"]))
+        differentiate(
+            self._lookup(*node["value"]["ref"]),
+            asked,
+            lambda: self.run_nodes(along),
+            self._read(node.get("gradient")),
+            retain_graph=node.get("retain_graph"),
+            create_graph=node.get("create_graph", False),
+        )
+
+    def _differentiable(self, reference: dict[str, Any]) -> torch.Tensor:
+        """Return the tensor to which all gradients of a value flow.
+
+        An edited value of the model was computed in a copy, so what was made of the copy at its location does not come from the
+        model's tensor. The copy is it, unless the model has gone on to edit its own.
+        """
+        source, output = reference["ref"]
+        old, version, copied = self._copied.get(source, (None, 0, None))
+        if old is not None and copied is not None and output == 0 and old._version == version:
+            return copied
+        return self._lookup(source, output)
+
+    def _keep(self, number: int, made: tuple[Any, ...]) -> None:
+        if self._uses[number]:
+            self.values[number] = made
+
+    def _read(self, tree: Any) -> Any:
+        return read_tree(tree, lambda kind, content: self._lookup(*content) if kind == "ref" else ABSENT)
+
+    def _lookup(self, node: int, output: int) -> Any:
+        made = self.values.get(node)
+        if made is None:
+            raise InvalidProgramError(f"Node {node} is used before it was done.")
+        return self._output(made, node, output)
+
+    @staticmethod
+    def _output(made: tuple[Any, ...], node: int, output: int) -> torch.Tensor:
+        if output >= len(made) or not isinstance(made[output], torch.Tensor):
+            raise InvalidProgramError(f"Node {node} has no tensor number {output}.")
+        return made[output]
+
+
+def _place(node: Node) -> str:
+    return f"{node['site']}.i{node['at']}"
+
+
+def _what(node: Node) -> str:
+    return {"op": f"`{node.get('name')}`", "apply": f"`{node.get('module')}(...)`"}.get(
+        node["do"], f"{node['do']} `{node['site']}`" if "site" in node else node["do"]
+    )
+
+
+def _line(node: Node | None) -> str:
+    return "" if node is None or "line" not in node else f", line {node['line']}"
+
+
+def _uses(job: Job, used: list[Counter[int]]) -> Counter[int]:
+    """Return how often the value of each node is used, by nodes and by what is saved."""
+    uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
+    for counts in used:
+        uses.update(counts)
+    return uses
+
+
+def references_of(node: Node) -> list[int]:
+    """Return the nodes that a node refers to, as often as it does."""
+    return [found for key in ("args", "kwargs", "value", "gradient", "wrt", "text") for found in _references(node.get(key))]
+
+
+def _references(value: Any) -> list[int]:
+    if type(value) is list:
+        return [found for item in value for found in _references(item)]
+    if type(value) is not dict:
+        return []
+    if type(ref := value.get("ref")) is list and len(value) == 1:
+        return [ref[0]]
+    return [found for item in value.values() for found in _references(item)]
+
+
+# -- indices ---------------------------------------------------------------------------------------------------------
+
+
+def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Raise if an operator that looks up entries would look outside of its tensor.
+
+    Raises:
+        IndexError: If an index is out of range.
+        InvalidProgramError: If indices are of a type that cannot index.
+    """
+    rule = _INDEXED.get(operator._schema.name.removeprefix("aten::"))
+    if rule is None:
+        return
+    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    for index, size, negative in rule(given):
+        if isinstance(index, torch.Tensor):
+            _check_range(index, size, negative)
+
+
+def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
+    if index.dtype in (torch.bool, torch.uint8):
+        return
+    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+        raise InvalidProgramError(f"Indices are integers, not {index.dtype}.")
+    values = getattr(index, CONSTANT, index)
+    if isinstance(values, FakeTensor) or values.numel() == 0:
+        return
+    with unset_fake_temporarily():
+        low, high = (int(bound) for bound in torch.aminmax(values))
+    if high >= size or low < (-size if negative else 0):
+        raise IndexError(f"an index points outside of its tensor: from {low} to {high}, for a size of {size}")
+
+
+def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:
+    source = given["self"]
+    size = source.shape[given["dim"]] if source.dim() else 1
+    yield given["index"], size, negative
+
+
+def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    source, dim = given["self"], 0
+    for index in given["indices"]:
+        if index is None:
+            dim += 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            dim += index.dim()
+        else:
+            if dim >= source.dim():
+                raise InvalidProgramError("There are more indices than dimensions.")
+            yield index, source.shape[dim], True
+            dim += 1
+
+
+def _rows(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    yield given["indices"], given["weight"].shape[0], False
+
+
+def _flat(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    yield given["index"], given["self"].numel(), True
+
+
+def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    target, source = given["target"], given["self"]
+    target = getattr(target, CONSTANT, target)
+    if isinstance(target, torch.Tensor) and source.dim():
+        if isinstance(target, FakeTensor):
+            return
+        with unset_fake_temporarily():
+            kept = target.masked_fill(target == given["ignore_index"], 0)
+        yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
+
+
+_INDEXED: dict[str, Callable[[dict[str, Any]], Iterator[tuple[Any, int, bool]]]] = {
+    **dict.fromkeys(
+        "gather index_select scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split(), _along
+    ),
+    **dict.fromkeys(
+        "index_add index_add_ index_copy index_copy_ index_fill index_fill_".split(),
+        lambda given: _along(given, given.get("value") is not None),
+    ),
+    **dict.fromkeys("index index_put index_put_".split(), _advanced),
+    "embedding": _rows,
+    "take": _flat,
+    "nll_loss_forward": _classes,
+}

@@ -1,0 +1,327 @@
+"""Jobs of several clients in one forward pass, each seeing only its own rows.
+
+The inputs of the jobs are joined as those of invokes are, and the blocks of each job are bound to its rows
+(:class:`~nnsight.runtime.rows.batching.BatchGroup`). A program was checked against the sizes of its own input, and those are what it
+gets: jobs go together only if their inputs differ in nothing but the number of rows, so nothing is padded. Generations go together
+likewise, see :mod:`~nnsight.remote.run.generations`.
+
+Seeing only one's own rows is a promise here, and no convenience. A tensor in which no dimension has the rows is not handed out: it may be
+a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules, end the run or compute
+gradients, are run alone; so is every job of a group that fails, for one program must not make another's fail.
+
+What a model itself computes across rows (statistics of a batch, experts with a limited capacity) is not undone by this. A server of such a
+model runs each job alone.
+
+A compiled model is compiled for the blocks of a whole group. So its jobs go together only if they are the same program for inputs of the
+same sizes, with values of their own, and only in groups of 2, 4, 8, ... members: a smaller one is filled up with its last job again, whose
+results are dropped. A program comes to one variant for each of these numbers, and is not compiled for each company in which it may find
+itself. Of generations, some end before others, and each such combination would be another program at that step: they run alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...modeling.generation import Generation
+from ...runtime.interleaver import Interleaver
+from ...runtime.mediator import Mediator
+from ...runtime.probing import find_batch_dims
+from ...runtime.report import Report
+from ...runtime.rows.batching import BatchGroup, View
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..wire.formats import limited
+from ..wire.limits import Limits
+from ..wire.payload import Job, decode_known, fact
+from ..wire.trees import ABSENT, read_tree
+from .draws import drops, generator_of
+from .execution import execute, guard, interpreter_of, results_of
+from .fake_runs import device_of
+from .generations import RETURNED, Returned, Tokens, ends_of, joins
+from .interpreter import Interpreter
+from .validation import check_call, inputs_of, validate
+
+if TYPE_CHECKING:
+    from ...modeling.base import NNsight
+
+_log = logging.getLogger("nnsight.remote")
+
+#: What only a program that runs alone may do.
+_ALONE = frozenset({"skip", "stop", "requires_grad", "backward"})
+
+
+class _NotTogetherError(Exception):
+    """A program asks for something that it can have only if it runs alone."""
+
+
+@dataclass(frozen=True)
+class Tenant(BatchGroup):
+    """The rows of one job.
+
+    Attributes:
+        shared: Identities of the tensors without rows at the location where the model stands.
+        tokens: Those of a generation.
+    """
+
+    shared: set[int] = field(default_factory=set, compare=False)
+    tokens: Tokens | None = field(default=None, compare=False)
+
+    def view(self, location: str, occurrence: int, whole: Any) -> View:
+        """Return ``whole`` as this job sees it."""
+        self.shared.clear()
+        if self.tokens is not None and location in RETURNED:
+            return Returned(self, location, occurrence, whole, self.tokens)
+        return super().view(location, occurrence, whole)
+
+    def rows_of(self, tensor: torch.Tensor, found: Any) -> Any:
+        """Return where the rows of ``tensor`` are, and note if it has none."""
+        rows = super().rows_of(tensor, found)
+        if rows is None:
+            self.shared.add(id(tensor))
+        return rows
+
+
+class _TenantMediator(Mediator):
+    """A block of a job that may end before others do."""
+
+    __slots__ = ()
+
+    def waits_at(self, location: str, occurrence: int) -> bool:
+        if not super().waits_at(location, occurrence):
+            return False
+        group: Any = self.batch_group
+        return location in RETURNED or group.tokens is None or not group.tokens.ended(group)
+
+
+class _TenantInterpreter(Interpreter):
+    """The blocks of one job among others."""
+
+    mediator = _TenantMediator
+
+    def _leaf(self, mediator: Any, node: Any) -> torch.Tensor:
+        leaf = super()._leaf(mediator, node)
+        if id(leaf) in mediator.batch_group.shared:
+            raise _NotTogetherError
+        return leaf
+
+    def _do(self, number: int, node: Any, along: Any) -> None:
+        try:
+            super()._do(number, node, along)
+        except Exception as error:  # what is wrong, and whether anything is, is seen when the job runs alone
+            raise _NotTogetherError from error
+
+
+class _Waiting:
+    """Short jobs that were read to find their kind, until they run: they are not read a second time."""
+
+    def __init__(self, most: int = 4 * 2**20, longest: int = 2**16) -> None:
+        self._most, self._longest, self._size = most, longest, 0
+        self._jobs: OrderedDict[tuple[bytes, Limits], Job] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _keeps(self, payload: bytes) -> bool:
+        return type(payload) is bytes and len(payload) <= self._longest
+
+    def read(self, payload: bytes, limits: Limits) -> Job:
+        """Return the job in a payload, which waits from now on; raises as :func:`~nnsight.remote.wire.payload.decode_known`."""
+        job = decode_known(payload, limits)
+        if self._keeps(payload):
+            with self._lock:
+                if (payload, limits) not in self._jobs:
+                    self._jobs[payload, limits] = job
+                    self._size += len(payload)
+                while self._size > self._most:
+                    (dropped, _), _ = self._jobs.popitem(last=False)
+                    self._size -= len(dropped)
+        return job
+
+    def take(self, payload: bytes, limits: Limits) -> Job:
+        """Return the job in a payload, which waits no more; raises likewise."""
+        if self._keeps(payload):
+            with self._lock:
+                job = self._jobs.pop((payload, limits), None)
+                if job is not None:
+                    self._size -= len(payload)
+                    return job
+        return decode_known(payload, limits)
+
+
+_waiting = _Waiting()
+
+
+def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Hashable | None:
+    """Return what jobs have in common that can run as one batch; ``None`` for one that has to run alone.
+
+    Raises:
+        InvalidProgramError: If the payload is malformed.
+    """
+    from ...modeling.base import NNsight
+
+    job = _waiting.read(payload, limits or Limits())
+    batches = type(model)._batch is not NNsight._batch
+    if not batches or len(job.runs) != 1:
+        return None
+    run = job.runs[0]
+    if model._compile_by_default and (run["call"] == "generate" or not job.header):
+        return None
+    described = fact(job, "described", lambda: _described_job(job))
+    if not described:
+        return None
+    if drops(model._tree.paths):
+        return None  # what is drawn for the batch would depend on who else is in it
+    if run["call"] == "generate" and not _generates_together(model, job, limits or Limits()):
+        return None
+    masks = [
+        job.tensors[tree["tensor"]]
+        for name, tree in run["kwargs"]["dict"]
+        if name == "attention_mask" and _is_tensor(tree)
+    ]
+    padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
+    program = [hashlib.sha256(job.header).hexdigest()] if model._compile_by_default else []
+    return "\n".join([described, *padded, *program])
+
+
+def _described_job(job: Job) -> str:
+    """Return the call of a job without values and rows; nothing for one that has to run alone."""
+    run = job.runs[0]
+    described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
+    alone = any(node["do"] in _ALONE for node in job.nodes) or any("scalar" in text for text in described)
+    return "" if alone else "\n".join(described)
+
+
+def _generates_together(model: NNsight, job: Job, limits: Limits) -> bool:
+    check_call(model, job.runs[0], limits)
+    if any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes):
+        return False  # a job that has ended has another length there
+    return joins(model._module, _options(job))
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Return the options of a generation without its tensors."""
+    given = read_tree(job.runs[0]["kwargs"], lambda kind, content: ABSENT)
+    return {name: value for name, value in given.items() if value is not ABSENT}
+
+
+def execute_payloads(
+    model: NNsight,
+    payloads: Sequence[bytes],
+    limits: Limits | None = None,
+    logs: Sequence[Callable[[str], None]] | None = None,
+) -> list[bytes | Exception]:
+    """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or what is wrong with it alone.
+
+    ``logs`` are called with the lines that each prints, after the batch has run: a batch that fails has printed nothing.
+
+    The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.
+    """
+    limits = limits or Limits()
+    outcomes: list[bytes | Exception | None] = [None] * len(payloads)
+    jobs: dict[int, Job] = {}
+    for index, payload in enumerate(payloads):
+        try:
+            jobs[index] = _waiting.take(payload, limits)
+            validate(jobs[index], model, limits)
+        except InvalidProgramError as error:
+            jobs.pop(index, None)
+            outcomes[index] = error
+    if len(jobs) > 1:
+        try:
+            company = list(jobs.values())
+            if model._compile_by_default:  # with tensors of their own, as the others have: equal ones would be another program
+                more = (1 << (len(company) - 1).bit_length()) - len(company)
+                company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
+            outcomes_together, lines = _execute_together(model, company, limits)
+            for index, outcome, printed in zip(list(jobs), outcomes_together, lines, strict=False):
+                for line in printed if logs is not None else ():
+                    logs[index](line)  # type: ignore[index]
+                outcomes[index] = outcome
+                del jobs[index]
+        except Exception as error:  # whose fault it is shows when each runs alone
+            _log.debug("jobs run one by one after all: %r", error)
+    for index, job in jobs.items():
+        try:
+            outcomes[index] = execute(model, job, limits, None if logs is None else logs[index])
+        except Exception as error:
+            outcomes[index] = error
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _execute_together(
+    model: NNsight, jobs: Sequence[Job], limits: Limits
+) -> tuple[list[bytes | Exception], list[list[str]]]:
+    if hasattr(model, "dispatch"):
+        model.dispatch()
+    device = device_of(model._module)
+    on_write = guard(model._tree.paths)
+    interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
+    lines: list[list[str]] = [[] for _ in jobs]
+    for interpreter, printed in zip(interpreters, lines, strict=True):
+        interpreter.generator = generator_of(interpreter.job.seed, device)
+        interpreter.on_log = limited(printed.append, limits.log_characters)
+    parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
+    batched: Any = None
+    sizes: list[int] = []
+    for args, kwargs in parts:
+        batched, size = model._batch(batched, *args, **kwargs)
+        sizes.append(size)
+    total = sum(sizes)
+    if total > limits.rows:
+        raise _NotTogetherError
+    generation: Any = None
+    tokens: Tokens | None = None
+    if jobs[0].runs[0]["call"] == "generate":
+        # Asked once more: what said so may have known a model without weights, and its options.
+        if not joins(model._module, _options(jobs[0])):
+            raise _NotTogetherError
+        generation, tokens = Generation(model), Tokens(ends_of(model._module, batched[1]))  # type: ignore[arg-type]
+    with torch.no_grad():
+        dims = find_batch_dims(model._tree, getattr(generation or model, "_call_on", None), batched, parts, sizes)
+        if tokens is not None:
+            batched[1]["streamer"] = tokens
+        mediators = [interpreter.mediators(0) for interpreter in interpreters]
+        start = 0
+        for interpreter, mine, size in zip(interpreters, mediators, sizes, strict=True):
+            interpreter.place_constants()
+            for mediator in mine:
+                mediator.batch_group = Tenant(start, size, total, dims, tokens=tokens)
+            start += size
+        interleaver = Interleaver(itertools.chain.from_iterable(mediators))
+        interleaver.tree = model._tree
+        with interleaver:
+            output = model._driver(None, generation)(interleaver, batched[0], batched[1], Report())
+            if interleaver.failure is not None:
+                raise interleaver.failure
+            interleaver.handle("result", output)
+            for interpreter, mine in zip(interpreters, mediators, strict=True):
+                interpreter.finish(interleaver, mine)
+    return [_outcome(interpreter, limits) for interpreter in interpreters], lines
+
+
+def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:
+    try:
+        return results_of(interpreter, limits)
+    except ExecutionFailedError as error:
+        return error
+
+
+def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a tree of arguments with types in place of tensors, and sizes without that of the rows."""
+    if _is_tensor(tree):
+        tensor = tensors[tree["tensor"]]
+        return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
+    if type(tree) is dict:
+        return {key: _described(value, tensors) for key, value in tree.items()}
+    return [_described(item, tensors) for item in tree] if type(tree) is list else tree
+
+
+def _is_tensor(tree: Any) -> bool:
+    return type(tree) is dict and type(tree.get("tensor")) is str and len(tree) == 1

@@ -1,0 +1,452 @@
+"""Checks of a job before it runs.
+
+What needs no model is checked when the payload is read (:mod:`~nnsight.remote.wire.nodes`). Here the job meets the model: its locations,
+weights and modules have to exist, and then the whole job runs *on fakes*, model and program, with the sizes that the real run will have. So
+wrong shapes and types are found, and the memory and the work are known, before the model is touched. The second line of defence against
+writing to weights is here too: what a program writes to, and what a module that it applies writes to, is looked up in the memory of the
+fakes.
+
+A job with the same header (its program, and the sizes of its tensors) has the same check, so checks are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from ...modeling.base import NNsight
+from ...runtime.errors import EarlyStopException
+from ...runtime.interleaver import Interleaver, active_interleaver
+from ...runtime.modules.listing import SourceError, listing_of
+from ...runtime.modules.operations import forward_of, layers_of
+from ...runtime.rows.fakes import Guesses, quiet_fakes
+from ..counts import counts
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..wire.limits import Limits
+from ..wire.nodes import Node
+from ..wire.operators import OPERATORS
+from ..wire.payload import Job, fact
+from ..wire.trees import ABSENT, leaves, read_tree
+from .fake_runs import FakeModel, fake_model_of, generation_size
+from .interpreter import CONSTANT, Interpreter
+
+if TYPE_CHECKING:
+    from ...runtime.modules.tree import ModuleTree
+
+#: Options of a generation, with the types they may have.
+GENERATION: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        "max_new_tokens min_new_tokens max_length min_length top_k num_beams num_return_sequences no_repeat_ngram_size "
+        "pad_token_id bos_token_id decoder_start_token_id".split(),
+        (int,),
+    ),
+    **dict.fromkeys(
+        "temperature top_p min_p typical_p repetition_penalty length_penalty epsilon_cutoff".split(), (float, int)
+    ),
+    **dict.fromkeys("do_sample use_cache early_stopping".split(), (bool,)),
+    "eos_token_id": (int, list),
+}
+
+#: Options of a forward pass of transformers that its signature may hide.
+_OPTIONS = frozenset("output_hidden_states output_attentions use_cache return_dict logits_to_keep labels".split())
+
+_KEPT = 256
+
+#: Types of numbers that an operator only computes with, by the type that its schema gives the argument.
+_NUMBERS = {"number": (int, float), "float": (int, float), "Tensor": (float,)}
+
+#: Operators of which numbers that are no integers by their schemas decide sizes.
+_SIZED_BY_NUMBERS = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A job that may run.
+
+    Attributes:
+        job: The job.
+        flops: Floating point operations of model and program.
+        tensor_bytes: Bytes of all tensors that the program makes.
+        result_bytes: Bytes of what it saves.
+    """
+
+    job: Job
+    flops: int
+    tensor_bytes: int
+    result_bytes: int
+
+
+_known: weakref.WeakKeyDictionary[torch.nn.Module, OrderedDict[Hashable, tuple[int, int, int]]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
+    """Check a job for ``model``, whose weights are not needed.
+
+    Raises:
+        InvalidProgramError: With the reason.
+    """
+    limits = limits or Limits()
+    model._sync()
+    tree = model._tree
+    key = _key(job, tree, limits)
+    with _lock:
+        found = _known.setdefault(tree.root, OrderedDict()).get(key)
+    if found is None:
+        _check_model(job, model, limits)
+        found = _rehearse(job, model, limits)
+        with _lock:
+            known = _known.setdefault(tree.root, OrderedDict())
+            known[key] = found
+            while len(known) > _KEPT:
+                known.popitem(last=False)
+    return Checked(job, *found)
+
+
+def _key(job: Job, tree: ModuleTree, limits: Limits) -> Hashable:
+    """Return what the check of a job depends on: everything but values of numbers and tensors that decide no size.
+
+    So a client that sends the same program with another strength, and another direction, is not checked again.
+    """
+    program, sizes, indices = fact(job, "key", lambda: _without_constants(job))
+    digest = hashlib.sha256(program)
+    for name in indices:
+        digest.update(job.tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.digest(), sizes, tree.version, tree.root.training, limits
+
+
+def _without_constants(job: Job) -> tuple[bytes, Hashable, list[str]]:
+    """Return a program without values of numbers, the sizes of its tensors, and the names of those that may be indices."""
+    nodes = [_without_values(node) for node in job.nodes]
+    program = json.dumps([job.runs, nodes, job.saves])
+    sizes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(job.tensors.items()))
+    return hashlib.sha256(program.encode()).digest(), sizes, sorted(_index_constants(job))
+
+
+def _without_values(node: Node) -> Node:
+    """Return a node with the type in place of each number that an operator computes with."""
+    if node["do"] != "op" or node["name"] in _SIZED_BY_NUMBERS:
+        return node
+    arguments = OPERATORS[node["name"]]._schema.arguments
+    kinds = [str(argument.real_type).removeprefix("Optional[").removesuffix("]") for argument in arguments]
+    args = [
+        {"any": type(value).__name__} if type(value) in _NUMBERS.get(kind, ()) else value
+        for kind, value in zip(kinds, node["args"], strict=False)
+    ]
+    return {**node, "args": args}
+
+
+def _index_constants(job: Job) -> set[str]:
+    """Return the names of tensors that may be indices."""
+    return {
+        node["tensor"]
+        for node in job.nodes
+        if node["do"] == "const"
+        and job.tensors[node["tensor"]].dim()
+        and not job.tensors[node["tensor"]].is_floating_point()
+        and job.tensors[node["tensor"]].numel() <= 2**20
+    }
+
+
+# -- what there is ---------------------------------------------------------------------------------------------------
+
+
+def _check_model(job: Job, model: NNsight, limits: Limits) -> None:
+    """Raise unless the job calls the model as it can be called, and names parts that it has."""
+    for run in job.runs:
+        check_call(model, run, limits)
+    check_parts(job, model)
+
+
+def check_parts(job: Job, model: NNsight) -> None:
+    """Raise unless a model has the locations, weights and modules that a job names.
+
+    Raises:
+        InvalidProgramError: With the part that it lacks.
+    """
+    tree = model._tree
+    paths = set(tree.names())
+    weights = {name for name, _ in [*tree.root.named_parameters(), *tree.root.named_buffers()]}
+    for number, node in enumerate(job.nodes):
+        what = None
+        if "site" in node and not _is_site(node["site"], tree, paths, job.runs[node["run"]]["call"]):
+            what = f"location `{node['site']}`"
+        elif node["do"] == "weight" and node["name"] not in weights:
+            what = f"weight `{node['name']}`"
+        elif node["do"] == "apply" and node["module"] not in paths:
+            what = f"module `{node['module']}`"
+        if what is not None:
+            raise InvalidProgramError(f"Node {number} ({node['do']}): this {type(tree.root).__name__} has no {what}.")
+
+
+def _is_site(site: str, tree: ModuleTree, paths: set[str], call: str) -> bool:
+    if site == "result":
+        return True
+    path = site.rpartition(".")[0]
+    if path in paths:
+        return True
+    if call == "generate" and site in ("model.generator.output", "model.generator.streamer.output"):
+        return True
+    module, _, operation = path.partition(".source.")
+    if module not in paths or "." in operation or not operation:
+        return False
+    found = tree.module_at(module)
+    assert found is not None
+    try:
+        if operation not in listing_of(layers_of(forward_of(found)[1], module)[-1]).operations:
+            return False
+    except SourceError:
+        return False
+    tree.open_source(module)
+    return True
+
+
+def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
+    """Raise unless a run calls the model with inputs and options that it may have.
+
+    Raises:
+        InvalidProgramError: With the reason.
+    """
+    kwargs = dict(run["kwargs"]["dict"])
+    if run["call"] == "generate":
+        if not hasattr(model, "generate") or not hasattr(model._module, "generate"):
+            raise InvalidProgramError(f"A {type(model).__name__} does not generate.")
+        options = {name: value for name, value in kwargs.items() if name in GENERATION or not _has(value, "tensor")}
+        for name, value in options.items():
+            kinds = GENERATION.get(name)
+            listed = type(value) is dict and set(value) == {"list"} and list in (kinds or ())
+            if value is not None and not (listed or (kinds is not None and type(value) in kinds)):
+                raise InvalidProgramError(f"`{name}` is no option of a generation here, or is of a wrong type.")
+        for name in ("max_new_tokens", "max_length", "num_beams", "num_return_sequences"):
+            if name in options and options[name] is not None and not 1 <= options[name] <= limits.new_tokens:
+                raise InvalidProgramError(f"`{name}` of a generation is not between 1 and {limits.new_tokens}.")
+        return
+    if any(_has(tree, "str") for tree in (run["args"], run["kwargs"])):
+        raise InvalidProgramError(
+            "The inputs of a run are tensors and numbers; text is turned into tokens by the client."
+        )
+    code = inspect.unwrap(type(model._module).forward).__code__  # transformers decorates some more than once
+    names = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+    unknown = kwargs.keys() - names - (_OPTIONS if code.co_flags & 8 else set())
+    if unknown:
+        raise InvalidProgramError(f"`{min(unknown)}` is no argument of {type(model._module).__name__}.")
+
+
+def _has(tree: Any, kind: str) -> bool:
+    """Whether a checked tree has a leaf of this kind."""
+    return any(found == kind for found, _ in leaves(tree))
+
+
+def inputs_of(
+    run: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
+) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a run, on ``device``."""
+    used: dict[str, torch.Tensor] = {}
+
+    def leaf(kind: str, content: Any) -> Any:
+        if kind != "tensor":
+            return ABSENT
+        # Not the tensor of the job itself: a program may write to its input.
+        return used.setdefault(content, tensors[content].to(device, copy=True))
+
+    return tuple(read_tree(run["args"], leaf)), read_tree(run["kwargs"], leaf)
+
+
+# -- the run on fakes ------------------------------------------------------------------------------------------------
+
+
+class Costs(Guesses):
+    """Counts the work of a run on fakes, and answers where the model asks for values."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.flops, self.of_model, self._limit = 0, 0, limit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = active_interleaver()
+        of_block = run is not None and run.current is not None
+        result = func(*args, **(kwargs or {})) if of_block else super().__torch_dispatch__(func, types, args, kwargs)
+        flops = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
+                flops += int(count(*args, **(kwargs or {}), out_val=result))
+        if of_block:
+            self.add(flops)
+        else:
+            self.add_of_model(flops)
+        return result
+
+    def add_of_model(self, flops: int) -> None:
+        """Count operations of the model; raises as :meth:`add`."""
+        self.of_model += flops
+        self.add(flops)
+
+    def add(self, flops: int) -> None:
+        """Count operations.
+
+        Raises:
+            InvalidProgramError: If there are too many.
+        """
+        self.flops += flops
+        if self.flops > self._limit:
+            raise InvalidProgramError(f"The job takes more floating point operations than the limit, {self._limit}.")
+
+
+def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
+    """Run a job on fakes; return its floating point operations, the bytes it makes and the bytes it returns."""
+    counts["rehearsals"] += 1
+    with quiet_fakes:
+        fakes = fake_model_of(model._tree)
+    device, costs = fakes.device, Costs(limits.flops)
+    with quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:
+        constants = {}
+        for name, tensor in job.tensors.items():
+            fake = constants[name] = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+            )
+            if name in _index_constants(job):
+                setattr(fake, CONSTANT, tensor)
+        memory = _Memory(fakes, constants, limits)
+        interpreter = Interpreter(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
+        interpreter.on_done, interpreter.on_write = memory.done, memory.check_write
+        modes.enter_context(torch.set_grad_enabled(interpreter.differentiates))
+        if interpreter.differentiates:
+            modes.enter_context(torch.autograd.graph.saved_tensors_hooks(memory.keep, lambda tensor: tensor))
+        try:
+            for number, run in enumerate(job.runs):
+                args, kwargs = inputs_of_fakes(run, constants)
+                _rehearse_run(interpreter, model._tree, fakes, costs, number, run, args, kwargs, limits)
+        except InvalidProgramError:
+            raise
+        except ExecutionFailedError as error:
+            raise InvalidProgramError(str(error)) from error
+        except (EarlyStopException, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise InvalidProgramError(f"The job does not run on this model: {type(error).__name__}: {error}") from error
+        sizes: list[int] = []
+        interpreter.saved(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
+    if sum(sizes) > limits.result_bytes:
+        raise InvalidProgramError(f"The job returns {sum(sizes)} bytes; the limit is {limits.result_bytes}.")
+    return costs.flops, memory.made, sum(sizes)
+
+
+def _rehearse_run(
+    interpreter: Interpreter,
+    tree: ModuleTree,
+    fakes: FakeModel,
+    costs: Costs,
+    number: int,
+    run: dict[str, Any],
+    args: Any,
+    kwargs: Any,
+    limits: Limits,
+) -> None:
+    steps, prompt = 1, (0, 0)
+    if run["call"] == "generate":
+        steps, prompt = generation_size(fakes.root, args, kwargs)
+        if steps > limits.new_tokens:
+            raise InvalidProgramError(f"A generation of {steps} tokens; the limit is {limits.new_tokens}.")
+    rows = [
+        leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    if max(rows, default=0) > limits.rows and run["call"] == "generate":
+        raise InvalidProgramError(f"A batch of {max(rows)} rows; the limit is {limits.rows}.")
+    begun: list[int] = []
+
+    def begin_step() -> None:
+        interpreter.check_time()
+        begun.append(costs.flops)
+
+    fakes.least_steps, fakes.on_step = 2, begin_step
+    interleaver = Interleaver(interpreter.mediators(number))
+    with interleaver:
+        output = fakes.run(tree, interleaver, run["call"], args, kwargs, steps, prompt, costs)
+        interleaver.handle("result", output)
+        interpreter.finish(interleaver, interleaver.mediators)
+    if begun:  # tokens that nobody looks at cost what the last one did
+        costs.add((costs.flops - begun[-1]) * (steps - len(begun)))
+
+
+def inputs_of_fakes(run: dict[str, Any], constants: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a run on fakes."""
+
+    def leaf(kind: str, content: Any) -> Any:
+        return constants[content] if kind == "tensor" else ABSENT
+
+    return tuple(read_tree(run["args"], leaf)), read_tree(run["kwargs"], leaf)
+
+
+class _Memory:
+    """What a program does to memory, seen on fakes.
+
+    Attributes:
+        made: Bytes of all tensors that the program made.
+    """
+
+    def __init__(self, fakes: FakeModel, constants: dict[str, torch.Tensor], limits: Limits) -> None:
+        self._fakes, self._limits = fakes, limits
+        self._kept = fakes.storages() | {tensor.untyped_storage()._cdata for tensor in constants.values()}
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        self.made = 0
+
+    def done(self, node: Node, arguments: Any, result: Any) -> None:
+        """Count what a node made, and refuse what is too large."""
+        for leaf in pytree.tree_leaves(result):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            size = leaf.numel() * leaf.element_size()
+            if size > self._limits.tensor_bytes:
+                raise InvalidProgramError(
+                    f"`{node.get('name', node['do'])}` makes a tensor of {size} bytes; the limit is {self._limits.tensor_bytes}."
+                )
+            self.count(size)
+        if node["do"] == "op" and node["name"].split(".")[1].endswith("_"):
+            self.check_write(arguments[0][0])
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that autograd keeps for a backward pass."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._kept and storage._cdata not in self._saved:
+            self._saved[storage._cdata] = storage  # kept, so that its identity stays its own
+            self.count(storage.nbytes())
+        return tensor
+
+    def count(self, size: int) -> None:
+        """Count bytes.
+
+        Raises:
+            InvalidProgramError: If there are too many.
+        """
+        self.made += size
+        if self.made > self._limits.total_bytes:
+            raise InvalidProgramError(f"The program makes more bytes than the limit, {self._limits.total_bytes}.")
+
+    def check_write(self, tensor: torch.Tensor) -> None:
+        """Raise if a tensor shares memory with what the model keeps."""
+        if tensor.untyped_storage()._cdata in self._kept:
+            raise InvalidProgramError("The program would write to memory of the model that outlives the run.")
+
+    def apply(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Apply a module, and refuse it if it writes to what it is given, or to weights."""
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = self._fakes.versions() + sum(tensor._version for tensor in given)
+        result = self._fakes.by_path[path].forward(*args, **kwargs)
+        if self._fakes.versions() + sum(tensor._version for tensor in given) != before:
+            raise InvalidProgramError(f"`{path}` writes to what it is applied to, or to its weights.")
+        return result

@@ -1,0 +1,173 @@
+"""Interception of module calls, for as long as a run is active and not a moment longer.
+
+A module call is intercepted around ``Module._call_impl``, the method through which every call of a module goes. From
+there one sees exactly what the caller passes and what the caller receives, forward hooks of the user and of other
+libraries included. The interception is an attribute on the instance that shadows the method, so installing and
+removing it is a dictionary write, there is nothing to unwind in the right order, and a module outside of a run has
+no trace of it.
+
+Calls are *counted* for every module of the tree while a run is active, and *handed over* only where a block waits:
+without counts, a request for a module that has already run could not be told from one for a module that
+will run again, and the wrong occurrence would be served silently. Counting costs a fraction of a microsecond per call.
+
+Runs of several threads share the interception (the first installs it, the last removes it) and nothing else: the
+intercepted call looks up the run of its own context and passes straight through where there is none.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...shared_changes import SharedChange
+from ..interleaver import active_interleaver
+
+#: Runs a call while dynamo traces it: ``(input location, output location, call, args, kwargs) -> output``.
+TracedCall = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: Whether dynamo is tracing this very call. It costs next to nothing where not, unlike `torch.compiler.is_compiling`.
+is_compiling = torch.compiler.is_dynamo_compiling
+
+INTERCEPTED_METHOD = "_call_impl"
+
+_ABSENT = object()
+
+#: Set on a module by ``Module.compile``; its calls would go past the interception.
+_COMPILED = "_compiled_call_impl"
+
+
+def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]:
+    """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> what the call returns``.
+
+    Args:
+        path: Prefix of the locations of the call's input and output.
+        traced_call: What it does while dynamo traces it.
+    """
+    input_location, output_location = f"{path}.input", f"{path}.output"
+
+    def intercepted_call(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            if traced_call is None:
+                return call(*args, **kwargs)
+            return traced_call(input_location, output_location, call, args, kwargs)
+        run = active_interleaver()
+        if run is None or run.current is not None:  # another thread's run, or a call the block itself makes
+            return call(*args, **kwargs)
+        counts, waited = run.counts, run.waited
+        if input_location in waited:
+            args, kwargs = run.offer(run, input_location, (args, kwargs))
+            skipped = run.take_skip(input_location) if run.skips else ()
+        else:
+            counts[input_location] = counts.get(input_location, 0) + 1
+            skipped = ()
+        output = skipped[0] if skipped else call(*args, **kwargs)
+        if output_location in waited:
+            return run.offer(run, output_location, output)
+        counts[output_location] = counts.get(output_location, 0) + 1
+        return output
+
+    return intercepted_call
+
+
+#: Code of every intercepted call, for compilers that must treat it specially.
+INTERCEPTED_CODE = next(constant for constant in intercepted.__code__.co_consts if isinstance(constant, types.CodeType))
+
+
+def _switch_fast_path_off() -> bool:
+    """Keep torch from computing a ``TransformerEncoderLayer`` in one kernel, past its modules; return whether it did so before.
+
+    Without gradients torch does so, unless a module has hooks. The switch is torch's own; results are those that hooks see.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return before
+
+
+_module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_fastpath_enabled)
+
+
+class Instrumentation:
+    """Intercepts the calls of a tree of modules while entered.
+
+    Entering nests and may happen in several threads at once.
+
+    Args:
+        modules: The modules by path; the path is the prefix of the module's locations.
+        traced_call: What an intercepted call does while dynamo traces it; by default it leaves no mark.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
+        self._calls: list[tuple[dict[str, Any], Any]] = []
+        for path, module in modules.items():
+            call = getattr(module, INTERCEPTED_METHOD)
+            while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
+                call = call.__self__  # of another tree that is installed right now
+            # A method bound to the call it intercepts.
+            self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
+        self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
+        self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
+        self._installed: set[tuple[int, str]] = set()
+        self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
+        self._users = 0
+        self._lock = threading.RLock()
+
+    def replace(self, path: str, replacement: Callable[[], tuple[dict[str, Any], str, Any]]) -> None:
+        """Replace an attribute of an instance, too, during runs; those that are active included.
+
+        Args:
+            path: Whose attribute it is; a later replacement for the same path takes the place of this one.
+            replacement: Called when a run begins: the namespace of the instance, the attribute, and its value for the run.
+        """
+        with self._lock:
+            self._functions[path] = replacement
+            if self._users:
+                self._install(*replacement())
+
+    def __enter__(self) -> Instrumentation:
+        with self._lock:
+            if self._users == 0:
+                replacements = [replacement() for replacement in self._functions.values()]
+                for namespace, call in self._calls:
+                    found = namespace.setdefault(INTERCEPTED_METHOD, call)
+                    if found is not call:
+                        self._shadowed.append((namespace, INTERCEPTED_METHOD, found))
+                        namespace[INTERCEPTED_METHOD] = call
+                    if _COMPILED in namespace:
+                        self._shadowed.append((namespace, _COMPILED, namespace[_COMPILED]))
+                        namespace[_COMPILED] = None
+                for replacement in replacements:
+                    self._install(*replacement)
+                if self._has_fast_path:
+                    _module_by_module.__enter__()
+            self._users += 1
+        return self
+
+    def _install(self, namespace: dict[str, Any], name: str, value: Any) -> None:
+        if (id(namespace), name) not in self._installed:
+            self._installed.add((id(namespace), name))
+            self._shadowed.append((namespace, name, namespace.get(name, _ABSENT)))
+        namespace[name] = value
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for namespace, _ in self._calls:
+                    namespace.pop(INTERCEPTED_METHOD, None)
+                if self._shadowed:
+                    self._restore()
+                if self._has_fast_path:
+                    _module_by_module.__exit__()
+
+    def _restore(self) -> None:
+        for namespace, name, value in self._shadowed:
+            if value is _ABSENT:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = value
+        self._shadowed.clear()
+        self._installed.clear()

@@ -1,0 +1,69 @@
+"""What modules and operations have in common for a block: a call with a path, whose values can be read and edited."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from ..iteration import running_mediator
+from .eproperty import eproperty
+from .tree import ModuleTree
+
+
+class Located:
+    """A call in a running model, of a module or of an operation inside one.
+
+    The owner's path is the prefix of its locations, ``<path>.input`` and ``<path>.output``.
+    """
+
+    _path: str
+    _tree: ModuleTree
+
+    @eproperty(description="what the call returned")
+    def output(self) -> Any:
+        """What the call returned: a tensor, or the tuple, dict or ``ModelOutput`` it returned.
+
+        Edit it in place, or assign a replacement of the same structure and shapes.
+        """
+
+    @eproperty(key="input", description="first argument of the call")
+    def input(self) -> Any:
+        """The first argument of the call: the first positional one, else the first by keyword.
+
+        The object whose method an operation calls is none of its arguments.
+        """
+
+    @input.preprocess
+    def input(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        if not args and not kwargs:
+            raise ValueError(f"`{self._path}` was called without arguments, so it has no `.input`.")
+        return args[0] if args else next(iter(kwargs.values()))
+
+    @input.postprocess
+    def input(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        location = f"{self._path}.input"
+        args, kwargs = running_mediator(f"`{location}`").request(location)
+        if args or not kwargs:
+            return (value, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): value}
+
+    @eproperty(key="input", description="all arguments of the call")
+    def inputs(self) -> Any:
+        """All arguments of the call, as ``(args, kwargs)``: a tuple and a dict."""
+
+    def skip(self, value: Any) -> None:
+        """Let the call return ``value`` without being made; neither it nor anything inside it runs.
+
+        Args:
+            value: What the call would return: a tensor, or the tuple, dict or ``ModelOutput``.
+
+        Raises:
+            OutOfOrderError: If the call has already been made.
+            ValueError: Outside a trace, or if other invokes of the batch do not skip it.
+        """
+        running_mediator("skip()").skip(f"{self._path}.input", value)
+
+    def next(self, steps: int = 1) -> Self:
+        """Let later requests of this block ask for the occurrence ``steps`` further on; returns this object."""
+        running_mediator("next()").advance(steps)
+        return self

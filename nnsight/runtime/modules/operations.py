@@ -1,0 +1,216 @@
+"""Operations: the calls inside a Python function, as locations of their own.
+
+Between the input and the output of a module lies its ``forward``, ordinary Python that calls submodules, methods and functions. To stop a
+run at such a call, the function is compiled a second time from its own syntax tree, with each ``f(x)`` in it turned into ``operation(f,
+x)``, where ``operation`` intercepts the call exactly as the call of a module is intercepted
+(:func:`~nnsight.runtime.modules.interception.intercepted`). Positions stay those of the file, so tracebacks and debuggers show the user's
+model.
+
+An operation is named after what is called, dots as underscores, and numbered in the order of evaluation, an inner call
+before the one around it: in ``self.c_proj(x.view(y))`` there are ``x_view_0`` and ``self_c_proj_0``. The function that an
+operation calls can be looked into in turn.
+
+The rewritten functions belong to one tree of modules and are installed for the time of a run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import itertools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..interleaver import active_interleaver
+from .interception import TracedCall, intercepted, is_compiling
+from .listing import OPERATION, Operation, SourceError, listing_of
+
+#: Attribute of a rewritten function: the function it was made from.
+_ORIGINAL = "__nnsight_original__"
+
+
+def layers_of(function: Any, what: str) -> list[types.FunctionType]:
+    """Return ``function`` and, innermost last, the functions that its decorators wrapped.
+
+    Args:
+        function: Any callable.
+        what: How messages name it.
+
+    Raises:
+        SourceError: If it is no Python function.
+    """
+    if isinstance(function, torch.nn.Module):
+        raise SourceError(f"{what} is a module ({type(function).__name__}): use the `.source` of its own envoy.")
+    if isinstance(function, type):
+        raise SourceError(f"{what} makes a `{function.__name__}`; only functions can be looked into.")
+    function = getattr(function, "__func__", function)
+    function = getattr(function, _ORIGINAL, function)
+    if not isinstance(function, types.FunctionType):
+        kind = "a C function" if isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)) else "an object"
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise SourceError(f"{what} is {kind} (`{name}`), which has no Python source to look into.")
+    layers = [function]
+    while isinstance(inner := getattr(layers[-1], "__wrapped__", None), types.FunctionType):
+        layers.append(inner)
+    return layers
+
+
+def _replaced_cell(layer: types.FunctionType, old: Any, new: Any) -> types.FunctionType:
+    """Return ``layer``, a decorator's wrapper, around ``new`` in place of ``old``."""
+    closure = layer.__closure__ or ()
+    positions = [index for index, cell in enumerate(closure) if _content(cell) is old]
+    if not positions:
+        raise SourceError(f"A decorator of `{old.__qualname__}` keeps it where it cannot be replaced.")
+    cells = [types.CellType(new) if index in positions else cell for index, cell in enumerate(closure)]
+    made = types.FunctionType(layer.__code__, layer.__globals__, layer.__name__, layer.__defaults__, tuple(cells))
+    made.__kwdefaults__ = layer.__kwdefaults__
+    made.__dict__.update(layer.__dict__, __wrapped__=new)
+    return made
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+class Operations:
+    """The functions of one tree of modules whose operations are watched.
+
+    Args:
+        traced_call: What an operation does while dynamo traces it.
+
+    Attributes:
+        opened: Paths of the modules, and of the operations, that were looked into.
+        refused: Why the function that an operation called could not be looked into, by its path.
+    """
+
+    def __init__(self, traced_call: TracedCall | None = None) -> None:
+        self.opened: set[str] = set()
+        self.refused: dict[str, str] = {}
+        self._traced_call = traced_call
+        self._made: dict[str, weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType]] = {}
+
+    def open(self, path: str) -> bool:
+        """Watch the operations of the function at ``path`` from now on; return whether that is new."""
+        if path in self.opened:
+            return False
+        self.opened.add(path)
+        for outer in [made for made in self._made if path == made or path.startswith(f"{made}.source.")]:
+            del self._made[outer]
+        return True
+
+    def intercept(self, path: str, function: Any) -> Any:
+        """Return ``function``, found at ``path``, with its operations intercepted."""
+        owner = getattr(function, "__self__", None)
+        layers = layers_of(function, f"`{path}`")
+        self.refused.pop(path, None)
+        known = self._made.setdefault(path, weakref.WeakKeyDictionary())
+        made = known.get(layers[0])
+        if made is None:
+            made = self._rewrite(path, layers[-1])
+            for outer, inner in reversed(list(itertools.pairwise(layers))):
+                made = _replaced_cell(outer, inner, made)
+            setattr(made, _ORIGINAL, layers[0])
+            known[layers[0]] = made
+        return made if owner is None else types.MethodType(made, owner)
+
+    def _rewrite(self, path: str, function: types.FunctionType) -> types.FunctionType:
+        listing = listing_of(function)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for number, name in enumerate(listing.operations):
+            cells[OPERATION.format(number)] = types.CellType(self._operation(f"{path}.source.{name}"))
+        # Dynamo keeps what it compiled on the code object: each module has its own.
+        code = listing.code.replace(co_name=listing.code.co_name)
+        closure = tuple(cells[name] for name in code.co_freevars)
+        made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__dict__.update(function.__dict__)
+        made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__
+        made.__annotations__ = function.__annotations__
+        return made
+
+    def _operation(self, path: str) -> Callable[..., Any]:
+        """Return what an operation calls in place of the function."""
+        watched = intercepted(path, self._traced_call)
+        if path not in self.opened:
+            return watched
+
+        traced = types.SimpleNamespace()
+
+        def keep(function: Any) -> str:
+            """Keep the rewritten function where dynamo finds it; it calls this while it traces, for the name."""
+            name = f"function_{id(function)}"
+            setattr(traced, name, self._intercept_or_refuse(path, function))
+            return name
+
+        torch.compiler.assume_constant_result(keep)
+
+        def rewritten(function: Any) -> Any:
+            return getattr(traced, keep(function)) if is_compiling() else self._intercept_or_refuse(path, function)
+
+        def opened_operation(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(function, types.MethodType):
+                return watched(types.MethodType(rewritten(function.__func__), function.__self__), *args, **kwargs)
+            if isinstance(function, types.FunctionType):
+                return watched(rewritten(function), *args, **kwargs)
+            self._refuse(path, function)
+            return watched(function, *args, **kwargs)
+
+        return opened_operation
+
+    def _intercept_or_refuse(self, path: str, function: Any) -> Any:
+        try:
+            return self.intercept(path, function)
+        except SourceError as error:
+            self._tell(path, str(error))
+            return function
+
+    def _refuse(self, path: str, function: Any) -> None:
+        """Note that an operation called something that is no Python function."""
+        if is_compiling():
+            return
+        try:
+            layers_of(function, f"`{path}`")
+        except SourceError as error:
+            self._tell(path, str(error))
+
+    def _tell(self, path: str, reason: str) -> None:
+        """Raise the reason in the blocks that wait for something inside the function."""
+        self.refused[path] = reason
+        run = active_interleaver()
+        for mediator in () if run is None else run.mediators:
+            if mediator.waiting is not None and mediator.waiting[0].startswith(f"{path}.source."):
+                mediator.throw(SourceError(reason))
+
+
+def forward_of(module: torch.nn.Module) -> tuple[str, Any]:
+    """Return the attribute that holds the computation of ``module``, and its value."""
+    name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"  # accelerate keeps it under that name
+    return name, getattr(module, name)
+
+
+def resolved_callee(operation: Operation, module: torch.nn.Module, function: types.FunctionType) -> Any:
+    """Return what ``operation`` of ``function``, a method of ``module``, calls, or ``None`` if only a run can tell."""
+    parts: list[str] = []
+    callee = operation.callee
+    while isinstance(callee, ast.Attribute):
+        parts.append(callee.attr)
+        callee = callee.value
+    if not isinstance(callee, ast.Name):
+        return None
+    code = function.__code__
+    if code.co_argcount and callee.id == code.co_varnames[0]:
+        value: Any = module
+    elif callee.id in code.co_varnames or callee.id in code.co_cellvars or callee.id in code.co_freevars:
+        return None
+    else:
+        value = function.__globals__.get(callee.id, getattr(builtins, callee.id, None))
+    for part in reversed(parts):
+        value = getattr(value, part, None)
+    return value

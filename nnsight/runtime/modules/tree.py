@@ -1,0 +1,218 @@
+"""The modules of one wrapped model, by path, and what a run needs of them.
+
+All envoys of a model share one :class:`ModuleTree`. It holds modules, and envoys weakly if at all, so an envoy tree is free of
+reference cycles and goes away with its last user. The tree notices when somebody replaces, adds or removes a
+submodule after wrapping, so that a run never intercepts modules that are no longer part of the model.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..interleaver import Interleaver
+from .attached import Attached
+from .interception import Instrumentation, TracedCall
+from .listing import Operation, SourceError, listing_of
+from .mentions import Chains
+from .operations import Operations, forward_of, layers_of, resolved_callee
+
+if TYPE_CHECKING:
+    from ...envoy.envoy import Envoy
+
+_trees: weakref.WeakValueDictionary[int, ModuleTree] = weakref.WeakValueDictionary()
+
+
+class ModuleTree:
+    """Paths of the modules below ``root``.
+
+    A module that is reachable by several paths has one location, that of the first path.
+
+    Args:
+        root: The wrapped module.
+        path: Prefix of all locations.
+        traced_call: What intercepted calls do while dynamo traces them.
+
+    Attributes:
+        paths: Path of each module.
+        version: Grows whenever the modules, or what is attached to them, are found to have changed.
+        roots: The root envoys of the tree.
+        fakes: What passed each location in the latest scan: fake tensors, which have no memory.
+    """
+
+    @classmethod
+    def of(cls, root: torch.nn.Module, traced_call: TracedCall | None = None) -> ModuleTree:
+        """Return the tree of ``root`` under the path ``model``; wrapping one model twice shares it.
+
+        Sharing lets runs of both wrappers, in several threads at once, use one interception.
+        """
+        found = _trees.get(id(root))
+        if found is None or found.root is not root or found._traced_call is not traced_call:
+            found = _trees[id(root)] = cls(root, traced_call=traced_call)
+        return found
+
+    def __init__(self, root: torch.nn.Module, path: str = "model", traced_call: TracedCall | None = None) -> None:
+        self.root = root
+        self.path = path
+        self._traced_call = traced_call
+        self._operations = Operations(traced_call)
+        self._mentioned: set[tuple[int, Chains]] = set()
+        self._opening = threading.RLock()
+        self.paths: dict[torch.nn.Module, str] = {}
+        self.version = 0
+        self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
+        self._leaves: list[dict[str, torch.nn.Module | None]] = []
+        self._instrumentation: Instrumentation | None = None
+        self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()
+        self.fakes: Mapping[str, Any] = {}
+        self._scan()
+
+    def _scan(self) -> None:
+        named = dict(self.root.named_modules())
+        self.paths = {module: f"{self.path}.{name}" if name else self.path for name, module in named.items()}
+        children = [module._modules for module in named.values()]
+        self._parents = [(known, tuple(known.values())) for known in children if known]
+        self._leaves = [known for known in children if not known]
+        self._attached = Attached(named.values())
+        self.version += 1
+        self._instrumentation = None
+
+    def replace_root(self, root: torch.nn.Module) -> list[Envoy]:
+        """Take ``root`` for the model from now on; return the root envoys, which are to mirror it."""
+        if _trees.get(id(self.root)) is self:
+            _trees[id(root)] = _trees.pop(id(self.root))
+        self.root = root
+        self._scan()
+        return list(self.roots)
+
+    def refresh(self) -> int:
+        """Look for submodules and hooks that were added, removed or replaced; return the version of what is there now."""
+        unchanged = not any(self._leaves)
+        for children, known in self._parents:
+            unchanged = unchanged and tuple(children.values()) == known
+        if not unchanged:
+            self._scan()
+        elif self._attached.changed():
+            self.version += 1
+        return self.version
+
+    @property
+    def instrumentation(self) -> Instrumentation:
+        """Interception of all calls in the tree; install it for the time of a run."""
+        if self._instrumentation is None:
+            self._instrumentation = self.intercept({path: module for module, path in self.paths.items()})
+        return self._instrumentation
+
+    def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation:
+        """Return the interception of all calls of ``modules``: those of the tree, or copies of them, by path."""
+        made = Instrumentation(modules, self._traced_call)
+        for path in self._operations.opened & modules.keys():
+            self._replace_forward(made, path, modules[path])
+        return made
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def open_source(self, path: str, run: Interleaver | None = None) -> None:
+        """Let runs stop at the operations of the function at ``path``, a module's or an operation's.
+
+        Args:
+            path: Path of the module or operation.
+            run: The run in which a block asks for it, if one does.
+        """
+        with self._opening:  # another thread that asks for the same goes on when it is installed
+            self._open_source(path, run)
+
+    def _open_source(self, path: str, run: Interleaver | None) -> None:
+        if not self._operations.open(path):
+            return
+        outermost = path.partition(".source.")[0]
+        module = self.module_at(outermost)
+        if module is None:
+            return
+        if outermost != path:
+            self._operations.open(outermost)
+        self._replace_forward(self.instrumentation, outermost, module)
+        passed = 0 if run is None else run.counts.get(f"{path}.input", 0)
+        if run is not None and passed:
+            run.uncounted.add(path)
+            if path == outermost:
+                for operation in listing_of(layers_of(forward_of(module)[1], path)[-1]).operations.values():
+                    if operation.certain:
+                        run.counts[f"{path}.source.{operation.name}.input"] = passed
+                        run.counts[f"{path}.source.{operation.name}.output"] = passed
+
+    def operations(self, traced_call: TracedCall) -> Operations:
+        """Return the operations that are watched now, for another way of tracing them."""
+        made = Operations(traced_call)
+        made.opened |= self._operations.opened
+        return made
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Why functions that operations called could not be looked into, by the path of the operation."""
+        return self._operations.refused
+
+    @property
+    def opened(self) -> int:
+        """How many functions were looked into; it only grows."""
+        return len(self._operations.opened)
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Paths of the functions that were looked into."""
+        return frozenset(self._operations.opened)
+
+    def open_mentioned(self, chains: Chains) -> None:
+        """Let runs stop at the operations that ``chains`` may mean: those with such a name, in any module."""
+        known = self.version, chains
+        if known in self._mentioned:
+            return
+        for module, path in list(self.paths.items()):
+            try:
+                operations = listing_of(layers_of(forward_of(module)[1], path)[-1]).operations
+            except SourceError:
+                continue
+            for chain in chains:
+                if chain[0] not in operations:
+                    continue
+                self.open_source(path)
+                inside = f"{path}.source.{chain[0]}"
+                if len(chain) > 1 and _may_be_opened(self.callee(path, operations[chain[0]]), inside):
+                    for name in chain[1:]:
+                        self.open_source(inside)
+                        inside = f"{inside}.source.{name}"
+        self._mentioned.add(known)  # last: another thread that finds it need not open them
+
+    def callee(self, path: str, operation: Operation) -> Any:
+        """Return what ``operation`` of the ``forward`` of the module at ``path`` calls; ``None`` if only a run can tell."""
+        module = self.module_at(path)
+        return None if module is None else resolved_callee(operation, module, layers_of(forward_of(module)[1], path)[-1])
+
+    def module_at(self, path: str) -> torch.nn.Module | None:
+        """Return the module at ``path``, or ``None``."""
+        return next((module for module, known in self.paths.items() if known == path), None)
+
+    def _replace_forward(self, instrumentation: Instrumentation, path: str, module: torch.nn.Module) -> None:
+        def replacement() -> tuple[dict[str, Any], str, Any]:
+            name, function = forward_of(module)
+            return module.__dict__, name, self._operations.intercept(path, function)
+
+        instrumentation.replace(path, replacement)
+
+    def names(self) -> Iterable[str]:
+        """Yield the paths of all modules."""
+        return self.paths.values()
+
+
+def _may_be_opened(callee: Any, path: str) -> bool:
+    if callee is None:
+        return True
+    try:
+        listing_of(layers_of(callee, path)[-1])
+    except SourceError:
+        return False
+    return True

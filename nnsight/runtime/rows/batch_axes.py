@@ -1,0 +1,158 @@
+"""Which dimension of a tensor has the rows of the batch.
+
+Sizes do not tell: ``[2, 768]`` may be two prompts or two experts, ``[6, 2, 768]`` may have its two prompts in the middle. So the model is
+asked. :mod:`~nnsight.runtime.probing` runs it twice on fake tensors, with two other numbers of rows; the dimension that grows with the rows
+has them, and a tensor in which none grows belongs to all invokes. This is done once for a model and a kind of input; from then on a
+location costs a look-up.
+
+What follows:
+
+* A dimension may hold several entries of each row, such as the ``[batch * sequence]`` of a router; see :class:`Rows` for their
+  order.
+* Of two dimensions that both have the rows (scores of every row against every row), the first is narrowed.
+* Sizes are taken from the tensor at hand, so sequences and beams may grow. A tensor whose size is no multiple of the number of rows
+  is given whole.
+* A place that the probe did not see (an optional argument, say) has rows if its first dimension has their number. This is also the
+  rule for everything where the model cannot be probed, which is logged on ``nnsight.runtime``.
+
+How the inputs of the invokes were joined is found by comparing them with the result of ``_batch``: a joined dimension has as
+many entries as those of the invokes together. ``_batch`` may join along any dimension. If it builds something with another
+structure, its tensors are judged by their first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..carriers import is_carrier
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a tensor are.
+
+    Attributes:
+        dim: The dimension.
+        rank: How many dimensions the tensor has; ``None`` where the place was not probed.
+        exact: Whether the dimension has one entry for each row.
+        outer: How often the batch is repeated in ``dim``: entry ``i`` belongs to row ``i // inner % rows``. 1 where a row's entries
+            lie side by side, as in ``x.flatten(0, 1)`` of ``[batch, sequence]``; 2 in ``cat([x, x])``; the length in
+            ``x.flatten(0, 1)`` of ``[sequence, batch]``.
+        inner: How many entries of a row lie side by side.
+    """
+
+    dim: int
+    rank: int | None = None
+    outer: int = 1
+    inner: int = 1
+    exact: bool = False
+
+    def fit(self, tensor: torch.Tensor, count: int) -> bool:
+        """Whether ``tensor`` can have ``count`` rows here."""
+        shape = tensor.shape
+        if len(shape) <= self.dim or self.rank not in (None, len(shape)):
+            return False
+        if self.exact or not count or not shape[self.dim]:
+            return shape[self.dim] == count
+        if shape[self.dim] % count:
+            return False
+        # Which of both grows with a sequence is not known.
+        return self.outer == 1 or self.inner == 1 or shape[self.dim] == self.outer * count * self.inner
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the entries of a row do not lie side by side, so that no view has them all."""
+        return self.outer != 1
+
+    def split(self, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, int, int]:
+        """Return ``tensor`` with a dimension of size ``count``, that dimension, and how many were added."""
+        dim = self.dim
+        if tensor.shape[dim] == count:
+            return tensor, dim, 0
+        # One size is left open: which, must not depend on the sequence, or a compiled trace would be recorded for each length.
+        if self.outer == 1:
+            return tensor.unflatten(dim, (count, -1)), dim, 1
+        if self.inner == 1:
+            return tensor.unflatten(dim, (-1, count)), dim + 1, 1
+        return tensor.unflatten(dim, (self.outer, count, self.inner)), dim + 1, 2
+
+    def merge(self, tensor: torch.Tensor, added: int) -> torch.Tensor:
+        """Undo :meth:`split`."""
+        return tensor.flatten(self.dim, self.dim + added) if added else tensor
+
+
+#: The rule where nothing is known.
+FIRST = Rows(0, exact=True)
+
+#: The rule for what a generation returns: one or several sequences for each row.
+SEQUENCES = Rows(0)
+
+
+@dataclass
+class Place:
+    """What is known of one occurrence of a location.
+
+    Attributes:
+        rows: By the path of a leaf, where its rows are; ``None`` if it has none.
+        otherwise: The rule for leaves that are not among them.
+        known: The answers for structures that were asked for lately.
+    """
+
+    rows: dict[str, Rows | None]
+    otherwise: Rows = FIRST
+    known: list[tuple[pytree.TreeSpec, tuple[Rows | None, ...]]] = field(default_factory=list)
+
+    def of(self, value: Any, structure: pytree.TreeSpec) -> tuple[Rows | None, ...]:
+        """Return where the rows of each leaf of ``value`` are."""
+        for other, found in self.known:
+            if other == structure:
+                return found
+        found = tuple(self.rows.get(path, self.otherwise) for path in leaf_paths(value))
+        del self.known[8:]
+        self.known.insert(0, (structure, found))
+        return found
+
+
+@dataclass
+class BatchDims:
+    """What is known of the dimensions of a model's tensors, for one kind of input.
+
+    Attributes:
+        places: For each location its occurrences in one forward pass; one, if they agree.
+        carried: Rows of tensors in carriers, by class and attribute.
+    """
+
+    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
+    carried: dict[str, Rows | None] = field(default_factory=dict)
+
+    def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
+        """Return where the rows of each leaf of ``value`` are, ``None`` for a leaf without.
+
+        Args:
+            location: Where the value is.
+            occurrence: How often the run has passed there.
+            value: The value, or one of its structure.
+            structure: What it flattens to, with carriers as leaves.
+        """
+        places = self.places.get(location)
+        if places is None:
+            return (FIRST,) * structure.num_leaves
+        return places[occurrence % len(places)].of(value, structure)
+
+    def in_carrier(self, place: str) -> Rows | None:
+        """Return where the rows of the tensor at ``place`` of a carrier are."""
+        return self.carried.get(place, FIRST)
+
+
+def leaf_paths(value: Any) -> list[str]:
+    """Return a name for each leaf of ``value``: its keys from the root, carriers being leaves."""
+    try:
+        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_carrier)[0]]
+    except ValueError:  # a container that was registered without keys
+        leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+        return [f"{number} of {structure}" for number in range(len(leaves))]

@@ -1,0 +1,222 @@
+"""Several inputs in one forward pass: each invoke sees its own rows.
+
+The inputs of all invokes run as one batch. A :class:`BatchGroup` is the stretch of rows that belongs to one invoke. At each
+location the invoke gets the value narrowed to these rows; the rows are views, so in-place edits reach the model by
+themselves, and a replacement is put back between the rows of the others. Narrowing and putting back are ordinary tensor operations:
+compiled, they become part of the graph.
+
+Which dimension of a tensor has the rows, if any, is not guessed from sizes but found out, see :mod:`~nnsight.runtime.rows.batch_axes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..carriers import is_carrier, on_tensors, write_back
+from ..errors import ReplacementShapeError
+from .batch_axes import BatchDims, Rows
+
+
+@dataclass(frozen=True)
+class BatchGroup:
+    """The rows of one invoke.
+
+    Attributes:
+        start: First row.
+        size: Number of rows.
+        total: Rows of the whole batch.
+        dims: Knows which dimensions have the rows. By default, first dimensions of this size do.
+    """
+
+    start: int
+    size: int
+    total: int
+    dims: BatchDims = field(default_factory=BatchDims, compare=False)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield first row and number of rows."""
+        return iter((self.start, self.size))
+
+    def __getitem__(self, index: int) -> int:
+        return (self.start, self.size)[index]
+
+    def narrow(self, value: Any, location: str = "", occurrence: int = 0) -> Any:
+        """Return ``value``, which the model has at ``location``, with all tensors of the batch narrowed to these rows."""
+        return View(self, location, occurrence, value).value
+
+    def view(self, location: str, occurrence: int, whole: Any) -> View:
+        """Return ``whole`` as this group sees it."""
+        return View(self, location, occurrence, whole)
+
+    def rows_of(self, tensor: torch.Tensor, found: Rows | None) -> Rows | None:
+        """Return where the rows of ``tensor`` are, ``None`` if it has none; ``found`` is what its location says."""
+        return found if found is not None and found.fit(tensor, self.total) else None
+
+    def take(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the rows of this group: a view, unless they do not lie side by side."""
+        split, dim, added = rows.split(tensor, self.total)
+        return rows.merge(split.narrow(dim, self.start, self.size), added)
+
+    def put(self, location: str, tensor: torch.Tensor, rows: Rows, given: torch.Tensor, new: Any) -> torch.Tensor:
+        """Return ``tensor`` with ``new`` in place of the rows of this group, of which ``given`` was the view.
+
+        Raises:
+            ReplacementShapeError: If ``new`` does not fit.
+        """
+        dim = rows.dim
+        if not isinstance(new, torch.Tensor) or new.dim() != given.dim() or new.shape[dim] != given.shape[dim]:
+            raise ReplacementShapeError(
+                f"The replacement of `{location}` has {tuple(getattr(new, 'shape', ()))} in place of this invoke's "
+                f"{tuple(given.shape)}: an invoke may not change how many rows it has."
+            )
+        whole, dim, added = rows.split(tensor, self.total)
+        mine = rows.split(new, self.size)[0] if added else new
+        end = self.start + self.size
+        pieces = [whole.narrow(dim, 0, self.start), mine, whole.narrow(dim, end, self.total - end)]
+        return rows.merge(torch.cat(pieces, dim), added)
+
+
+class View:
+    """What one invoke is given of the value at a location.
+
+    Args:
+        group: Its rows.
+        location: Where the model is.
+        occurrence: How often it has passed there.
+        whole: The value of the whole batch.
+
+    Attributes:
+        value: The value of the group's rows.
+    """
+
+    def __init__(self, group: BatchGroup, location: str, occurrence: int, whole: Any) -> None:
+        self._group = group
+        self._location = location
+        self._whole = whole
+        self._leaves, self._structure = pytree.tree_flatten(whole, is_leaf=is_carrier)
+        found = group.dims.of(location, occurrence, whole, self._structure)
+        self._rows: list[Rows | None] = []
+        self._given: list[Any] = []  # apart from `value`, whose containers the block may fill anew
+        given = []
+        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # what is one tensor for the model is one for the block
+        for leaf, place in zip(self._leaves, found, strict=True):
+            rows = None
+            if isinstance(leaf, torch.Tensor):
+                rows = group.rows_of(leaf, place)
+                if id(leaf) not in taken or taken[id(leaf)][0] != rows:
+                    taken[id(leaf)] = rows, leaf if rows is None else group.take(leaf, rows)
+                kept = taken[id(leaf)][1]
+                given.append(kept)
+            elif is_carrier(leaf):
+                take = partial(_take_once, group, {})
+                kept = on_tensors(leaf, take)
+                given.append(on_tensors(leaf, take))
+            else:
+                kept = leaf
+                given.append(leaf)
+            self._rows.append(rows)
+            self._given.append(kept)
+        unchanged = all(new is old for new, old in zip(given, self._leaves, strict=True))
+        self.value = whole if unchanged else pytree.tree_unflatten(given, self._structure)
+
+    def widen(self, left: Any) -> Any:
+        """Return the value of the whole batch with what the invoke changed in its rows.
+
+        Args:
+            left: What the invoke left: :attr:`value` where it replaced nothing.
+
+        Raises:
+            ReplacementShapeError: If a replacement does not fit in place of the invoke's rows.
+        """
+        left_leaves, structure = pytree.tree_flatten(left, is_leaf=is_carrier)
+        if structure != self._structure:
+            raise ReplacementShapeError(
+                f"The replacement of `{self._location}` has another structure than the model's value there: {structure} "
+                f"instead of {self._structure}. With several invokes each may replace its own rows only."
+            )
+        changed = False
+        leaves = list(self._leaves)
+        made: dict[tuple[int, int, int], torch.Tensor] = {}  # and the other way round
+        for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
+            whole, rows = leaves[index], self._rows[index]
+            if rows is not None:
+                # The model goes on with the block's own view of its rows where gradients may be asked of it.
+                followed = whole.requires_grad and torch.is_grad_enabled()
+                if given is not new or followed or rows.scattered:
+                    key = id(whole), id(given), id(new)
+                    if key not in made:
+                        made[key] = self._group.put(self._location, whole, rows, given, new)
+                    leaves[index] = made[key]
+            elif is_carrier(whole):
+                leaves[index] = write_back(self._location, whole, given, new, self._put_in_carrier)
+            elif given is not new:
+                leaves[index] = new
+            changed = changed or leaves[index] is not whole
+        return pytree.tree_unflatten(leaves, self._structure) if changed else self._whole
+
+    def _put_in_carrier(self, place: str, whole: torch.Tensor, given: torch.Tensor, new: Any) -> Any:
+        rows = _rows_in_carrier(self._group, place, whole)
+        where = f"{self._location}` in `{place}"
+        if rows is None:
+            return new
+        if isinstance(new, torch.Tensor) and new.shape != given.shape:
+            raise ReplacementShapeError(
+                f"The replacement of `{where}` has {tuple(new.shape)} in place of this invoke's {tuple(given.shape)}. "
+                "The rows of all invokes share one tensor there, so none can change its size."
+            )
+        return self._group.put(where, whole, rows, given, new)
+
+
+def _rows_in_carrier(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:
+    return group.rows_of(tensor, group.dims.in_carrier(place))
+
+
+def _take_once(group: BatchGroup, taken: dict[int, torch.Tensor], place: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the group's rows of a tensor in a carrier: the same view each time."""
+    known = taken.get(id(tensor))
+    if known is None:
+        rows = _rows_in_carrier(group, place, tensor)
+        known = taken[id(tensor)] = tensor if rows is None else group.take(tensor, rows)
+    return known
+
+
+def join_rows(values: Sequence[Any], groups: Sequence[BatchGroup], location: str = "", occurrence: int = 0) -> Any:
+    """Return one value of the whole batch, for ``location``, from those of its groups, which nest alike and come in order.
+
+    Raises:
+        ReplacementShapeError: If the values differ in structure, or in another size than the number of rows.
+    """
+    flat = [pytree.tree_flatten(value) for value in values]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise ReplacementShapeError("The invokes of one batch give values of different structure for one module.")
+    found = groups[0].dims.of(location, occurrence, values[0], structure)
+    joined = []
+    for rows, leaves in zip(found, zip(*(leaves for leaves, _ in flat), strict=True), strict=True):
+        fitting = rows is not None and [
+            isinstance(leaf, torch.Tensor) and rows.fit(leaf, group.size)
+            for leaf, group in zip(leaves, groups, strict=True)
+        ]
+        if rows is None or not fitting or not any(fitting):
+            joined.append(leaves[0])
+            continue
+        entries = {
+            leaf.shape[rows.dim] // max(group.size, 1)
+            for leaf, group, fits in zip(leaves, groups, fitting, strict=True)
+            if fits
+        }
+        if not all(fitting) or len(entries) > 1:
+            raise ReplacementShapeError(
+                f"The invokes give values for `{location}` of {[tuple(getattr(leaf, 'shape', ())) for leaf in leaves]}, which "
+                f"do not fit {[group.size for group in groups]} rows in dimension {rows.dim}: each gives its own rows."
+            )
+        split = [rows.split(leaf, group.size) for leaf, group in zip(leaves, groups, strict=True)]
+        _, dim, added = split[0]
+        joined.append(rows.merge(torch.cat([leaf for leaf, _, _ in split], dim), added))
+    return pytree.tree_unflatten(joined, structure)

@@ -1,0 +1,198 @@
+"""Fakes of a model and its arguments: tensors with sizes and types and no values.
+
+The model is *copied*, with fakes for its tensors: what a run of the copy does to buffers, to caches or to attributes happens to the
+copy. Hooks of libraries that build models with hooks are copied with it, hooks of the user are not, and do not run. :func:`isolated`
+puts back random number generators, and keeps recorders of calls out.
+
+Fakes have no values. Where a model asks for one, :class:`Guesses` makes a number one, a truth value false, and gives one entry to what
+has as many entries as a condition holds for: the sizes of what follows are what counts. What a model checks (``torch._check_tensor_all``)
+holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import random
+import sys
+import threading
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ...shared_changes import SharedChange
+from ..carriers import on_tensors
+
+#: Warning filters and random number generators belong to the process.
+_lock = threading.RLock()
+
+#: Packages whose hooks are part of a model.
+_LIBRARIES = {"torch", "transformers", "accelerate", "diffusers", "peft"}
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_NO_COPY = {"_call_impl", "_compiled_call_impl", "_backward_hooks", "_backward_pre_hooks"}
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    return not record.exc_info
+
+
+#: Where torch logs a traceback for each operation that fails on fake tensors.
+_log = logging.getLogger(FakeTensorMode.__module__)
+
+#: Keeps such tracebacks out of the log: the error itself says as much.
+quiet_fakes = SharedChange(lambda: _log.addFilter(_is_no_failure), lambda _: _log.removeFilter(_is_no_failure))
+
+
+class Guesses(TorchDispatchMode):
+    """Answers where a model asks fakes for values.
+
+    Attributes:
+        made: How often it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._is_all_true.default:
+                made._is_checked = True
+            return made
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            if getattr(args[0], "_is_checked", False):
+                return True
+            self.made += 1
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        except DynamicOutputShapeException:
+            self.made += 1
+            if func is torch.ops.aten.nonzero.default:
+                return args[0].new_empty((1, args[0].dim()), dtype=torch.int64)
+            if func is torch.ops.aten.masked_select.default:
+                return args[0].new_empty((1,))
+            if func is torch.ops.aten.index.Tensor:
+                return func(args[0], [place for index in args[1] for place in _one_place(index)])
+            raise
+
+
+def fake_argument(leaf: Any, dim: int | None, total: int, rows: int, mode: FakeTensorMode) -> Any:
+    """Return a fake of an argument, with ``rows`` rows in place of ``total``."""
+    if not isinstance(leaf, torch.Tensor):
+        with FakeCopyMode(mode), contextlib.suppress(Exception):  # what cannot be copied is shared
+            leaf = copy.deepcopy(leaf)
+        return on_tensors(
+            leaf,
+            lambda _, tensor: fake_argument(tensor, 0 if tensor.shape[:1] == (total,) else None, total, rows, mode),
+        )
+    shape = list(leaf.shape)
+    if dim is not None:
+        shape[dim] = shape[dim] // total * rows
+    made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_() if leaf.requires_grad else made
+
+
+def _one_place(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return what indexes as a condition does that holds in one place."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return [index.new_zeros((1,), dtype=torch.int64) for _ in range(index.dim())]
+
+
+def fake_modules(
+    root: torch.nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu"
+) -> dict[torch.nn.Module, torch.nn.Module]:
+    """Return a copy of each module below ``root``, with fakes for tensors and copies of everything else they hold.
+
+    Weights on the meta device, as those of a model that is not loaded yet, become fakes on ``device``.
+    """
+    copies = {module: object.__new__(type(module)) for module in root.modules()}
+    memo: dict[int, Any] = {id(module): made for module, made in copies.items()}
+    for tensor in (tensor for module in copies for tensor in (*module._parameters.values(), *module._buffers.values())):
+        if tensor is not None and tensor.device.type == "meta" and id(tensor) not in memo:
+            with mode:
+                placed = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            is_weight = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(placed, tensor.requires_grad) if is_weight else placed
+    with FakeCopyMode(mode):
+        for module, made in copies.items():
+            for name, value in list(module.__dict__.items()):
+                if name in _NO_COPY:
+                    continue
+                kept = value
+                if name in _HOOKS:
+                    kept = OrderedDict((key, hook) for key, hook in value.items() if _belongs(hook))
+                with contextlib.suppress(Exception):  # what cannot be copied, a lock, say, is shared
+                    kept = copy.deepcopy(kept, memo)
+                if isinstance(kept, types.FunctionType):
+                    kept = _about_copies(kept, memo)
+                made.__dict__[name] = kept
+            made.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
+    return copies
+
+
+def _about_copies(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """Return a function set on a module, such as a ``forward`` around the former one, that calls the copies instead."""
+    bound = (torch.nn.Module, types.MethodType, functools.partial)
+    cells = list(function.__closure__ or ())
+    for index, cell in enumerate(cells):
+        with contextlib.suppress(ValueError):  # a variable that is not bound yet
+            content = cell.cell_contents
+            if isinstance(content, types.FunctionType):
+                cells[index] = types.CellType(_about_copies(content, memo))
+            elif isinstance(content, bound):
+                cells[index] = types.CellType(copy.deepcopy(content, memo))
+    if all(one is other for one, other in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    code, name = function.__code__, function.__name__
+    made = types.FunctionType(code, function.__globals__, name, function.__defaults__, tuple(cells))
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _belongs(hook: Any) -> bool:
+    """Whether a hook is part of the model."""
+    function = getattr(hook, "func", hook)
+    defined_in = getattr(function, "__module__", None) or type(function).__module__
+    return defined_in.partition(".")[0] in _LIBRARIES
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Keep recorders of calls out, and random number generators and warnings as they are."""
+    with _lock, contextlib.ExitStack() as stack:
+        device = torch.get_default_device()
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        if device.type != "cpu":
+            stack.enter_context(device)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        python, numpy = random.getstate(), sys.modules.get("numpy")
+        state = None if numpy is None else numpy.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(state)

@@ -1,0 +1,288 @@
+"""An engine of vLLM in this process, and requests in it.
+
+The engine core runs in the caller's process and thread, so blocks and model take turns as they do elsewhere, and nothing has to
+be sent anywhere. One thread uses the engine at a time; :mod:`~nnsight.vllm.asynchronous` has one of its own for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .groups import groups
+from .prompts import refusals
+from .samples import Request
+from .stack_room import with_room
+from .steering.graph_functions import EditFunction, register
+from .steering.tables import Slots, salt_of
+from .worker.engine_taps import HANDOFF, Layout
+from .worker.requests import Limits
+from .worker.runner import SPECULATIVE, choose_runner
+
+if TYPE_CHECKING:
+    from ..runtime.modules.tree import ModuleTree
+
+WORKER = f"{__package__}.worker.worker.Worker"
+
+_DRAFTS = (
+    f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
+    "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
+)
+
+
+class Engine:
+    """An engine with the model of a repository.
+
+    Args:
+        repo: Repository or folder.
+        options: Those of ``vllm.LLM``.
+        layout: What a compiled engine has in its graph, see :mod:`~nnsight.vllm.worker.engine_taps`; ``None`` for one that stops between
+            all modules.
+        functions: Functions that layers with tables have, by name, see :mod:`~nnsight.vllm.steering.graph_functions`.
+
+    Attributes:
+        llm: vLLM's own object.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        options: Mapping[str, Any],
+        layout: Layout | None = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        from vllm import LLM
+
+        choose_runner()  # again: the engine may be started long after the model was made
+        self._functions = _traced(repo, options, functions or {})
+        if layout is not None:
+            layout = replace(layout, functions=tuple(map(register, self._functions.values())))
+        if layout is not None:
+            options = _with_layout(options, layout)
+        parallel = options.get("tensor_parallel_size", 1) > 1
+        groups.check_alone(parallel)
+        if parallel:
+            from .worker.parallel import ParallelExecutor
+
+            options = {**options, "distributed_executor_backend": ParallelExecutor}
+        _let_vllm_look_at_llvmlite()
+        with _in_this_process(), groups.held(parallel):
+            self.llm = LLM(model=repo, worker_cls=WORKER, **options)
+            client = self.llm.llm_engine.engine_core
+            client._finalizer.detach()
+            groups.used_by(client.engine_core, parallel)
+        weakref.finalize(self, groups.shut_down, client.engine_core)
+        self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._running = False
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, with its weights."""
+        return self._runner.get_model()
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """What the engine can do."""
+        hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
+        if tapped is None:
+            return Limits(hidden, functions=self._functions)
+        drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
+        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank, tuple(tapped.captured), drafts, self._functions)
+
+    def stop_at(self, tree: ModuleTree) -> None:
+        """Say by which tree the model's calls are intercepted."""
+        self._runner.tree = tree
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Run ``requests`` until all have finished or failed; errors of blocks stay with their runs.
+
+        Raises:
+            ValueError: If a block of a request uses the engine that runs it, or vLLM refuses a request.
+        """
+        with self._lock:
+            if self._running:
+                raise ValueError(
+                    "A block cannot run its own engine: the engine stands still while the block runs. Trace before, or in an "
+                    "invoke of its own."
+                )
+            self._running = True
+            try:
+                with_room(self._run_all, requests)
+            finally:
+                self._running = False
+
+    def _run_all(self, requests: Sequence[Request]) -> None:
+        pending: dict[str, Request] = {}
+        try:
+            for request in requests:
+                self.admit(request, pending)
+            while pending:
+                self.advance(pending)
+        finally:
+            for request in pending.values():
+                self.take_out(request)
+
+    def admit(self, request: Request, pending: dict[str, Request]) -> None:
+        """Send ``request`` to the engine and put it into ``pending``, unless its blocks have ended already.
+
+        Raises:
+            ValueError: If vLLM refuses it.
+        """
+        from vllm.sampling_params import RequestOutputKind
+
+        request.run.begun = True
+        if request.ended:
+            return
+        if request.samples:
+            for sample in request.samples:
+                self.admit(sample, pending)
+            return
+        if (request.whole or request).on_output is None:  # nobody looks at what vLLM returns before the end
+            request.sampling.output_kind = RequestOutputKind.FINAL_ONLY
+        name = f"nnsight-{next(self._numbers)}"
+        slot = self._prepare(request, name)
+        if request.ended:
+            return
+        try:
+            with refusals():
+                request.internal = self.llm.llm_engine.add_request(name, request.prompt, request.sampling)
+        finally:
+            if slot and not request.internal:
+                self._slots.give_back(request.run.steering)
+        pending[name] = request
+        run = request.run if request.run.needs_stops else None
+        entry = (slot, next(iter(request.run.steering.values())).start) if slot else None
+        self._runner.bookkeeping.add(request.internal, run, entry)
+
+    def advance(self, pending: dict[str, Request]) -> None:
+        """Make one step of the engine; take what has finished or failed out of ``pending``."""
+        # A thread that asks for the first time gets torch's number of threads for its operations. Before, it has OpenMP's, and
+        # vLLM's attention on CPUs fails where the two change within a step.
+        torch.get_num_threads()
+        told: dict[Request, None] = {}
+        for output in self.llm.llm_engine.step():
+            if output.request_id not in pending:
+                continue
+            request = pending[output.request_id]
+            if output.finished:
+                del pending[output.request_id]
+                self._detach(request)
+            request.take(output)
+            told[request.whole or request] = None
+        for request in told:
+            request.tell()
+        for request in pending.values():
+            request.pass_on()
+        for name in [name for name, request in pending.items() if request.ended]:
+            self.take_out(pending.pop(name))
+
+    @property
+    def _slots(self) -> Slots:
+        slots: Slots = self._runner.tapped.slots
+        return slots
+
+    def _prepare(self, request: Request, name: str) -> int:
+        """Return the request's slot, 0 if it needs none; keep what others cached, and what it caches itself, apart."""
+        run = request.run
+        if run.touches_model and run.limits.drafts:
+            request.fail(ValueError(_DRAFTS))
+            return 0
+        if run.touches_model:  # it has to see all of its own tokens
+            request.prompt["cache_salt"] = name
+            request.sampling.skip_reading_prefix_cache = True
+        elif run.steering:
+            request.prompt["cache_salt"] = salt_of(run.steering)
+        if not run.steering or self._runner.tapped is None:
+            return 0
+        try:
+            return self._slots.take(run.steering)
+        except ValueError as error:
+            request.fail(error)
+            return 0
+
+    def _detach(self, request: Request) -> None:
+        """Let the runner forget the request."""
+        if self._runner.bookkeeping.remove(request.internal):
+            self._slots.give_back(request.run.steering)
+
+    def take_out(self, request: Request) -> None:
+        """End a request before its time."""
+        self._detach(request)
+        self.llm.llm_engine.abort_request([request.internal], internal=True)
+
+
+def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return ``options`` for an engine with ``layout``."""
+    from vllm.config import CompilationConfig
+    from vllm.platforms import current_platform
+
+    made = dict(options)
+    made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout.description}
+    if layout.taps and not made.get("enforce_eager") and not current_platform.is_cpu():
+        # Replayed graphs run no Python: they end where a tap is. Naming operations replaces vLLM's own list of them.
+        attention = [
+            *CompilationConfig._attention_ops,
+            "vllm::unified_kv_cache_update",
+            "vllm::unified_mla_kv_cache_update",
+        ]
+        chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
+        made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
+    return made
+
+
+def _traced(repo: str, options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, EditFunction]:
+    """Return ``functions``, traced for the hidden state of the model."""
+    if not functions:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
+    config = EngineArgs(model=repo, **given).create_engine_config().model_config
+    return {name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()}
+
+
+def _let_vllm_look_at_llvmlite() -> None:
+    """Let an object of llvmlite, which numba uses, have no ``__dict__``, where numba has been imported.
+
+    On CPUs vLLM looks at the ``__dict__`` of every object in every module when it makes a worker. This one has whatever it is asked for, as
+    a function of the library that it stands for, and vLLM fails there.
+    """
+    module: Any = sys.modules.get("llvmlite.binding.ffi")
+    if module is None or hasattr(module._lib_wrapper, "nnsight_looked_at"):
+        return
+    known = module._lib_wrapper.__getattr__
+
+    def without_dict(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return known(self, name)
+
+    module._lib_wrapper.__getattr__ = without_dict
+    module._lib_wrapper.nnsight_looked_at = True
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Let vLLM make its engine core in this process."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

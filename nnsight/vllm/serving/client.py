@@ -1,0 +1,130 @@
+"""What vLLM's server talks to: an engine client that steers the requests which ask for it.
+
+All of the server's endpoints generate through one method, ``generate``; so this is where a request is looked at. What is wrong with it is
+raised at once, before anything of an answer is sent, as an error that the server answers with the status 400. Else the request goes on
+with the number of its entry in place of what the user said, and with a salt that keeps the prefixes it caches apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from ..steering.choices import PREFIX, Choice
+from ..steering.tables import salt_of
+from ..steering.vectors import Vectors
+from ..worker.engine_taps import Layout
+from ..worker.residual import places_of
+from .entries import Edits, Entries, Lease
+from .worker import SLOT, START, packed
+
+_STEERED = Counter("nnsight:steered_requests", "Requests that were sent to the engine steered.")
+_REFUSED = Counter("nnsight:refused_requests", "Requests that could not be steered as they asked, and were refused.")
+_VECTORS = Gauge("nnsight:vectors_registered", "Vectors that requests can name.")
+
+#: How many different edits are kept ready, so that requests for them compute nothing.
+_KEPT = 128
+
+
+def is_ours(name: Any) -> bool:
+    """Whether a parameter of a request is meant for us."""
+    return isinstance(name, str) and name.lower().startswith("nnsight")
+
+
+def refused(message: str) -> VLLMValidationError:
+    """Return the error that a request is refused with, and count it."""
+    _REFUSED.inc()
+    return VLLMValidationError(message, parameter="vllm_xargs")
+
+
+class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does not know its base
+    """An engine client that steers the requests which ask for it. Call :meth:`prepare` first."""
+
+    async def prepare(self, vectors: Vectors) -> None:
+        """Ask the engine where it has tables, and steer with ``vectors`` from now on.
+
+        Raises:
+            ValueError: If layers cannot be told by their numbers.
+        """
+        layout = Layout.described(self.vllm_config.additional_config["nnsight"])
+        self.vectors = vectors
+        self.places = places_of((await self.collective_rpc("nnsight_locations"))[0])
+        self.entries = Entries(layout.slots, self._write)
+        self._rank = layout.rank
+        self._known: OrderedDict[Choice, tuple[str, Edits]] = OrderedDict()
+        _VECTORS.set_function(lambda: len(vectors))
+
+    async def _write(self, slot: int, edits: Edits) -> None:
+        await self.collective_rpc("nnsight_write", args=(slot, packed(edits)))
+
+    def vectors_changed(self) -> None:
+        """Say that a name may stand for another vector now."""
+        self._known.clear()
+
+    def edits_of(self, parameters: Mapping[str, Any]) -> tuple[str, Edits, int] | None:
+        """Return the salt, the edits and the first position of a request with these extra parameters; ``None`` if it asks for no edit.
+
+        Raises:
+            VLLMValidationError: If they are wrong.
+        """
+        ours = {name: value for name, value in parameters.items() if is_ours(name)}
+        if not ours:
+            return None
+        try:
+            choice = Choice.of(ours, PREFIX)
+            if choice not in self._known:
+                hidden = self.vllm_config.model_config.get_hidden_size()
+                edits = choice.steering(self.vectors, self.places, hidden, self._rank)
+                self._known[choice] = salt_of(edits), edits
+                if len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+        except ValueError as error:
+            raise refused(str(error)) from error
+        return *self._known[choice], choice.start
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """Send a request to the engine, steered if it asks for that; see ``AsyncLLM.generate``.
+
+        Raises:
+            VLLMValidationError: If it cannot be steered as it asks.
+        """
+        found = self.edits_of(sampling_params.extra_args or {})
+        if found is None:
+            return super().generate(prompt, sampling_params, request_id, **options)
+        salt, edits, start = found
+        prompt = _salted(prompt, salt)
+        try:
+            lease = self.entries.take(salt, edits)
+        except ValueError as error:
+            raise refused(str(error)) from error
+        sampling_params = sampling_params.clone()
+        others = {name: value for name, value in sampling_params.extra_args.items() if not is_ours(name)}
+        sampling_params.extra_args = {**others, SLOT: lease.slot, START: start}
+        return self._steered(lease, super().generate(prompt, sampling_params, request_id, **options))
+
+    async def _steered(self, lease: Lease, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        try:
+            await self.entries.ready(lease)
+            _STEERED.inc()
+            async with aclosing(outputs):  # what is dropped is aborted in the engine before its entry is given to another
+                async for output in outputs:
+                    yield output
+        finally:
+            lease.release()
+
+
+def _salted(prompt: Any, salt: str) -> dict[str, Any]:
+    """Return ``prompt`` with a salt of its cached prefixes for ``salt`` and what it had."""
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    if not isinstance(prompt, dict) or prompt.get("type") == "enc_dec":
+        raise refused(f"A prompt of this kind cannot be steered ({type(prompt).__name__}).")
+    own = prompt.get("cache_salt")
+    return {**prompt, "cache_salt": salt if own is None else hashlib.sha256(f"{salt}\n{own}".encode()).hexdigest()}

@@ -1,0 +1,180 @@
+"""``nnsight vllm serve``: vLLM's OpenAI-compatible server, with edits in the graph of the model.
+
+It takes the options of ``vllm serve`` and four of its own. What the server cannot do with tables is refused before the engine starts.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server import entry
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import setup_server
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from ..steering.vectors import Vectors
+from ..worker.engine_taps import Layout
+from ..worker.runner import check, choose_runner
+
+WORKER = f"{__package__}.worker.ServingWorker"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        ValueError: If an option is wrong, or cannot be had together with edits.
+        OSError: If a file of a vector cannot be read.
+    """
+    import uvloop
+
+    cli_env_setup()
+    choose_runner()
+    args: Any = _parser().parse_args(list(arguments))
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    vectors = prepare(args)
+    uvloop.run(_serve(args, vectors))
+
+
+def _parser() -> Any:
+    parser = FlexibleArgumentParser(
+        prog="nnsight vllm serve",
+        usage="nnsight vllm serve MODEL --edits PATTERN [PATTERN ...] [--vectors NAME=FILE ...] [options of vllm serve]",
+        description="vLLM's OpenAI-compatible server, for requests that are steered (docs/vllm.md).",
+    )
+    own = parser.add_argument_group("steering")
+    own.add_argument(
+        "--edits", nargs="+", metavar="PATTERN", help="layers that can be steered, such as 'model.layers.*'"
+    )
+    own.add_argument("--slots", type=int, default=16, help="how many different edits may run at a time (default: 16)")
+    own.add_argument("--rank", type=int, default=1, help="how many directions each may remove (default: 1)")
+    own.add_argument(
+        "--vectors", nargs="+", default=[], metavar="NAME=FILE", help="safetensors, or control vectors in GGUF"
+    )
+    return make_arg_parser(parser)
+
+
+def prepare(args: Any) -> Vectors:
+    """Put what edits need into vLLM's options; return the vectors.
+
+    Raises:
+        ValueError: If an option is wrong, or cannot be had together with edits.
+        OSError: If a file of a vector cannot be read.
+    """
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    if args.model == "nnsight/demo":
+        from ...modeling.language import _folder_or_name
+
+        args.model, args.served_model_name = str(_folder_or_name(args.model)), args.served_model_name or ["nnsight/demo"]
+    if not args.edits:
+        raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`.")
+    if args.slots < 1 or args.rank < 0:
+        raise ValueError("--slots is a number from 1, and --rank one from 0.")
+    for name, why in _NOT_ASKED_FOR.items():
+        value = getattr(args, name)
+        if value and value not in ("auto", 1):
+            raise ValueError(f"--{name.replace('_', '-')} cannot be had together with --edits: {why}")
+    vectors = Vectors()
+    for given in args.vectors:
+        name, equals, path = given.partition("=")
+        if not equals:
+            raise ValueError(f"--vectors {given}: say what the file is called, as in `--vectors happy={given}`.")
+        vectors.load(path, name)
+    args.worker_cls = WORKER
+    layout = Layout(edits=tuple(args.edits), slots=args.slots, rank=args.rank)
+    args.additional_config = {**(args.additional_config or {}), "nnsight": layout.description}
+    return vectors
+
+
+_ONE_PROCESS = "one process has to know which edits are in the tables."
+
+#: Options of vLLM that lead to another server, or another worker.
+_NOT_ASKED_FOR = {
+    "worker_cls": "the worker is this package's.",
+    "api_server_count": _ONE_PROCESS,
+    "headless": _ONE_PROCESS,
+    "grpc": "requests over gRPC are not looked at.",
+}
+
+
+def _refuse(config: Any) -> None:
+    """Raise for a configuration in which rows and tables would not belong together.
+
+    Raises:
+        ValueError: With what it is.
+    """
+    parallel = config.parallel_config
+    reasons = {
+        "data parallelism": (parallel.data_parallel_size > 1, _ONE_PROCESS),
+        "pipeline parallelism": (parallel.pipeline_parallel_size > 1, "each device would have other layers."),
+        "context parallelism": (parallel.prefill_context_parallel_size > 1, "rows of a step are in another order."),
+        "cutting steps into micro-batches": (parallel.use_ubatching, "rows are counted for a whole step."),
+        "LoRA": (config.lora_config is not None, "adapters replace the layers that have tables."),
+    }
+    for what, (found, why) in reasons.items():
+        if found:
+            raise ValueError(f"{what} cannot be had together with --edits: {why}")
+
+
+async def _serve(args: Any, vectors: Vectors) -> None:
+    """Run engine and server. What vLLM's ``run_server`` does, with another client and more routes."""
+    from .client import SteeringClient
+    from .http import install
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    _refuse(config)
+    check(config, tables=True)
+    _fit(vectors, config.model_config.get_hidden_size())
+    signal.signal(signal.SIGTERM, _interrupt)  # until the server has handlers of its own
+    address, sock = setup_server(args, reuse_port=False)  # before the engine, which takes long: the port may be in use
+    client = SteeringClient.from_vllm_config(
+        config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        aggregate_engine_logging=engine_args.aggregate_engine_logging,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    build = entry.build_app
+
+    def with_routes(*arguments: Any, **options: Any) -> Any:
+        app = build(*arguments, **options)
+        install(app)
+        return app
+
+    try:
+        await client.prepare(vectors)
+        await client.reset_mm_cache()
+        with mock.patch.object(entry, "build_app", with_routes):
+            stopped = await entry.build_and_serve(client, address, sock, args)
+    finally:
+        client.shutdown(timeout=config.shutdown_timeout)
+    try:
+        await stopped
+    finally:
+        sock.close()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt("terminated")
+
+
+def _fit(vectors: Vectors, hidden: int) -> None:
+    """Raise if a vector has another size than the model's hidden state.
+
+    Raises:
+        ValueError: If so.
+    """
+    vectors.hidden = hidden
+    for name in vectors:
+        for layer in vectors[name]:
+            vectors.direction(name, layer or 0, hidden)

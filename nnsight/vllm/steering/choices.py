@@ -1,0 +1,181 @@
+"""What a request chooses of the registered vectors.
+
+A request says it in plain data, as JSON has it, so that it can be sent to a server (``vllm_xargs``); ``model.steer(...)`` says the
+same in a block. Both become a :class:`Choice`, and that becomes the :class:`~.tables.Steering` of each layer. Whatever cannot be done in
+full is an error: an answer that is only partly steered looks like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .tables import Steering
+from .vectors import Vectors
+
+#: How the names of the parameters begin in a request to a server.
+PREFIX = "nnsight_"
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a request chooses.
+
+    Attributes:
+        add: Names of vectors, each with its factor.
+        remove: Names of vectors that are projected out.
+        layers: Numbers of the layers; ``None`` for all that the vectors have.
+        start: First position of the request.
+        prefix: What messages put before the names of parameters.
+    """
+
+    add: tuple[tuple[str, float], ...] = ()
+    remove: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+    start: int = 0
+    prefix: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any], prefix: str = "") -> Choice:
+        """Return the choice that ``parameters`` describe.
+
+        Args:
+            parameters: ``vector`` and ``remove``: a name, or several as a list or with commas. ``scale``: a number, or one for each
+                vector. ``layers``: a number, several in a list, or a text such as ``"2,5-8"``. ``start``: a number.
+            prefix: How the names of the parameters begin.
+
+        Raises:
+            ValueError: If a parameter is unknown or malformed, or nothing is chosen.
+        """
+        unknown = sorted(name for name in parameters if name.removeprefix(prefix) not in _KNOWN)
+        if unknown:
+            known = ", ".join(prefix + name for name in _KNOWN)
+            raise ValueError(f"{', '.join(unknown)}: unknown. The parameters are {known}.")
+        given = {name.removeprefix(prefix): value for name, value in parameters.items()}
+        names, removed = _names(prefix + "vector", given.get("vector")), _names(prefix + "remove", given.get("remove"))
+        if not names and not removed:
+            raise ValueError(f"{prefix}vector or {prefix}remove is missing: nothing says how to steer.")
+        if "scale" in given and not names:
+            raise ValueError(f"{prefix}scale is for {prefix}vector, which is missing.")
+        if len(set(removed)) < len(removed):
+            raise ValueError(f"{prefix}remove names a vector twice.")
+        scales = _scales(prefix + "scale", given.get("scale", 1.0), len(names))
+        start = given.get("start", 0)
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise ValueError(f"{prefix}start is a position, a number from 0, not {start!r}.")
+        layers = _layers(prefix + "layers", given.get("layers"))
+        return cls(tuple(zip(names, scales, strict=True)), removed, layers, start, prefix)
+
+    def steering(self, vectors: Vectors, places: Mapping[int, str], hidden: int, rank: int | None) -> dict[str, Steering]:
+        """Return what is done to hidden states, by location.
+
+        Args:
+            vectors: The registered vectors.
+            places: Locations of the layers' outputs, by number.
+            hidden: Channels of the hidden state.
+            rank: How many directions may be removed at a layer; ``None`` for any number.
+
+        Raises:
+            ValueError: If there is no such vector, or it has none for a layer, or a layer cannot be steered.
+        """
+        layers = self.layers
+        if layers is None:
+            layers = self._own_layers(vectors)
+        missing = [layer for layer in layers if layer not in places]
+        if missing:
+            raise ValueError(
+                f"Layer {', '.join(map(str, missing))} cannot be steered: there are tables for {_spans(places)}. Choose layers with "
+                f"{self.prefix}layers."
+            )
+        if rank is not None and len(self.remove) > rank:
+            raise ValueError(
+                f"{self.prefix}remove has {len(self.remove)} vectors, and there is room for {rank} at a layer (the rank of the tables)."
+            )
+        made = {}
+        for layer in layers:
+            added = None
+            for name, scale in self.add:
+                part = scale * vectors.direction(name, layer, hidden)
+                added = part if added is None else added + part
+            removed = None
+            if self.remove:
+                removed = torch.stack([vectors.direction(name, layer, hidden) for name in self.remove])
+            made[places[layer]] = Steering.of(hidden, added, None, removed, self.start)
+        return made
+
+    def _own_layers(self, vectors: Vectors) -> tuple[int, ...]:
+        """Return the layers that the vectors have.
+
+        Raises:
+            ValueError: If they have different ones, or are for any.
+        """
+        names = list(dict.fromkeys([*(name for name, _ in self.add), *self.remove]))
+        found = {name: layers for name in names if (layers := vectors.layers(name)) is not None}
+        if not found:
+            raise ValueError(
+                f"{self.prefix}layers is missing: {', '.join(map(repr, names))} is for any layer, so say at which it is used."
+            )
+        first = next(iter(found.values()))
+        if any(layers != first for layers in found.values()):
+            raise ValueError(f"{', '.join(map(repr, found))} have different layers: say with {self.prefix}layers which are meant.")
+        return tuple(first)
+
+
+_KNOWN = ("vector", "scale", "remove", "layers", "start")
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) or "no layer"
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(found, str) and found.strip() for found in names):
+        raise ValueError(f"{name} is the name of a vector, or several with commas or in a list, not {value!r}.")
+    return tuple(found.strip() for found in names)
+
+
+def _scales(name: str, value: Any, count: int) -> tuple[float, ...]:
+    values = value if isinstance(value, (list, tuple)) else [value] * count
+    numbers = [found for found in values if isinstance(found, (int, float)) and not isinstance(found, bool)]
+    if len(numbers) < len(values) or not all(abs(found) < math.inf for found in numbers):
+        raise ValueError(f"{name} is a finite number, or one for each vector, not {value!r}.")
+    if len(numbers) != count:
+        raise ValueError(f"{name} has {len(numbers)} numbers for {count} vectors.")
+    try:
+        return tuple(map(float, numbers))
+    except OverflowError:
+        raise ValueError(f"{name} is too large: {value!r}.") from None
+
+
+def _layers(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+    found: list[int] = []
+    for part in parts:
+        if isinstance(part, str) and (match := _RANGE.fullmatch(part.strip())):
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last - first < _MOST_LAYERS:
+                found += range(first, last + 1)
+                continue
+        elif isinstance(part, int) and not isinstance(part, bool) and part >= 0:
+            found.append(part)
+            continue
+        raise ValueError(f"{name} is a number, or several as in \"2,5-8\" or [2, 5], not {value!r}.")
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"{name} names no layer, or one twice: {value!r}.")
+    return tuple(sorted(found))
+
+
+#: No model has as many; a request may not make the server count on.
+_MOST_LAYERS = 10_000

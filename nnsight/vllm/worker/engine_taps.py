@@ -1,0 +1,258 @@
+"""Stops in a compiled engine: an operation in the model's graph that hands a module's output to the blocks.
+
+vLLM compiles the model as one graph, inside of which no Python runs. For each module that is *tapped* this puts an operation into that
+graph, ``nnsight::handoff``. It calls the step of the engine with what the module returned, or is given, so any block can work on its
+rows, and everything between two taps stays compiled. Three things are as they are for a reason.
+
+* A tap has to be there before the first forward pass, which vLLM traces; so it is made when the model is loaded. The class of the
+  module is replaced by a subclass of that one class, which dynamo traces as any other; hooks it would not see.
+* The operation returns nothing and writes to its argument. Where pieces of a graph are replayed (CUDA graphs), the piece behind reads
+  from the address that it has always read from, so a new tensor would be ignored. The arguments are copies: a value may be known
+  under other names, too.
+* Which modules are tapped is part of vLLM's configuration (``additional_config``), and so of the key of its compile cache: else the graph
+  of other taps could be loaded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...runtime.interleaver import active_interleaver
+from ..steering.graph_functions import registered
+from ..steering.tables import RowSlots, Slots, add_functions, add_tables, steered
+from .graph_operations import define
+from .kept_values import Captures, parsed, value_of
+from .steps import Step
+
+#: Name of the operation as vLLM's list of splitting operations has it.
+HANDOFF = "nnsight::handoff"
+
+#: Part of the key of the compile cache: to be raised when what is put into a graph changes.
+_FORMAT = 5
+
+
+def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
+    """Offer the value with these tensors at ``location``, and write what came of it into them."""
+    step: Any = active_interleaver()
+    if not isinstance(step, Step) or location not in step.waited:
+        if isinstance(step, Step):
+            step.counts[location] = 1
+        return
+    value = value_of(parsed(form), leaves)
+    left = pytree.tree_leaves(step.meet(location, value))
+    for kept, new in zip(pytree.tree_leaves(value), left, strict=True):
+        if new is not kept and isinstance(kept, torch.Tensor):
+            kept.copy_(new)
+
+
+define(HANDOFF, "(Tensor(a!)[] leaves, str form, str location) -> ()", _handoff)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is put into the graph of a compiled model.
+
+    Attributes:
+        taps: Modules whose output is handed to blocks, as paths or patterns; with ``.input`` behind them, those whose input is.
+        captures: Likewise, modules whose values are copied for blocks that read them; see :mod:`~nnsight.vllm.worker.kept_values`.
+        edits: Layers with tables for edits, likewise; see :mod:`~nnsight.vllm.steering.tables`.
+        slots: How many different edits the tables have room for.
+        rank: How many directions each may read.
+        functions: Digests of functions that layers with tables have, too; see :mod:`~nnsight.vllm.steering.graph_functions`.
+    """
+
+    taps: tuple[str, ...] = ()
+    captures: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+    slots: int = 16
+    rank: int = 1
+    functions: tuple[str, ...] = ()
+
+    @property
+    def only_tables(self) -> bool:
+        """Whether there are tables for edits, and nothing that hands values to blocks."""
+        return bool(self.edits) and not self.taps and not self.captures
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that it names."""
+        places = (*self.taps, *self.captures)
+        return [*at_side(places, "input"), *at_side(places, "output"), *self.edits]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What ``additional_config`` says of it: plain data that vLLM makes a key of."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    def described(cls, description: Mapping[str, Any]) -> Layout:
+        """Return the layout with this description."""
+        given = {name: value for name, value in description.items() if name != "format"}
+        return cls(**{**given, **{name: tuple(given[name]) for name in ("taps", "captures", "edits", "functions")}})
+
+
+def at_side(places: Iterable[str], side: str) -> list[str]:
+    """Return the modules among ``places`` that are meant at a side, ``"input"`` or ``"output"``."""
+    found = []
+    for place in places:
+        path, _, tail = place.rpartition(".")
+        at = {"input": "input", "inputs": "input", "output": "output"}.get(tail)
+        if (at or "output") == side:
+            found.append(place if at is None else path)
+    return found
+
+
+@dataclass(frozen=True)
+class Tapped:
+    """A model with what a layout puts into it.
+
+    Attributes:
+        locations: Where blocks can stop.
+        captured: Where they can read behind the model.
+        captures: What is copied there.
+        rows: The slot of each row of a step.
+        slots: Who has which entry of the tables.
+        rank: As in the layout.
+        steered: Where the tables apply.
+    """
+
+    locations: list[str]
+    captured: list[str]
+    captures: Captures
+    rows: RowSlots
+    slots: Slots
+    rank: int
+    steered: list[str]
+
+
+def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, torch.nn.Module]:
+    """Return the modules of ``model`` that ``taps`` name, by path.
+
+    Args:
+        model: The model.
+        taps: Paths as ``named_modules`` has them, or patterns such as ``"model.layers.*"``, in which ``*`` stands for one name.
+
+    Raises:
+        ValueError: If one names no module.
+    """
+    found: dict[str, torch.nn.Module] = {}
+    modules = dict(model.named_modules())
+    for tap in taps:
+        depth = tap.count(".")
+        named = {
+            path: module
+            for path, module in modules.items()
+            if path.count(".") == depth and fnmatch.fnmatchcase(path, tap)
+        }
+        if not named:
+            children = ", ".join(path for path in modules if path and path.count(".") <= 1)
+            raise ValueError(f"taps, captures and edits: the model has no module {tap!r}. Paths begin with one of: {children}.")
+        found |= named
+    return found
+
+
+def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int, dtype: torch.dtype) -> Tapped:
+    """Put what ``layout`` says into ``model``, which has not run yet.
+
+    Args:
+        model: The model.
+        layout: The layout.
+        rows: Zeros, int64, for the longest step of the engine: the slot of each row, which every layer with tables looks at.
+        hidden: Channels of the hidden state.
+        dtype: Of the hidden state.
+    """
+    named: dict[str, str] = {}
+    for operation, places in (("capture", layout.captures), ("handoff", layout.taps)):  # a tap does what a capture does, and more
+        for side in ("input", "output"):
+            for path in tapped_modules(model, at_side(places, side)):
+                named[f"model.{path}.{side}"] = operation
+    steered = tapped_modules(model, layout.edits)
+    functions = [registered(digest).to(rows.device) for digest in layout.functions]
+    modules: dict[str, Any] = {**tapped_modules(model, layout.modules)}
+    for path, module in modules.items():
+        module.nnsight_path = f"model.{path}"
+        module.nnsight_takes = named.get(f"model.{path}.input", "")
+        module.nnsight_returns = named.get(f"model.{path}.output", "")
+        module.nnsight_steers = path in steered
+        if "capture" in (module.nnsight_takes, module.nnsight_returns):
+            module.register_buffer("nnsight_mark", torch.zeros(1, device=rows.device), persistent=False)
+        if path in steered:
+            add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
+            add_functions(module, functions, layout.slots, dtype)
+        base: Any = type(module)
+        module.__class__ = _tapped(base)
+    tables = {f"model.{path}.output": module for path, module in steered.items()}
+    locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
+    return Tapped(locations, captured, Captures(), RowSlots(rows), Slots(tables, layout.slots), layout.rank, list(tables))
+
+
+@functools.cache
+def _tapped(base: Any) -> Any:
+    """Return the class of modules ``base`` with a ``forward`` that steers its output, and hands over what it takes and returns."""
+    forward_of_base: Callable[..., Any] = base.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.nnsight_takes:
+            args, kwargs = _shown(self, (args, kwargs), self.nnsight_takes, ".input")
+        output = forward_of_base(self, *args, **kwargs)
+        if self.nnsight_steers:
+            output = steered(self, output)
+        if self.nnsight_returns:
+            output = _shown(self, output, self.nnsight_returns, ".output")
+        return output
+
+    return type(f"Tapped{base.__name__}", (base,), {"forward": forward, "nnsight_base": base, "__module__": __name__})
+
+
+def _shown(module: Any, value: Any, operation: str, side: str) -> Any:
+    """Return ``value`` as the blocks leave it. Dynamo traces this."""
+    leaves: list[torch.Tensor] = []
+    form = _form_of(value, leaves)
+    if not leaves:
+        return value
+    if operation == "capture":
+        torch.ops.nnsight.capture(leaves, module.nnsight_mark, form, module.nnsight_path + side)
+        return value
+    leaves = [leaf.clone() for leaf in leaves]
+    torch.ops.nnsight.handoff(leaves, form, module.nnsight_path + side)
+    return _filled(value, list(leaves))
+
+
+def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
+    """Return the structure of ``value`` as a literal, with a number for each tensor, and these in ``leaves``.
+
+    The operation gets it as a constant of the graph, which is there also when the graph comes from a cache. What is neither a tensor
+    nor a container is ``...``: blocks cannot use it.
+    """
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return str(len(leaves) - 1)
+    if type(value) is tuple:
+        return "(" + "".join([_form_of(item, leaves) + ", " for item in value]) + ")"
+    if type(value) is list:
+        return "[" + "".join([_form_of(item, leaves) + ", " for item in value]) + "]"
+    if type(value) is dict:
+        return "{" + "".join([repr(key) + ": " + _form_of(item, leaves) + ", " for key, item in value.items()]) + "}"
+    return "None" if value is None else "..."
+
+
+def _filled(value: Any, leaves: list[torch.Tensor]) -> Any:
+    """Return ``value`` with other tensors, in order; takes them out of ``leaves``."""
+    if isinstance(value, torch.Tensor):
+        return leaves.pop(0)
+    if type(value) is tuple:
+        return tuple([_filled(item, leaves) for item in value])
+    if type(value) is list:
+        return [_filled(item, leaves) for item in value]
+    if type(value) is dict:
+        return {key: _filled(item, leaves) for key, item in value.items()}
+    return value
+
+

@@ -1,0 +1,184 @@
+"""Where vLLM's model runners are stopped for the requests' blocks.
+
+A runner's class is replaced by a subclass that stops at three places: before the model runs, where the flat batch is known; before
+sampling, with the logits; and after it, with the tokens. A step without blocks runs as it would without this package. The two
+runners of vLLM have these places in different methods:
+
+========================  ==============================================  ==================================================
+place                     V1                                              V2
+========================  ==============================================  ==================================================
+the batch is known        ``_model_forward``, around the model            ``prepare_inputs``, which is followed by the model
+the model has run         the same                                        ``execute_model`` returns
+logits are computed       in ``execute_model``                            in ``sample``
+logits are sampled from   ``_sample``                                     the sampler that ``sample`` calls
+graphs are recorded       ``_dummy_run``                                  ``_dummy_run`` and ``capture_model``
+========================  ==============================================  ==================================================
+
+V2 is asynchronous by design: a step is prepared while the one before may still run on the device. What is read or written here is the
+device's, in the order of its stream, or belongs to one step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .bookkeeping import Bookkeeping
+from .ranks import Alone
+from .requests import LOGITS
+from .step_rows import batch_of_v1, batch_of_v2
+
+
+def stop(runner: Any, v2: bool) -> None:
+    """Let ``runner``, which has no model yet, stop for blocks.
+
+    Args:
+        runner: vLLM's model runner.
+        v2: Whether it is a model runner V2.
+    """
+    base = type(runner)
+    runner.__class__ = type(base.__name__, (base,), (_hooks_of_v2 if v2 else _hooks_of_v1)(base))
+    runner.tree = None
+    runner.link = Alone()
+    runner.bookkeeping = Bookkeeping(runner)
+    runner.step = None
+    runner.tapped = None
+
+
+def _hooks_of_v1(base: Any) -> dict[str, Any]:
+    """Return the methods that a model runner V1 of the class ``base`` gets."""
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.step = None
+        if not _is_attended(self):
+            return base.execute_model(self, scheduler_output, *args, **kwargs)
+        self.scheduled = scheduler_output
+        with ExitStack() as self.stack:
+            return base.execute_model(self, scheduler_output, *args, **kwargs)
+
+    def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not _is_attended(self):
+            return base._model_forward(self, input_ids, positions, *args, **kwargs)
+        first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        total: int = first.shape[0]
+        self.step = self.bookkeeping.step(total, *batch_of_v1(self, self.scheduled))
+        self.stack.enter_context(_shown(self))
+        output = base._model_forward(self, input_ids, positions, *args, **kwargs)
+        _end(self, total)
+        return output
+
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _recording(self):
+            return base._dummy_run(self, *args, **kwargs)
+
+    def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        step, self.step = self.step, None
+        if step is not None and logits is not None:
+            logits = step.meet(LOGITS, logits)
+        sampled = base._sample(self, logits, spec_decode_metadata)
+        if logits is not None:
+            sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
+        return sampled
+
+    return _named(execute_model, _model_forward, _dummy_run, _sample)
+
+
+def _hooks_of_v2(base: Any) -> dict[str, Any]:
+    """Return the methods that a model runner V2 of the class ``base`` gets."""
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.step = None
+        with ExitStack() as self.stack:
+            output = base.execute_model(self, scheduler_output, *args, **kwargs)
+            if self.step is not None:
+                _end(self, self.execute_model_state.input_batch.num_tokens_after_padding)
+            return output
+
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = base.prepare_inputs(self, *args, **kwargs)
+        if _is_attended(self):
+            self.step = self.bookkeeping.step(batch.num_tokens_after_padding, *batch_of_v2(batch))
+            self.stack.enter_context(_shown(self))  # the next module that runs is the model: those with encoders are refused
+        return batch
+
+    def sample(self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        with _stopping_sampler(self):
+            sampled, *counts = base.sample(self, hidden_states, input_batch, grammar_output)
+        step, self.step = self.step, None
+        sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
+        return sampled, *counts
+
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _recording(self):
+            return base._dummy_run(self, *args, **kwargs)
+
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _recording(self):
+            return base.capture_model(self, *args, **kwargs)
+
+    return _named(execute_model, prepare_inputs, sample, _dummy_run, capture_model)
+
+
+def _named(*hooks: Any) -> dict[str, Any]:
+    return {hook.__name__: hook for hook in hooks}
+
+
+# -- before and after the model -----------------------------------------------------------------------------------------
+
+
+def _is_attended(runner: Any) -> bool:
+    """Whether something is to be done in the next step, by this process or by one that it follows."""
+    return runner.bookkeeping.attends or runner.link.attended
+
+
+@contextmanager
+def _shown(runner: Any) -> Iterator[None]:
+    """Show what modules return to the blocks of the step, if there are any, meanwhile."""
+    step = runner.step
+    if step is None:
+        yield
+        return
+    with runner.tree.instrumentation if runner.tapped is None else runner.tapped.captures.filling(), step.active():
+        yield
+
+
+def _end(runner: Any, total: int) -> None:
+    """Say that the model has run on ``total`` rows, and that what comes has a row for each request."""
+    step = runner.step
+    if step is not None:
+        if runner.tapped is not None:
+            runner.tapped.captures.hand_out(step, total)
+        step.rows_are_requests()
+
+
+@contextmanager
+def _recording(runner: Any) -> Iterator[None]:
+    """Let the model run to see what it needs, or to record graphs; what these copy goes to the buffers of captures."""
+    with ExitStack() as stack:
+        if runner.tapped is not None:
+            stack.enter_context(runner.tapped.captures.filling())
+        yield
+
+
+@contextmanager
+def _stopping_sampler(runner: Any) -> Iterator[None]:
+    """Show the blocks of the step how a model runner V2 computes logits, and offer these to them before they are sampled from."""
+    step, sampler = runner.step, runner.sampler
+    if step is None:
+        yield
+        return
+    with ExitStack() as shown:
+        shown.enter_context(_shown(runner))
+
+        def stopped(logits: torch.Tensor, batch: Any) -> Any:
+            shown.close()
+            return sampler(step.meet(LOGITS, logits), batch)
+
+        runner.sampler = stopped
+        try:
+            yield
+        finally:
+            runner.sampler = sampler

@@ -1,0 +1,303 @@
+"""An engine on several devices (tensor parallelism): the processes that belong to it.
+
+vLLM's own executor for several devices runs every device in a process of its own and the engine in another. Here the first device stays in
+the user's process, as with one device, so blocks work on the values of the model itself and nothing but parts of tensors is sent; see
+:mod:`~nnsight.vllm.worker.ranks` for what happens in a step. The other devices run in *followers*, processes that this executor starts with
+a new interpreter: the user's script is not run again, so it needs no ``if __name__ == "__main__"``.
+
+A follower gets what the executor is asked to do, one call at a time, does the same to its own worker, and answers. Where an
+answer does not come, or is another one than that of this process, the engine has ended: nothing computes on with ranks that are not
+at one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from socket import socketpair
+from typing import Any
+
+import cloudpickle
+import torch
+from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from ..steering.graph_functions import EditFunction, registered
+from .ranks import Group, Leader, send
+from .spread import Spreads
+
+#: How long followers may take to answer after a failure, in seconds.
+_PATIENCE = 10.0
+
+#: What the interpreter of a follower runs: first of all it gets the leader's search path.
+_PROGRAM = (
+    "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
+    "sys.path[:] = connection.recv(); from nnsight.vllm.worker.follower import follow; follow(connection)"
+)
+
+#: Calls after which all ranks have to be in the same state.
+STEPS = frozenset(("execute_model", "sample_tokens"))
+
+
+@dataclass
+class Start:
+    """What a follower is made from.
+
+    Attributes:
+        config: vLLM's configuration, pickled.
+        rank: Which rank it is.
+        local_rank: Which device it has.
+        init_method: Where the ranks find each other.
+        functions: Functions in the layers of the model, pickled.
+    """
+
+    config: bytes
+    rank: int
+    local_rank: int
+    init_method: str
+    functions: bytes
+
+
+@dataclass
+class Call:
+    """A call of a method of all workers.
+
+    Attributes:
+        method: Its name, or a pickled function that takes the worker.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        attended: Whether requests with blocks are in the engine.
+        slots: Entry of the tables and first position for each request that is steered in the graph.
+    """
+
+    method: str | bytes
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    attended: bool = False
+    slots: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Answer:
+    """What came of a call: its result, or the traceback of an error."""
+
+    result: Any = None
+    error: str | None = None
+
+
+class Followers:
+    """The other processes of an engine.
+
+    Args:
+        count: How many.
+        start: Returns what each is made from, by its rank.
+    """
+
+    def __init__(self, count: int, start: Callable[[int], Start]) -> None:
+        self.connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        threads = _share_threads(count + 1)
+        for rank in range(1, count + 1):
+            mine, theirs = socketpair()
+            command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
+            self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | threads))
+            theirs.close()
+            self.connections.append(Connection(mine.detach()))
+            self.connections[-1].send(sys.path)
+            self.connections[-1].send(start(rank))
+
+    def tell(self, message: Any) -> None:
+        """Send ``message`` to all."""
+        send(message, self.connections)
+
+    def answers(self, patience: float | None = None) -> list[Answer]:
+        """Return what each answers.
+
+        Raises:
+            RuntimeError: If one has ended, or does not answer within ``patience`` seconds.
+        """
+        found = []
+        until = None if patience is None else time.monotonic() + patience
+        for connection, process in zip(self.connections, self._processes, strict=True):
+            if until is not None and not connection.poll(max(until - time.monotonic(), 0)):
+                raise RuntimeError("a process of another device does not answer")
+            try:
+                found.append(connection.recv())
+            except (EOFError, OSError) as error:
+                raise RuntimeError(f"a process of another device has ended, with code {process.wait()}") from error
+        return found
+
+    def end(self, kill: bool = False) -> None:
+        """Wait for the processes to end; or make them."""
+        for connection in self.connections:
+            connection.close()
+        for process in self._processes:
+            if kill:
+                process.kill()
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.connections, self._processes = [], []
+
+
+class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
+    """Runs the first rank in this process, and the others in processes of their own."""
+
+    def _init_executor(self) -> None:
+        _check(self.vllm_config)
+        self._ended: str | None = None
+        self._leader: Leader | None = None
+        self._place = super()._distributed_args()
+        init_method, rank, local_rank = self._place
+        config, functions = cloudpickle.dumps(self.vllm_config), cloudpickle.dumps(_functions_of(self.vllm_config))
+        self._followers = Followers(
+            self.parallel_config.world_size - 1,
+            lambda other: Start(config, rank + other, local_rank + other, init_method, functions),
+        )
+        try:
+            super()._init_executor()
+            failed = [answer.error for answer in self._followers.answers() if answer.error]
+            if failed:
+                raise RuntimeError(f"A process of another device could not start:\n{failed[0]}")
+        except BaseException:
+            self._followers.end(kill=True)
+            raise
+        runner = self.driver_worker.worker.model_runner
+        group = Group(get_tp_group())
+        self._leader = runner.link = Leader(self._followers.connections, group, Spreads(runner.get_model()))
+        if runner.tapped is not None:
+            runner.tapped.slots.elsewhere = self._write_elsewhere
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return self._place
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """A step begins when the one before has ended."""
+        return False
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        single_value: bool = False,
+    ) -> Any:
+        """Call a method of all workers; see vLLM's ``Executor.collective_rpc``."""
+        future: Future[Any] = Future()
+        try:
+            results = self._call(method, args, kwargs or {})
+            future.set_result(results[0] if single_value else results)
+        except Exception as error:
+            future.set_exception(error)
+        return future if non_block else future.result()
+
+    def _call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call a method of all workers, and return what each returns."""
+        if self._ended is not None:
+            raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.")
+        runner, leader = self.driver_worker.worker.model_runner, self._leader
+        call = Call(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs)
+        if leader is not None:
+            call.attended = leader.attended = bool(runner.bookkeeping.runs)
+            call.slots = runner.bookkeeping.slots
+        try:
+            self._followers.tell(call)
+        except OSError as error:
+            self._end("a process of another device has ended")
+            raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.") from error
+        try:
+            [result] = super().collective_rpc(method, args=args, kwargs=kwargs)
+        except BaseException as error:
+            self._compare(call.method, error)
+            raise
+        try:
+            answers = self._followers.answers()
+        except BaseException as error:
+            self._end(str(error) or type(error).__name__)
+            raise
+        failed = [answer.error for answer in answers if answer.error]
+        if failed:
+            self._end(f"`{call.method!r}` failed in the process of another device")
+            raise RuntimeError(f"{self._ended}:\n{failed[0]}")
+        return [result, *(answer.result for answer in answers)]
+
+    def _compare(self, method: str | bytes, error: BaseException) -> None:
+        """End the engine unless all ranks have left a call that failed here."""
+        try:
+            answers = self._followers.answers(_PATIENCE)
+        except RuntimeError as silence:
+            self._end(f"{type(error).__name__} in the middle of a step, and {silence}")
+            return
+        if method in STEPS and not all(answer.error for answer in answers):
+            self._end(f"{type(error).__name__} in one of its processes only")
+
+    def _write_elsewhere(self, slot: int, steering: Any) -> None:
+        """Write to the tables of the other devices what was written to those of this one."""
+        self._followers.tell(Call("write_slot", (slot, steering)))
+        failed = [answer.error for answer in self._followers.answers() if answer.error]
+        if failed:
+            self._end("the tables of another device could not be written")
+            raise RuntimeError(f"{self._ended}:\n{failed[0]}")
+
+    def _end(self, reason: str) -> None:
+        self._ended = reason
+        self._followers.end(kill=True)
+
+    def check_health(self) -> None:
+        """Raise if the engine has ended.
+
+        Raises:
+            RuntimeError: With the reason.
+        """
+        if self._ended is not None:
+            raise RuntimeError(f"This engine has ended: {self._ended}.")
+
+    def shutdown(self) -> None:
+        """End the workers, and the other processes."""
+        if self._ended is None:
+            self._ended = "it was shut down"
+            self._followers.tell(None)
+        super().shutdown()
+        self._followers.end()
+
+
+def _functions_of(config: Any) -> list[EditFunction]:
+    """Return the functions in the layers of a model with this configuration."""
+    return [registered(digest) for digest in config.additional_config.get("nnsight", {}).get("functions", ())]
+
+
+def _check(config: Any) -> None:
+    """Raise for what several devices cannot be used for here.
+
+    Raises:
+        NotImplementedError: For another kind of parallelism than that of tensors.
+        ValueError: If there are not as many devices.
+    """
+    parallel, size = config.parallel_config, config.parallel_config.tensor_parallel_size
+    if parallel.world_size != size:
+        raise NotImplementedError(
+            f"An engine of {parallel.world_size} processes with tensor_parallel_size={size}: blocks run with tensor parallelism only."
+        )
+    if not current_platform.is_cpu() and torch.accelerator.device_count() < size:
+        raise ValueError(f"tensor_parallel_size={size}: this machine has {torch.accelerator.device_count()} devices.")
+
+
+def _share_threads(processes: int) -> dict[str, str]:
+    """Share the threads of this process on CPUs; return what others are told in their environment."""
+    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    threads = max(1, torch.get_num_threads() // processes)
+    torch.set_num_threads(threads)
+    return {"OMP_NUM_THREADS": str(threads)}

@@ -1,0 +1,350 @@
+"""One step of an engine on several devices: who runs the blocks, and how the others keep up.
+
+With tensor parallelism each device belongs to a process of its own, and all run the same modules in the same order. Blocks run in one of
+them only, the *leader*, which is the user's process; so user code runs once, where it would run with one device. The others *follow*:
+
+* Before the model runs, the leader tells the locations at which blocks wait. All processes stop there, and nowhere else.
+* At such a location the leader says whether somebody wants this passage. If so, it gets the parts of what is spread
+  (:mod:`~nnsight.vllm.worker.spread`), the blocks work on the whole, and each device is given its part of what they changed, with the
+  locations that come next.
+* What is captured of a prompt whose other tokens come in later steps is put together at every location: which of them its block will ask
+  for is not known yet.
+* Sampled tokens are those of the leader, always: user code may draw random numbers that followers know nothing of.
+
+Followers decide nothing, so no rank can come to another decision. Words go through a connection, tensors through the devices' own group.
+If a block ends a step by what is no error of its request (Ctrl-C), the leader says so, and all abandon the step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .request_rows import ordinary
+from .requests import LOGITS, SAMPLES
+from .spread import Spread, Spreads
+from .steps import Part, Step
+
+#: What the leader says at a location: nobody wants this passage; blocks will work on it; the step is abandoned.
+PASS, WORK, ABANDON = "pass", "work", "abandon"
+
+#: Locations at which only the leader stops: followers take the tokens that come of them.
+_OWN = frozenset((LOGITS, SAMPLES))
+
+_PARTS = (
+    "The value at `{location}` is not the same on all {devices} devices of this engine, and how it is spread is not known. Values that "
+    "can be read as a whole: what column-parallel layers return (`qkv_proj`, `gate_up_proj`) and row-parallel layers take "
+    "(`o_proj`, `down_proj`), and what attention, MLPs and whole layers return."
+)
+_ALONE = (
+    "A block cannot call a module whose weights are spread over {devices} devices: the block runs in one process, and the others "
+    "would not answer. Compute it from values that the model has, or make the model with `tensor_parallel_size=1`."
+)
+
+
+def send(message: Any, connections: Iterable[Any]) -> None:
+    """Send ``message``. Tensors go by value: what torch registers for connections shares memory, which both would have to keep."""
+    data = pickle.dumps(message)
+    for connection in connections:
+        connection.send_bytes(data)
+
+
+class Abandoned(Exception):
+    """Raised in a follower to leave the step that the leader has left."""
+
+
+class Alone:
+    """The only rank of an engine."""
+
+    attended = False
+
+    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+        """Return the step that the model is about to make, or ``None`` if nobody has to stop in it.
+
+        Args:
+            runner: The model runner.
+            parts: What requests with blocks have in it.
+            last: The step before, if it had the same parts.
+        """
+        if last is not None:
+            return last.again()
+        return Step(parts) if parts else None
+
+    def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
+        """Return the sampled tokens, ``[requests, 1]``, as blocks leave them."""
+        return ids if step is None else step.meet(SAMPLES, ids)
+
+
+class Group:
+    """The devices of an engine, for tensors.
+
+    Args:
+        group: vLLM's tensor-parallel group.
+    """
+
+    #: What modules call that are computed together.
+    _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast")
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.devices: int = group.world_size
+        self.rank: int = group.rank_in_group
+
+    def alike(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether all devices have the same ``tensors``; every rank gets the answer."""
+        if not tensors:
+            return True
+        mine = torch.stack([_digest(tensor) for tensor in tensors])
+        found = [torch.empty_like(mine) for _ in range(self.devices)]
+        torch.distributed.all_gather(found, mine, group=self._group.device_group)
+        return all(torch.equal(found[0], other) for other in found[1:])
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return what each rank has, at rank 0; elsewhere nothing."""
+        found = [torch.empty_like(tensor).contiguous() for _ in range(self.devices)] if self.rank == 0 else None
+        into = None if found is None else [_bytes(part) for part in found]
+        torch.distributed.gather(_bytes(tensor), into, dst=self._group.ranks[0], group=self._group.device_group)
+        return found or []
+
+    def scatter(self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor:
+        """Return this rank's one of ``parts``, which rank 0 has; it is ``like`` another tensor."""
+        mine = torch.empty_like(like).contiguous()
+        given = None if parts is None else [_bytes(part) for part in parts]
+        torch.distributed.scatter(_bytes(mine), given, src=self._group.ranks[0], group=self._group.device_group)
+        return mine
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Refuse what modules compute together: the other ranks would not take part."""
+
+        def refused(*_: Any, **__: Any) -> Any:
+            raise NotImplementedError(_ALONE.format(devices=self.devices))
+
+        for name in self._COLLECTIVES:
+            setattr(self._group, name, refused)
+        try:
+            yield
+        finally:
+            for name in self._COLLECTIVES:
+                delattr(self._group, name)
+
+
+class Leader(Alone):
+    """The rank whose process runs the blocks.
+
+    Args:
+        connections: To the followers.
+        group: The devices.
+        spreads: Knows how values are spread.
+
+    Attributes:
+        attended: Whether a request with blocks is in the engine, as the followers were told.
+    """
+
+    def __init__(self, connections: Sequence[Any], group: Group, spreads: Spreads) -> None:
+        self._connections = connections
+        self.group, self.spreads = group, spreads
+
+    def tell(self, message: Any) -> None:
+        """Send ``message`` to all followers."""
+        send(message, self._connections)
+
+    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+        if isinstance(last, _LeaderStep):
+            step: _LeaderStep | None = last.again()
+        else:
+            step = _LeaderStep(parts, self, runner.tree) if parts else None
+        if self.attended:
+            self.tell(None if step is None else (step.keeps, *step.announcement()))
+        return step
+
+    def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
+        ids = super().sampled(step, ids)
+        self.tell(ids.tolist())
+        return ids
+
+
+class _LeaderStep(Step):
+    """A step in which each value is put together, and given out again."""
+
+    def __init__(self, parts: Sequence[Part], leader: Leader, tree: Any) -> None:
+        super().__init__(parts)
+        self._leader, self._tree = leader, tree
+        self.waited: set[str] = set()  # the same object for the whole step: calls that have begun look into it at their end
+
+    def announcement(self) -> tuple[set[str], frozenset[str]]:
+        """Return where everybody stops next, and the functions whose operations are among that."""
+        self.waited.clear()
+        for part in self.parts:
+            self.waited.update(part.run.waited, part.run.steered_here)
+        return self.waited, self._tree.sources
+
+    def meet(self, location: str, value: Any) -> Any:
+        leader = self._leader
+        try:
+            if location in _OWN:
+                return super().meet(location, value)
+            wanting = [part.run for part in self.parts if part.run.wants(location)]
+            leader.tell(WORK if wanting else PASS)
+            if not wanting:
+                return super().meet(location, value)
+            return self._meet_whole(location, value, wanting)
+        except BaseException:
+            leader.tell(ABANDON)
+            raise
+
+    def keep(self, location: str, value: Any) -> None:
+        leaves, structure = pytree.tree_flatten(value)
+        _, alike, whole = self._gathered(location, leaves)
+        super().keep(location, pytree.tree_unflatten(whole, structure) if alike else None)
+
+    def _gathered(self, location: str, leaves: Sequence[Any]) -> tuple[list[Spread | None], bool, list[Any]]:
+        """Return how ``leaves`` are spread, whether what is not is the same on all devices, and new tensors with all of each."""
+        spreads, alike = _compared(self._leader, location, leaves)
+        whole = [_whole(self._leader.group, leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+        return spreads, alike, whole
+
+    def _meet_whole(self, location: str, value: Any, wanting: list[Any]) -> Any:
+        leader, group = self._leader, self._leader.group
+        leaves, structure = pytree.tree_flatten(value)
+        with ordinary():
+            spreads, alike, whole = self._gathered(location, leaves)
+            made = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in whole]
+            with group.closed():
+                for run in wanting:
+                    if not alike or any(earlier is None for earlier in run.kept.get(location, ())):
+                        run.fail(ValueError(_PARTS.format(location=location, devices=group.devices)))
+                left = pytree.tree_leaves(super().meet(location, pytree.tree_unflatten(whole, structure)))
+            changes = [
+                (index, in_place)
+                for index, (before, after) in enumerate(zip(whole, left, strict=True))
+                if isinstance(before, torch.Tensor)
+                for in_place in (True, False)
+                if (before._version > made[index] if in_place else after is not before)
+            ]
+            leader.tell((changes, *self.announcement()))
+            new = {}
+            for index, in_place in changes:
+                changed, spread = (whole if in_place else left)[index], spreads[index]
+                parts = [
+                    changed if spread is None else spread.part(changed, rank, group.devices)
+                    for rank in range(group.devices)
+                ]
+                new[index, in_place] = group.scatter(parts, leaves[index])
+        return _with_changes(value, leaves, structure, new)
+
+
+class Follower(Alone):
+    """A rank that runs the model as the leader says.
+
+    Args:
+        connection: To the leader.
+        group: The devices.
+        spreads: Knows how values are spread.
+        tree: The modules, as the leader has them.
+    """
+
+    def __init__(self, connection: Any, group: Group, spreads: Spreads, tree: Any) -> None:
+        self._connection = connection
+        self.group, self.spreads, self.tree = group, spreads, tree
+
+    def hear(self) -> Any:
+        """Return what the leader says next.
+
+        Raises:
+            Abandoned: If it has left the step.
+        """
+        message = self._connection.recv()
+        if isinstance(message, str) and message == ABANDON:
+            raise Abandoned
+        return message
+
+    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+        message = self.hear() if self.attended else None
+        return None if message is None else _FollowerStep(self, message)
+
+    def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
+        return ids.copy_(torch.tensor(self.hear(), dtype=ids.dtype))
+
+
+class _FollowerStep(Step):
+    """A step without blocks, which stops where the leader does."""
+
+    def __init__(self, follower: Follower, announcement: Any) -> None:
+        super().__init__([])
+        self._follower = follower
+        self.waited: set[str] = set()
+        self.keeps, *rest = announcement
+        self._take(*rest)
+
+    def keep(self, location: str, value: Any) -> None:
+        self._give(location, pytree.tree_leaves(value))
+
+    def _give(self, location: str, leaves: Sequence[Any]) -> None:
+        """Give the leader this rank's parts of what is spread."""
+        spreads, _ = _compared(self._follower, location, leaves)
+        for leaf, spread in zip(leaves, spreads, strict=True):
+            if spread is not None:
+                self._follower.group.gather(leaf)
+
+    def _take(self, waited: set[str], sources: frozenset[str]) -> None:
+        self.waited.clear()
+        self.waited.update(waited)
+        for path in sorted(sources - self._follower.tree.sources):
+            self._follower.tree.open_source(path)
+
+    def meet(self, location: str, value: Any) -> Any:
+        follower = self._follower
+        if location in _OWN or follower.hear() == PASS:
+            return value
+        leaves, structure = pytree.tree_flatten(value)
+        with ordinary():
+            self._give(location, leaves)
+            changes, *announcement = follower.hear()
+            self._take(*announcement)
+            new = {change: follower.group.scatter(None, leaves[change[0]]) for change in changes}
+        return _with_changes(value, leaves, structure, new)
+
+
+def _compared(rank: Leader | Follower, location: str, leaves: Sequence[Any]) -> tuple[list[Spread | None], bool]:
+    """Return how ``leaves`` are spread, and whether what is not is the same on all devices."""
+    spreads = rank.spreads.of(location, leaves)
+    rest = [leaf for leaf, spread in zip(leaves, spreads, strict=True) if spread is None and isinstance(leaf, torch.Tensor)]
+    return spreads, rank.group.alike(rest)
+
+
+def _whole(group: Group, leaf: Any, spread: Spread | None) -> Any:
+    """Return a new tensor with all of ``leaf``, so that changes show in its version."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.clone() if spread is None else spread.join(group.gather(leaf))
+
+
+def _with_changes(value: Any, leaves: list[Any], structure: Any, new: dict[tuple[int, bool], torch.Tensor]) -> Any:
+    """Write what was changed in place into ``leaves``, and return ``value`` with what was replaced."""
+    changed = list(leaves)
+    for (index, in_place), tensor in new.items():
+        if in_place:
+            leaves[index].copy_(tensor)
+        else:
+            changed[index] = tensor
+    return value if all(map(is_, changed, leaves)) else pytree.tree_unflatten(changed, structure)
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number, int64, that is equal for equal bits."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(integer).sum(dtype=torch.int64)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as bytes, which every group of devices can send; without a copy if it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

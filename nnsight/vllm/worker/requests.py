@@ -1,0 +1,281 @@
+"""The run of one request.
+
+Every request is a run of its own: an :class:`~nnsight.runtime.interleaver.Interleaver` with the edits of the model and one
+block. So passages are counted for each request, whatever other requests the engine puts into the same step, and ``tracer.iter``
+counts the tokens of the request.
+
+An error of a block ends this run only. The engine goes on with the model's own values, the request is taken out of it, and
+the trace raises the error once the other requests have finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...compat import Interleaver
+from ...runtime.errors import EarlyStopException, OutOfOrderError
+from ...runtime.interleaver import active_run
+from ...runtime.mediator import Mediator
+from ..steering.graph_functions import EditFunction
+from ..steering.tables import Steering
+from .request_rows import RequestReplacements, Rows, RowView, place_of, read_only
+
+#: Locations of what is not a module's.
+LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
+
+#: How the blocks of a request run.
+BETWEEN, AT_TAPS, CAPTURED, AS_PARAMETERS, BESIDE = (
+    "between modules",
+    "at taps of the compiled model",
+    "behind the compiled model, on values captured in it",
+    "in the compiled model, as parameters",
+    "beside",
+)
+
+_NO_SKIP = (
+    "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
+    "Replace what it returns, as in `layer.output = value`."
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can do.
+
+    Attributes:
+        hidden: Channels of the hidden state.
+        locations: Where it stops; ``None`` for everywhere.
+        steered: Where its compiled graph has tables for edits; ``None`` if it is not compiled.
+        rank: How many directions they may read.
+        captured: Where values can be read, when the model has run, and not edited.
+        functions: Functions in the graph, by name.
+        drafts: Whether steps have drafts of tokens, some of which are thrown away again.
+    """
+
+    hidden: int
+    locations: tuple[str, ...] | None = None
+    steered: tuple[str, ...] | None = None
+    rank: int = 0
+    captured: tuple[str, ...] = ()
+    drafts: bool = False
+    functions: Mapping[str, EditFunction] = field(default_factory=dict)
+
+
+class _NoSkips(dict[str, Any]):
+    """What blocks want to skip: nothing may be put in."""
+
+    def setdefault(self, *_: Any) -> Any:
+        raise NotImplementedError(_NO_SKIP)
+
+
+class _OnlyAt:
+    """Refuses requests for locations at which a compiled engine does not stop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._locations = {*(limits.locations or ()), *limits.captured, LOGITS, SAMPLES, "result"}
+
+    def __call__(self, location: str) -> None:
+        if location not in self._locations and not location.startswith("barrier("):
+            tapped = ", ".join(f"`{found}`" for found in sorted(self._locations))
+            place = place_of(location)
+            remedy = f"with `taps=[..., {place!r}]`, or without taps, for an engine that stops between all modules."
+            if ".source." in location:
+                remedy = "without taps, for an engine that stops at operations, too: these cannot be tapped."
+            raise OutOfOrderError(
+                f"`{location}` is not tapped: this engine is compiled, and stops at {tapped} only. Make the model {remedy}"
+            )
+
+
+class RequestRun(Interleaver):
+    """A request with the blocks written against it.
+
+    Args:
+        mediators: The edits of the model, then the block.
+        tracer: The tracer that makes the run.
+        tree: The modules of the model.
+        name: What messages call the request.
+        limits: What the engine can do.
+
+    Attributes:
+        name: As given.
+        error: What ended the run before its time, if anything did: an error of a block, or ``tracer.stop()``.
+        begun: Whether the request has gone to the engine.
+        steps: How many tokens the engine has sampled for it, or is about to.
+        position: Position of the first token that the step of the engine computes for it.
+        seen: Tokens of which the model has had values for the block; fewer come again after a preemption.
+        kept: Captured values of a prompt of which only a part has run, by location.
+        visited: Locations at which a block was served, in order, each once.
+        limits: As given.
+        steering: What is done to hidden states at every token, by location.
+        steered_here: The same where the engine stops for it; nothing where its compiled graph does it.
+    """
+
+    def __init__(
+        self,
+        mediators: Iterable[Mediator],
+        tracer: Any,
+        tree: Any,
+        name: str,
+        limits: Limits,
+    ) -> None:
+        super().__init__(mediators, tracer)
+        self.tree = tree
+        self.name = name
+        self.error: BaseException | None = None
+        self.steps = 0
+        self.position = 0
+        self.seen = 0
+        self.kept: dict[str, list[Any]] = {}
+        self.begun = False
+        self.visited: dict[str, None] = {}
+        self.skips = _NoSkips()
+        self.check_replacement = RequestReplacements(limits.captured)
+        self.limits = limits
+        self.steering: dict[str, Steering] = {}
+        self.steered_here = self.steering if limits.steered is None else {}
+        if limits.locations is not None:
+            self.check_location = _OnlyAt(limits)
+
+    @property
+    def failed(self) -> BaseException | None:
+        """The error of a block; ``None`` where there was none, or the block stopped the request on purpose."""
+        return None if isinstance(self.error, EarlyStopException) else self.error
+
+    @property
+    def touches_model(self) -> bool:
+        """Whether a block waits for a value of the model, so that the engine has to stop there.
+
+        A block that waits for the result only leaves the request as any other: it may share what the engine has cached.
+        """
+        waiting = (mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None)
+        return bool(self.observers) or any(location != "result" for location in waiting)
+
+    @property
+    def tier(self) -> str:
+        """How the blocks of the request run."""
+        if self.touches_model:
+            if self.limits.locations is None:
+                return BETWEEN
+            waiting = {mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None}
+            return CAPTURED if waiting.intersection(self.limits.captured) else AT_TAPS
+        if self.steering:
+            return BETWEEN if self.limits.steered is None else AS_PARAMETERS
+        return BESIDE
+
+    @property
+    def needs_stops(self) -> bool:
+        """Whether the engine has to stop somewhere for the request."""
+        return self.touches_model or (bool(self.steering) and self.limits.steered is None)
+
+    def steer(self, location: str, steering: Steering) -> None:
+        """Do ``steering`` to every hidden state at ``location``.
+
+        Raises:
+            ValueError: If the engine has begun to run the request, or cannot do it.
+        """
+        limits = self.limits
+        if self.steps or self.begun:
+            raise ValueError(
+                "steer() is for all tokens of a request, so it stands at the top of the block, before the model's first value."
+            )
+        if limits.steered is not None and location not in limits.steered:
+            named = location.removeprefix("model.").rpartition(".")[0]
+            raise ValueError(
+                f"`{location}` has no table for edits: this engine is compiled. Make the model with `edits=[..., {named!r}]`, "
+                "or without taps and edits, for an engine that stops between all modules."
+            )
+        if limits.steered is not None and steering.rank > limits.rank:
+            raise ValueError(
+                f"steer(remove=...) has {steering.rank} directions, and this compiled engine has room for {limits.rank}: make the "
+                f"model with `edits={{'modules': [...], 'rank': {steering.rank}}}`."
+            )
+        known = self.steering.get(location)
+        self.steering[location] = steering if known is None else known.plus(steering)
+        if len({found.start for found in self.steering.values()}) > 1:
+            raise ValueError("steer(start=...) has to be the same for all layers of a request.")
+
+    def begin(self, mediators: Iterable[Mediator] = ()) -> None:
+        """Add ``mediators`` and let each block that has not begun run to the first location it waits for."""
+        self.mediators = [*mediators, *self.mediators]
+        for mediator in list(self.mediators):
+            if mediator.interleaver is None and self.error is None:
+                self._guarded(self._start, mediator)
+
+    def _start(self, mediator: Mediator) -> None:
+        mediator.start(self)
+        self.run_ready()
+
+    def wants(self, location: str) -> bool:
+        """Whether something is done at the passage of ``location`` that comes next."""
+        return self.error is None and (location in self.steered_here or self.is_waited(location))
+
+    def meet(self, location: str, value: Any, rows: Rows) -> Any:
+        """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it.
+
+        A step calls this in :func:`~.rows.ordinary`.
+        """
+        if location in self.steered_here:
+            value = self._steered(location, value, rows)
+        if not self.is_waited(location):
+            self.counts[location] = self.counts.get(location, 0) + 1
+            return value
+        self.visited[location] = None
+        view = RowView(rows, location, value, self.kept.get(location, ()))
+        left = self._guarded(self.handle, location, view.value, otherwise=view)
+        if left is view:
+            return value
+        if location not in self.limits.captured:
+            return self._guarded(view.put_back, left, otherwise=value)
+        if self.error is None and view.is_changed(left):
+            self.fail(read_only(location))
+        return value
+
+    def keep(self, location: str, value: Any, rows: Rows) -> None:
+        """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` where it could not be had."""
+        self.kept.setdefault(location, []).append(None if value is None else RowView(rows, location, value).value)
+
+    def _steered(self, location: str, value: Any, rows: Rows) -> Any:
+        """Return what a layer returned, with the request's rows steered."""
+        steering = self.steering[location]
+        pair = not isinstance(value, torch.Tensor)
+        first = (value[0] if pair else value).clone()
+        skipped = min(max(steering.start - self.position, 0), rows.size)
+        mine = rows.of(first)[skipped:]
+        hidden = mine if not pair or value[1] is None else mine + rows.of(value[1])[skipped:]
+        mine += steering.difference(hidden, self.limits.functions)
+        return (first, *value[1:]) if pair else first
+
+    def conclude(self, result: Any) -> None:
+        """Offer the result, and end the blocks."""
+        if self.error is None:
+            self._guarded(self.handle, "result", result)
+        if self.error is None:
+            self._guarded(self.finish)
+        self.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with ``error``, raised in the blocks at the lines where they wait."""
+        for mediator in self.mediators:
+            if mediator.waiting is not None and self.error is None:
+                self._guarded(mediator.throw, error)
+        if self.error is None:
+            self._end(error)
+
+    def _guarded(self, function: Any, *arguments: Any, otherwise: Any = None) -> Any:
+        """Return what ``function`` returns; if it raises, end the run and return ``otherwise``."""
+        token = active_run.set(self)
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self._end(error)
+            return otherwise
+        finally:
+            active_run.reset(token)
+
+    def _end(self, error: BaseException) -> None:
+        self.error, self.failure = error, None
+        self.cancel()

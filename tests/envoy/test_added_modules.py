@@ -1,0 +1,249 @@
+"""Modules called by blocks: parts of the model out of their place, and modules added after wrapping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ..conftest import Rows, both
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+class Autoencoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Linear(6, 8)
+        self.decoder = torch.nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(torch.relu(self.encoder(x)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.last = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+@pytest.fixture
+def model() -> Rows:
+    torch.manual_seed(0)
+    wrapped = Rows(Net())
+    wrapped._make_driver({"backend": "eager"})
+    wrapped.sae = Autoencoder()
+    return wrapped
+
+
+def patched(module: Any, replace: Any, x: torch.Tensor = X) -> torch.Tensor:
+    """Run the model with what ``first`` returns replaced, by a plain torch hook."""
+    handle = module.first.register_forward_hook(lambda _, __, out: replace(out))
+    try:
+        return module(x)
+    finally:
+        handle.remove()
+
+
+def test_an_added_module_is_part_of_both(model: Rows) -> None:
+    assert model.sae._module is model._module.sae
+    assert model.sae.path == "model.sae"
+    assert model.sae.encoder.path == "model.sae.encoder"
+    assert "model.sae.decoder" in dict(model.named_modules())
+
+
+@both
+def test_a_plain_call_applies_the_module(model: Rows, compile: bool) -> None:
+    with model.trace(X, compile=compile) as tracer:
+        hidden = model.first.output
+        rebuilt = model.sae(hidden).save()
+        model.first.output = rebuilt
+        out = model.output.save()
+    module = model._module
+    assert tracer.report.mode == ("compiled" if compile else "eager")
+    assert torch.equal(rebuilt, module.sae(module.first(X)))
+    assert torch.equal(out, patched(module, module.sae))
+    assert not torch.equal(out, module(X))
+
+
+@both
+def test_a_part_of_the_model_out_of_its_place(model: Rows, compile: bool) -> None:
+    with model.trace(X, compile=compile):
+        early = model.last(model.first.output).save()
+        where = model.last.input.clone().save()
+        out = model.last.output.save()
+    module = model._module
+    assert torch.equal(early, module.last(module.first(X)))
+    assert torch.equal(where, torch.relu(module.first(X))), "the early call is no occurrence"
+    assert torch.equal(out, module(X))
+
+
+@both
+def test_a_plain_call_passes_no_location(model: Rows, compile: bool) -> None:
+    with pytest.raises(ValueError, match=r"`model\.sae\.output\.i0` was not provided"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(X):
+                model.sae(model.first.output)
+            with tracer.invoke():
+                model.sae.output.save()
+
+
+def test_a_plain_call_runs_no_hook_of_the_module(model: Rows) -> None:
+    calls: list[int] = []
+    model._module.sae.register_forward_hook(lambda *_: calls.append(1))
+    with model.trace(X):
+        model.sae(model.first.output)
+    assert calls == []
+
+
+@both
+def test_a_hooked_call_is_read_by_a_later_invoke(model: Rows, compile: bool) -> None:
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            model.first.output = model.sae(model.first.output, hook=True)
+        with tracer.invoke():
+            given = model.sae.input.clone().save()
+            made = model.sae.output.clone().save()
+            out = model.output.save()
+    module = model._module
+    hidden = module.first(X)
+    assert torch.equal(given, hidden)
+    assert torch.equal(made, module.sae(hidden))
+    assert torch.equal(out, patched(module, module.sae))
+
+
+@both
+def test_a_hooked_call_is_edited_by_a_later_invoke(model: Rows, compile: bool) -> None:
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            model.first.output = model.sae(model.first.output, hook=True)
+            out = model.output.save()
+        with tracer.invoke():
+            model.sae.input = model.sae.input * 2
+            model.sae.output[:, 0] = 0
+    module = model._module
+
+    def replace(hidden: torch.Tensor) -> torch.Tensor:
+        rebuilt = module.sae(hidden * 2)
+        rebuilt[:, 0] = 0
+        return rebuilt
+
+    expected = patched(module, replace)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, patched(module, module.sae))
+
+
+@both
+def test_a_hooked_call_with_rows(model: Rows, compile: bool) -> None:
+    """The documented use: one invoke applies the module to its rows, another, with its own input, reads."""
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X[:1]):
+            model.first.output = model.sae(model.first.output, hook=True)
+            one = model.output.save()
+        with tracer.invoke(X[1:]):
+            made = model.sae.output.clone().save()
+            two = model.output.save()
+    module = model._module
+    hidden = module.first(X)
+    torch.testing.assert_close(made, module.sae(hidden)[:1])
+    torch.testing.assert_close(one, patched(module, module.sae)[:1])
+    torch.testing.assert_close(two, module(X)[1:])
+
+
+@both
+def test_several_hooked_calls_are_occurrences(model: Rows, compile: bool) -> None:
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            hidden = model.first.output
+            model.sae(hidden, hook=True)
+            model.sae(hidden * 3, hook=True)
+        with tracer.invoke():
+            once = model.sae.output.clone().save()
+            twice = model.sae.next().output.clone().save()
+    module = model._module
+    assert torch.equal(once, module.sae(module.first(X)))
+    assert torch.equal(twice, module.sae(module.first(X) * 3))
+
+
+@both
+def test_an_edit_calls_and_the_trace_reads(model: Rows, compile: bool) -> None:
+    with model.edit() as edited:
+        model.first.output = model.sae(model.first.output, hook=True)
+    with edited.trace(X, compile=compile):
+        made = edited.sae.output.clone().save()
+        out = edited.output.save()
+    module = model._module
+    assert torch.equal(made, module.sae(module.first(X)))
+    assert torch.equal(out, patched(module, module.sae))
+
+
+@both
+def test_a_cache_sees_hooked_calls(model: Rows, compile: bool) -> None:
+    with model.trace(X, compile=compile) as tracer:
+        cache = tracer.cache(modules=[model.sae], include_inputs=True)
+        model.first.output = model.sae(model.first.output, hook=True)
+    module = model._module
+    assert torch.equal(cache["model.sae"].output, module.sae(module.first(X)))
+    assert torch.equal(cache["model.sae"].input, module.first(X))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_of_an_added_module(model: Rows, backend: str | None) -> None:
+    if backend is not None:
+        model._make_driver({"backend": backend})
+    with model.trace(X, compile=backend is not None):
+        model.first.output = model.sae(model.first.output)
+        out = model.output.save()
+    out.pow(2).sum().backward()
+    module = model._module
+    found = module.sae.encoder.weight.grad
+    (expected,) = torch.autograd.grad(patched(module, module.sae).pow(2).sum(), module.sae.encoder.weight)
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(found, expected)
+
+
+@both
+def test_a_module_added_between_traces_of_a_compiled_model(model: Rows, compile: bool) -> None:
+    with model.trace(X, compile=compile):
+        before = model.output.save()
+    model.first.adapter = torch.nn.Linear(6, 6)
+    with model.trace(X, compile=compile):
+        model.first.output = model.first.adapter(model.first.output)
+        out = model.output.save()
+    module = model._module
+    assert torch.equal(before, module(X))
+    assert torch.equal(out, patched(module, module.first.adapter))
+
+
+def test_outside_of_a_trace_a_call_is_the_modules(model: Rows) -> None:
+    calls: list[int] = []
+    model._module.sae.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(model.sae(X), model._module.sae(X))
+    assert torch.equal(model.sae(X, hook=True), model._module.sae(X))
+    assert calls == [1] * 4
+
+
+def test_arguments_by_name(model: Rows) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            model.sae(x=model.first.output, hook=True)
+        with tracer.invoke():
+            args, kwargs = model.sae.inputs.save()
+            first = model.sae.input.clone().save()
+    assert torch.equal(first, model._module.first(X))
+
+
+@both
+def test_an_error_in_an_added_module(model: Rows, compile: bool, clean: Any) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        with model.trace(X, compile=compile):
+            model.sae(model.first.output[:, :3], hook=True).save()
+    clean(model._module)
+    with model.trace(X, compile=compile):
+        out = model.output.save()
+    assert torch.equal(out, model._module(X))

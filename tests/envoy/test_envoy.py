@@ -1,0 +1,355 @@
+"""Envoys: a mirror of the module tree that keeps the module's own names, attributes and looks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import Envoy, NNsight
+
+from ..conftest import both
+
+X = torch.ones(2, 4)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.Linear(4, 4)
+        self.output = torch.nn.Linear(4, 4)
+        self.width = 4
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.attention(x)) + self.offset
+
+    def helper(self, number: int) -> int:
+        return self.width * number
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+        self.heads = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2), "b": torch.nn.Linear(4, 3)})
+        self.absent = None
+        self.register_module("none", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return torch.cat([self.heads["a"](x), self.heads["b"](x)], -1)
+
+
+@pytest.fixture
+def model() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Model(), compile=False)
+
+
+def test_printing_shows_what_torch_shows(model: NNsight) -> None:
+    assert repr(model) == repr(model._module)
+    assert str(model.layers[0]) == str(model._module.layers[0])
+    assert "(attention): Linear(in_features=4" in str(model)
+
+
+def test_paths(model: NNsight) -> None:
+    assert model.path == "model"
+    assert model.layers[2].attention.path == "model.layers.2.attention"
+    assert model.heads["a"].path == "model.heads.a"
+    assert [path for path, _ in model.named_modules()] == [
+        ".".join(filter(None, ["model", name])) for name, _ in model._module.named_modules()
+    ]
+
+
+def test_indexing_slicing_length_and_iteration(model: NNsight) -> None:
+    layers = model.layers
+    assert len(layers) == 3
+    assert layers[-1] is layers[2]
+    assert layers[1:] == [layers[1], layers[2]]
+    assert layers[::-1] == [layers[2], layers[1], layers[0]]
+    assert list(layers) == [layers[0], layers[1], layers[2]]
+    assert model.heads["b"]._module is model._module.heads["b"]
+    assert bool(layers[0].attention), "an envoy without children is true"
+    with pytest.raises(IndexError, match=r"`model.layers` has 3 children; index 999 is out of range"):
+        layers[999]
+    with pytest.raises(KeyError):
+        model.heads["c"]
+
+
+def test_attributes_fall_through(model: NNsight) -> None:
+    block = model.layers[0]
+    assert block.width == 4
+    assert block.helper(3) == 12
+    assert block.attention.weight is model._module.layers[0].attention.weight
+    assert block.offset is model._module.layers[0].offset
+    assert model.absent is None
+    assert model.training is True
+    assert model.eval() is model
+    assert model.layers[0].training is False
+    assert len(list(model.parameters())) == len(list(model._module.parameters()))
+    assert model.state_dict().keys() == model._module.state_dict().keys()
+
+
+@both
+def test_methods_that_return_the_module_return_its_envoy(compile: bool) -> None:
+    model = NNsight(Model(), compile={"backend": "eager"} if compile else False)
+    moved = model.to(torch.float64)
+    assert moved is model
+    for name in ("cpu", "eval", "train", "double", "share_memory"):
+        assert getattr(model, name)() is model
+    assert model.requires_grad_(False) is model
+    assert model.apply(lambda module: None) is model
+    assert model.layers[0].half() is model.layers[0]
+    assert model.layers[0].attention.weight.dtype == torch.float16
+    assert model.double().layers[0].attention.weight.dtype == torch.float64
+    with moved.trace(X.double()):
+        result = moved.output.save()
+    assert result.dtype == torch.float64
+    assert not result.requires_grad
+    assert model.layers[0].helper(3) == 12
+
+
+def test_the_device_of_any_module() -> None:
+    model = NNsight(Model())
+    assert model.device == torch.device("cpu")
+    assert model.layers[1].attention.devices == {torch.device("cpu")}
+    model.layers[1].to("meta")
+    assert model.layers[1].device == torch.device("meta")
+    assert model.devices == {torch.device("cpu"), torch.device("meta")}
+    bare = NNsight(torch.nn.ReLU())
+    assert bare.device is None
+    assert bare.devices == set()
+    bare._module.device = "its own"
+    assert bare.device == "its own"
+    with pytest.raises(AttributeError, match="no attribute `devise`"):
+        _ = model.devise
+
+
+def test_unknown_attributes_name_near_matches(model: NNsight) -> None:
+    with pytest.raises(AttributeError, match=r"`model.layers.0` \(Block\) has no attribute `atention`.*`attention`"):
+        model.layers[0].atention  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute `outptu`.*`output`"):
+        model.heads["a"].outptu  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Its child modules: layers, heads\."):
+        model.layer  # noqa: B018
+    assert not hasattr(model, "nonsense")
+    assert getattr(model, "nonsense", 5) == 5
+
+
+@both
+def test_a_child_called_output(model: NNsight, compile: bool) -> None:
+    model.compile(backend="eager")
+    block = model.layers[0]
+    assert isinstance(block.output, Envoy)
+    assert block.output.path == "model.layers.0.output"
+    with model.trace(X, compile=compile):
+        inner = block.output.output.clone().save()
+        outer = block.nns_output.clone().save()
+        block.nns_output = outer * 0
+        nothing = model.layers[1].input.save()
+    module = model._module.layers[0]
+    assert torch.equal(inner, module.output(module.attention(X)))
+    assert torch.equal(outer, module(X))
+    assert torch.equal(nothing, torch.zeros(2, 4))
+    assert isinstance(block, Envoy)
+    assert type(block).__name__ == "Envoy"
+
+
+@pytest.mark.parametrize("name", ["input", "inputs", "path", "get", "interleaving"])
+def test_a_child_called_like_an_attribute(name: str) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, torch.nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self._modules[name](x)
+
+    model = NNsight(Odd())
+    child = model[0]
+    assert getattr(model, name) is child
+    with model.trace(X):
+        value = child.output.save()
+        whole = model.output.save()
+    assert torch.equal(value, whole)
+    assert torch.equal(whole, model._module(X))
+
+
+def test_shared_modules_have_one_envoy(model: NNsight) -> None:
+    model._module.extra = model._module.layers[0]
+    wrapped = NNsight(model._module)
+    assert wrapped.extra is wrapped.layers[0]
+    assert wrapped.extra.path == "model.layers.0"
+    assert len(wrapped.modules()) == len(list(model._module.modules()))
+
+
+def test_searching_modules(model: NNsight) -> None:
+    linear = model.modules(lambda envoy: isinstance(envoy._module, torch.nn.Linear))
+    assert linear == model.modules(include_fn=lambda envoy: isinstance(envoy._module, torch.nn.Linear))
+    assert model.modules(names=True) == model.named_modules() == [(envoy.path, envoy) for envoy in model.modules()]
+    assert [envoy.path for envoy in linear] == [
+        f"model.{name}" for name, module in model._module.named_modules() if isinstance(module, torch.nn.Linear)
+    ]
+    assert model.get("layers.1.attention") is model.layers[1].attention
+    assert model.get("layers.1.width") == 4
+    with model.trace(X):
+        value = model.get("layers.1.attention.output").save()
+    assert value.shape == (2, 4)
+
+
+@both
+def test_a_module_replaced_after_wrapping(model: NNsight, compile: bool) -> None:
+    model.compile(backend="eager")
+    kept = model.layers[1]
+    with model.trace(X, compile=compile):
+        before = model.layers[0].attention.output.save()
+    new = torch.nn.Linear(4, 4)
+    model._module.layers[0].attention = new
+    with model.trace(X, compile=compile):
+        after = model.layers[0].attention.output.save()
+    assert torch.equal(after, new(X))
+    assert not torch.equal(before, after)
+    assert model.layers[1] is kept
+    assert model.layers[0].attention._module is new
+
+
+@both
+def test_a_module_replaced_through_the_envoy(model: NNsight, compile: bool) -> None:
+    model.compile(backend="eager")
+    new = torch.nn.Linear(4, 4)
+    model.layers[2].attention = new
+    assert model._module.layers[2].attention is new
+    with model.trace(X, compile=compile):
+        given = model.layers[2].attention.input.save()
+        value = model.layers[2].attention.output.save()
+    assert torch.equal(value, new(given))
+
+
+@both
+def test_a_module_added_after_wrapping(model: NNsight, compile: bool) -> None:
+    model.compile(backend="eager")
+    model._module.layers.append(Block())
+    assert model.layers[2].path == "model.layers.2"
+    with model.trace(X, compile=compile):
+        value = model.layers[3].nns_output.save()
+    assert torch.equal(value, model._module.layers[3](_through(model._module, 3)))
+
+
+def _through(module: Any, count: int) -> torch.Tensor:
+    x = X
+    for layer in list(module.layers)[:count]:
+        x = layer(x)
+    return x
+
+
+def test_a_removed_module(model: NNsight) -> None:
+    del model._module.layers[2]
+    with model.trace(X):
+        value = model.output.save()
+    assert torch.equal(value, model._module(X))
+    assert len(model.layers) == 2
+
+
+def test_calling_an_envoy_outside_a_block_calls_the_module(model: NNsight) -> None:
+    calls: list[int] = []
+    handle = model._module.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(model.layers[0](X), model._module.layers[0](X))
+    assert torch.equal(model(X), model._module(X))
+    assert len(calls) == 4
+    handle.remove()
+
+
+@both
+def test_calling_an_envoy_inside_a_block_passes_no_location(model: NNsight, compile: bool) -> None:
+    model.compile(backend="eager")
+    with model.trace(X, compile=compile):
+        hidden = model.layers[0].nns_output
+        ahead = model.layers[2](hidden).save()
+        regular = model.layers[2].nns_output.save()
+        out = model.output.save()
+    module = model._module
+    assert torch.equal(ahead, module.layers[2](_through(module, 1)))
+    assert torch.equal(regular, _through(module, 3))
+    assert torch.equal(out, module(X))
+
+
+def test_dir_lists_envoy_and_module(model: NNsight) -> None:
+    names = dir(model.layers[0])
+    assert {"attention", "output", "nns_output", "inputs", "width", "helper", "state_dict", "path"} <= set(names)
+    assert names == sorted(set(names))
+
+
+def test_setting_a_plain_attribute_stays_on_the_envoy(model: NNsight) -> None:
+    model.layers[0].note = "mine"
+    assert model.layers[0].note == "mine"
+    assert not hasattr(model._module.layers[0], "note")
+
+
+@both
+def test_copies_of_the_module_after_a_trace(model: NNsight, compile: bool) -> None:
+    model.compile(backend="eager")
+    with model.trace(X, compile=compile):
+        model.layers[0].nns_output[:] = 0
+    for made in (copy.deepcopy(model._module), pickle.loads(pickle.dumps(model._module))):
+        assert torch.equal(made(X), model._module(X))
+
+
+def test_a_copy_of_a_wrapped_model(model: NNsight) -> None:
+    copied = copy.deepcopy(model)
+    assert copied._module is not model._module
+    assert copied.layers[0]._module is copied._module.layers[0]
+    with copied.trace(X):
+        copied.layers[0].nns_output[:] = 0
+        changed = copied.output.save()
+    with model.trace(X):
+        unchanged = model.output.save()
+    assert torch.equal(unchanged, model._module(X))
+    assert not torch.equal(changed, unchanged)
+
+
+@both
+def test_release_by_reference_counting(no_gc: None, compile: bool) -> None:
+    def make() -> list[weakref.ref[Any]]:
+        model = NNsight(Model(), compile={"backend": "eager"})
+        with model.trace(X, compile=compile):
+            value = model.layers[0].nns_output.save()
+        assert value is not None
+        return [weakref.ref(model), weakref.ref(model.layers[0]), weakref.ref(model._module)]
+
+    references = make()
+    assert [reference() is None for reference in references] == [True, True, True]
+
+
+def test_wrapping_something_else_is_an_error() -> None:
+    with pytest.raises(TypeError, match="wraps a torch.nn.Module, not int"):
+        NNsight(5)  # type: ignore[arg-type]
+
+
+def test_train_and_eval_between_traces(model: NNsight) -> None:
+    torch.manual_seed(0)
+    wrapped = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Dropout(0.5)), compile={"backend": "eager"})
+    for compile in (False, True):
+        wrapped.train()
+        with wrapped.trace(X, compile=compile):
+            dropped = wrapped.output.save()
+        wrapped.eval()
+        with wrapped.trace(X, compile=compile):
+            kept = wrapped.output.save()
+        assert bool((dropped == 0).any()), compile
+        assert not bool((kept == 0).any()), compile
+
+
+def test_a_child_that_takes_a_name_is_announced() -> None:
+    class Parent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = torch.nn.Linear(2, 2)
+
+    with pytest.warns(UserWarning, match=r"`\.output` is the child, `\.nns_output` the attribute"):
+        NNsight(Parent())

@@ -1,0 +1,396 @@
+"""Names and classes of envoys: rename=, envoys=, and children that are called like something else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import nnsight
+from nnsight import Envoy, NNsight
+from nnsight.runtime.modules.eproperty import eproperty
+
+from ..conftest import both
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+class Attention(torch.nn.Linear):
+    heads = 2
+
+
+class FastAttention(Attention):
+    """Found along the base classes."""
+
+
+class Block(torch.nn.Module):
+    def __init__(self, attention: type[Attention]) -> None:
+        super().__init__()
+        self.attn = attention(4, 4)
+        self.mlp = torch.nn.Linear(4, 4)
+        self.mlp_norm = torch.nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Body(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = torch.nn.ModuleList([Block(Attention), Block(FastAttention)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = Body()
+        self.head = torch.nn.Linear(4, 3)
+        self.width = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.transformer(x))
+
+
+RENAME: dict[str, Any] = {
+    "transformer.h": "layers",
+    "mlp": "feedforward",
+    ".transformer": ["backbone", "trunk"],
+    "attn": ["attention", "mixer"],
+}
+
+
+def make(**options: Any) -> NNsight:
+    torch.manual_seed(0)
+    model = NNsight(Net(), **options)
+    model._make_driver({"backend": "eager"})
+    return model
+
+
+# -- rename -----------------------------------------------------------------------------------------------------------
+
+
+def test_further_names_lead_to_the_same_envoys() -> None:
+    model = make(rename=RENAME)
+    assert model.layers is model.transformer.h
+    assert model.backbone is model.trunk is model.transformer
+    assert model.layers[1].feedforward is model.transformer.h[1].mlp
+    assert model.layers[0].attention is model.layers[0].mixer is model.layers[0].attn
+    assert model.layers[1].feedforward.path == "model.transformer.h.1.mlp"
+    assert model.get("layers.0.feedforward") is model.transformer.h[0].mlp
+
+
+def test_paths_match_whole_components() -> None:
+    model = make(rename={"mlp": "feedforward"})
+    assert model.transformer.h[0].feedforward is model.transformer.h[0].mlp
+    assert not hasattr(model.transformer.h[0], "feedforward_norm")
+    with pytest.raises(ValueError, match="there is no module `ml`"):
+        make(rename={"ml": "x"})
+
+
+def test_nothing_is_added_to_the_tree_or_the_module() -> None:
+    plain, renamed = make(), make(rename=RENAME)
+    assert [path for path, _ in renamed.named_modules()] == [path for path, _ in plain.named_modules()]
+    assert repr(renamed) == repr(plain)
+    assert len(renamed.transformer.h[0]) == 3
+    assert renamed._module.state_dict().keys() == plain._module.state_dict().keys()
+    assert not hasattr(renamed._module, "layers")
+
+
+@both
+def test_values_by_further_names(compile: bool, hooks: Any) -> None:
+    model = make(rename=RENAME)
+    with model.trace(X, compile=compile):
+        model.layers[0].feedforward.output = model.layers[0].feedforward.output * 2
+        inside = model.trunk.h[1].mixer.input.save()
+        out = model.output.save()
+    reference = hooks(model._module).output("transformer.h.0.mlp", lambda v: v * 2)
+    reference.input("transformer.h.1.attn", lambda args, _: reference.seen.update(inside=args[0].clone()))
+    expected = reference(X)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, model._module(X))
+    assert torch.equal(inside, reference.seen["inside"])
+
+
+def test_a_leading_dot_ties_a_name_to_the_root() -> None:
+    model = make(rename={"transformer.h.0": ".start", ".head": "unembed"})
+    assert model.start is model.transformer.h[0]
+    assert model.unembed is model.head
+    with pytest.raises(ValueError, match="there is no module"):
+        make(rename={".nonsense": "feedforward"})
+
+
+def test_a_leading_dot_in_front_of_a_name_that_the_root_has_not() -> None:
+    model = make(rename={".mlp": "feedforward", ".h": "layers"})
+    assert model.transformer.layers is model.transformer.h
+    assert model.transformer.h[1].feedforward is model.transformer.h[1].mlp
+    assert not hasattr(model, "layers")
+
+
+def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
+    class WithBody(Net):
+        @property
+        def base_model(self) -> torch.nn.Module:
+            return self.transformer
+
+        @property
+        def itself(self) -> torch.nn.Module:
+            return self
+
+        @property
+        def elsewhere(self) -> torch.nn.Module:
+            return other
+
+    other = torch.nn.Linear(1, 1)
+    model = NNsight(WithBody())
+    assert model.base_model is model.transformer
+    assert model.itself is model
+    assert model.elsewhere is other
+    with model.trace(X):
+        hidden = model.base_model.h[1].output.save()
+    assert torch.equal(hidden, model._module.transformer(X))
+
+
+@pytest.mark.parametrize("name", ["head", "output", "input", "trace", "path"])
+def test_a_taken_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"already has an attribute `{name}`"):
+        make(rename={"transformer": name})
+
+
+def test_a_name_of_the_module_is_taken() -> None:
+    """An attribute of the module would be hidden by the envoy."""
+    with pytest.raises(ValueError, match="already has an attribute `width`"):
+        make(rename={"transformer": "width"})
+
+
+def test_a_name_that_is_a_path() -> None:
+    """A further name is one component; a dotted one could never be reached."""
+    with pytest.raises(ValueError, match="layers"):
+        make(rename={"transformer.h": "body.layers"})
+
+
+def test_a_name_for_two_modules() -> None:
+    with pytest.raises(ValueError, match="already has an attribute `both`"):
+        make(rename={"attn": "both", "mlp": "both"})
+
+
+@pytest.mark.parametrize("path", ["nonsense", "transformer.nonsense", "h.7", ".nonsense"])
+def test_a_missing_module(path: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no module `{path}`"):
+        make(rename={path: "x"})
+
+
+def test_names_survive_deep_copies_and_edits() -> None:
+    model = make(rename=RENAME)
+    copied = copy.deepcopy(model)
+    assert copied.layers is copied.transformer.h
+    assert copied.layers is not model.layers
+    with model.edit() as edited:
+        model.layers[0].output[:] = 0
+    assert edited.layers is model.transformer.h
+    with edited.trace(X):
+        zeros = edited.layers[0].output.save()
+    assert torch.equal(zeros, torch.zeros(2, 4))
+
+
+def test_names_survive_an_added_module() -> None:
+    model = make(rename=RENAME)
+    layers = model.layers
+    model.extra = torch.nn.Linear(4, 4)
+    model.transformer.extra = torch.nn.Linear(4, 4)
+    assert model.layers is layers is model.transformer.h
+    with model.trace(X):
+        value = model.layers[0].feedforward.output.save()
+    assert value.shape == (2, 4)
+
+
+def test_a_further_name_follows_a_replaced_module() -> None:
+    model = make(rename=RENAME)
+    model._module.transformer.h[0].mlp = torch.nn.Linear(4, 4, bias=False)
+    with model.trace(X):
+        value = model.layers[0].feedforward.output.save()
+        expected = model.head.input.save()
+    assert model.layers[0].feedforward._module is model._module.transformer.h[0].mlp
+    assert value.shape == expected.shape == (2, 4)
+
+
+def test_language_models_take_names() -> None:
+    model = nnsight.demo_model(rename={"transformer.h": "layers", "mlp": "feedforward"})
+    with model.trace("The Eiffel Tower is in the city of"):
+        one = model.layers[0].feedforward.output.clone().save()
+        two = model.transformer.h[0].mlp.output.clone().save()
+    assert torch.equal(one, two)
+
+
+# -- envoys -----------------------------------------------------------------------------------------------------------
+
+
+class HeadsEnvoy(Envoy):
+    """The output of an attention module by heads."""
+
+    @eproperty(key="output", description="a list of views, one for each head")
+    def heads(self) -> Any:
+        """Views ``[batch, width of a head]`` of the output."""
+
+    @heads.preprocess
+    def heads(self, value: torch.Tensor) -> list[torch.Tensor]:
+        by_head = value.view(value.shape[0], self._module.heads, -1)
+        return [by_head[:, head] for head in range(self._module.heads)]  # autograd forbids edits of `unbind` views
+
+    @eproperty(key="output")
+    def stacked(self) -> Any:
+        """A copy ``[head, batch, width of a head]``; what is left in it goes back."""
+
+    @stacked.preprocess
+    def stacked(self, value: torch.Tensor) -> torch.Tensor:
+        return value.view(value.shape[0], self._module.heads, -1).transpose(0, 1).contiguous()
+
+    @stacked.transform
+    @staticmethod
+    def stacked(view: torch.Tensor) -> torch.Tensor:
+        return view.transpose(0, 1).reshape(view.shape[1], -1)
+
+
+class Marked(Envoy):
+    """A class of one's own."""
+
+
+def without_head(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value[:, :2], torch.zeros(2, 2)], 1)
+
+
+def test_one_class_for_all() -> None:
+    model = make(envoys=Marked)
+    below = model.modules()[1:]
+    assert below
+    assert all(type(envoy) is Marked for envoy in below)
+    assert type(model) is NNsight
+
+
+def test_a_class_for_each_type_of_module() -> None:
+    model = make(envoys={Attention: HeadsEnvoy, torch.nn.Linear: Marked})
+    block = model.transformer.h[1]
+    assert type(block) is Envoy
+    assert type(block.attn) is HeadsEnvoy, "the nearest base class decides"
+    assert type(block.mlp) is Marked
+    assert type(block.mlp_norm) is Envoy
+    assert not hasattr(block.mlp, "heads")
+
+
+def test_the_class_attribute_is_the_default() -> None:
+    class WithHeads(NNsight):
+        envoys = {Attention: HeadsEnvoy}  # noqa: RUF012 - as the documentation writes it
+
+    assert type(WithHeads(Net()).transformer.h[0].attn) is HeadsEnvoy
+    assert type(WithHeads(Net(), envoys=Marked).transformer.h[0].attn) is Marked
+    assert type(WithHeads(Net(), envoys=None).transformer.h[0].attn) is Envoy
+    assert type(NNsight(Net()).transformer.h[0].attn) is Envoy
+
+
+@both
+def test_heads_as_views(compile: bool, hooks: Any) -> None:
+    model = make(envoys={Attention: HeadsEnvoy})
+    with model.trace(X, compile=compile):
+        heads = model.transformer.h[1].attn.heads
+        first = heads[0].clone().save()
+        heads[1][:] = 0
+        out = model.output.save()
+    reference = hooks(model._module).output("transformer.h.1.attn", without_head)
+    reference.output("transformer.h.1.attn", reference.keep("attn"))
+    expected = reference(X)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, model._module(X))
+    assert torch.equal(first, reference.seen["attn"][:, :2])
+
+
+@both
+def test_heads_as_a_copy_sent_back(compile: bool, hooks: Any) -> None:
+    model = make(envoys={Attention: HeadsEnvoy})
+    with model.trace(X, compile=compile):
+        model.transformer.h[0].attn.stacked[1] = 0
+        out = model.output.save()
+    expected = hooks(model._module).output("transformer.h.0.attn", without_head)(X)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, model._module(X))
+
+
+@both
+def test_heads_in_an_edit(compile: bool, hooks: Any) -> None:
+    model = make(envoys={Attention: HeadsEnvoy})
+    with model.edit() as edited:
+        model.transformer.h[0].attn.stacked[1] = 0
+    with edited.trace(X, compile=compile):
+        seen = edited.transformer.h[0].attn.output.clone().save()
+        out = edited.output.save()
+    reference = hooks(model._module).output("transformer.h.0.attn", without_head)
+    assert torch.equal(out, reference(X))
+    assert torch.equal(seen[:, 2:], torch.zeros(2, 2)), "the block of the trace reads what the edit sent back"
+
+
+def test_added_modules_get_their_class() -> None:
+    model = make(envoys={Attention: HeadsEnvoy})
+    model.extra = FastAttention(4, 4)
+    model.transformer.h[0].extra = FastAttention(4, 4)
+    assert type(model.extra) is HeadsEnvoy
+    assert type(model.transformer.h[0].extra) is HeadsEnvoy
+
+
+def test_names_and_classes_together() -> None:
+    model = make(envoys={Attention: HeadsEnvoy}, rename={"attn": "attention"})
+    assert type(model.transformer.h[0].attention) is HeadsEnvoy
+    with model.trace(X):
+        heads = model.transformer.h[0].attention.heads.save()
+    assert len(heads) == 2
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"unknown options \['renames'\]"):
+        NNsight(Net(), renames={})
+
+
+# -- children called like something else ------------------------------------------------------------------------------
+
+
+class Odd(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.Linear(4, 4)
+        self.output = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.heads(x))
+
+
+class OddEnvoy(Envoy):
+    @eproperty(key="output")
+    def heads(self) -> Any:
+        """Hidden by a child."""
+
+
+@both
+def test_a_child_called_like_a_property_of_a_custom_class(compile: bool) -> None:
+    model = NNsight(torch.nn.Sequential(Odd()), envoys={Odd: OddEnvoy}, compile={"backend": "eager"})
+    with model.trace(X, compile=compile):
+        inner = model[0].heads.output.clone().save()
+        last = model[0].output.output.clone().save()
+        model[0].nns_heads[:] = 0
+        whole = model[0].nns_output.clone().save()
+    module = model._module[0]
+    assert torch.equal(inner, module.heads(X))
+    assert torch.equal(last, module(X))
+    assert torch.equal(whole, torch.zeros(2, 4))
+    assert isinstance(model[0], OddEnvoy)
+    assert OddEnvoy.heads.key == "output", "the class itself is as it was"
+
+
+def test_a_further_name_for_a_child_called_output() -> None:
+    model = NNsight(torch.nn.Sequential(Odd()), rename={"output": "dense"})
+    assert model[0].dense is model[0].output
+    assert model[0].dense.path == "model.0.output"

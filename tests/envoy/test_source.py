@@ -1,0 +1,620 @@
+"""The operations inside a module's ``forward``: names, values, edits, skips, and functions within functions."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import nnsight
+from nnsight import NNsight, fx
+from nnsight.runtime.errors import MissedProviderError, OutOfOrderError
+from nnsight.runtime.modules.listing import SourceError
+from nnsight.runtime.modules.tree import ModuleTree
+
+from ..conftest import Case, assert_no_instrumentation, both, same
+
+
+def scores_of(query: torch.Tensor, key: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Attention weights; a function of its own, to be looked into."""
+    return torch.softmax(torch.matmul(query, key.transpose(-1, -2)) * scale, dim=-1)
+
+
+def louder(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator like those of transformers: it calls what it wraps and changes the result."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) * 2.0
+
+    return wrapper
+
+
+class Base(torch.nn.Module):
+    def combine(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, y)
+
+
+class Attention(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = torch.nn.Linear(4, 4)
+        self.k = torch.nn.Linear(4, 4)
+        self.__bias = torch.nn.Parameter(torch.randn(4))
+
+    def combine(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().combine(x, y) + self.__bias
+
+    def forward(self, x: torch.Tensor, *, times: int = 2) -> torch.Tensor:
+        """Uses most of what a forward can have."""
+        weigh = scores_of if times else None
+        weights = weigh(self.q(x), self.k(x), scale=0.5)
+        mixed = torch.matmul(weights, x)
+        for _ in range(times):
+            mixed = F.gelu(mixed)
+        parts = [torch.mul(mixed, factor) for factor in (0.5, 1.5)]
+        return self.combine(torch.stack(parts).sum(0), x)
+
+
+class Decorated(torch.nn.Module):
+    @louder
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Attention(), Attention()])
+        self.loud = Decorated()
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.loud(x))
+
+
+class Reference:
+    """The same model with functions of the module under test replaced for one call: no interception involved."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def __call__(self, net: torch.nn.Module, x: torch.Tensor, owner: Any, name: str, edit: Callable[..., Any]) -> torch.Tensor:
+        original = getattr(owner, name)
+        calls = iter(range(1000))
+        with self._monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *args, **kwargs: edit(next(calls), original(*args, **kwargs)))
+            return net(x)
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Reference:
+    return Reference(monkeypatch)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 3, 4)
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    torch.manual_seed(0)
+    net = Net()
+    with torch.no_grad():
+        yield net
+    assert_no_instrumentation(net)
+    assert all("forward" not in module.__dict__ for module in net.modules())
+
+
+@pytest.fixture
+def model(net: Net) -> NNsight:
+    return NNsight(net, compile={"backend": "eager"})
+
+
+# -- names and printing ------------------------------------------------------------------------------------------------
+
+
+def test_operations_are_named_after_what_is_called_inner_calls_first(model: NNsight) -> None:
+    assert list(model.layers[0].source) == [
+        "self_q_0",
+        "self_k_0",
+        "weigh_0",
+        "torch_matmul_0",
+        "range_0",
+        "F_gelu_0",
+        "torch_mul_0",
+        "torch_stack_0",
+        "sum_0",
+        "self_combine_0",
+    ]
+    assert len(model.layers[0].source) == 10
+    assert "F_gelu_0" in model.layers[0].source and "F_gelu_1" not in model.layers[0].source
+
+
+def test_printing_shows_names_beside_lines(model: NNsight) -> None:
+    lines = str(model.layers[0].source).splitlines()
+    (line,) = (line for line in lines if "F.gelu" in line)
+    assert line.split() == ["F_gelu_0", "->", "6", "mixed", "=", "F.gelu(mixed)"]
+    (sum_line,) = (line for line in lines if line.split()[:1] == ["sum_0"])
+    assert sum_line.split() == ["sum_0", "->", "+", "..."]
+    assert "def forward(self" in lines[0]
+
+
+def test_printing_an_operation_marks_its_line(model: NNsight) -> None:
+    shown = str(model.layers[0].source.F_gelu_0)
+    assert shown.startswith("model.layers.0.source.F_gelu_0:")
+    (line,) = (line for line in shown.splitlines() if line.startswith("-->"))
+    assert line.split() == ["-->", "mixed", "=", "F.gelu(mixed)", "<--"]
+
+
+def test_listing_installs_nothing(model: NNsight, x: torch.Tensor) -> None:
+    str(model.layers[0].source)
+    dir(model.layers[0].source)
+    assert not model._tree._operations.opened
+
+
+# -- values --------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_reading_outputs_and_inputs(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    layer = net.layers[1]
+    before = net.layers[0](x)
+    weights = scores_of(layer.q(before), layer.k(before), scale=0.5)
+    for _ in range(2):
+        with model.trace(x, compile=compile):
+            found = model.layers[1].source.weigh_0.output.save()
+            first = model.layers[1].source.torch_matmul_0.input.save()
+            args, kwargs = model.layers[1].source.torch_matmul_0.inputs
+            second = args[1].save()
+    torch.testing.assert_close(found, weights, rtol=0, atol=0)
+    torch.testing.assert_close(first, weights, rtol=0, atol=0)
+    torch.testing.assert_close(second, before, rtol=0, atol=0)
+
+
+@both
+def test_keyword_arguments_are_seen_and_replaced(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    layer = net.layers[0]
+    with model.trace(x, compile=compile):
+        _, kwargs = model.layers[0].source.weigh_0.inputs
+        scale = nnsight.save(kwargs["scale"])
+    assert scale == 0.5
+    with model.trace(x, compile=compile):
+        args, kwargs = model.layers[0].source.weigh_0.inputs
+        model.layers[0].source.weigh_0.inputs = ((args[0] * 3.0, args[1]), kwargs)
+        found = model.layers[0].source.weigh_0.output.save()
+    torch.testing.assert_close(found, scores_of(layer.q(x) * 3.0, layer.k(x), scale=0.5))
+
+
+@both
+@pytest.mark.parametrize("in_place", [False, True])
+def test_edits_reach_the_model(
+    model: NNsight, net: Net, x: torch.Tensor, reference: Reference, compile: bool, in_place: bool
+) -> None:
+    expected = reference(net, x, F, "gelu", lambda call, out: torch.zeros_like(out) if call == 0 else out)
+    with model.trace(x, compile=compile) as tracer:
+        if in_place:
+            model.layers[0].source.F_gelu_0.output[:] = 0.0
+        else:
+            model.layers[0].source.F_gelu_0.output = torch.zeros(2, 3, 4)
+        out = model.output.save()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    assert not torch.equal(out, net(x))
+    assert not tracer.report.breaks
+
+
+@both
+def test_an_operation_in_a_loop_occurs_once_for_each_turn(
+    model: NNsight, net: Net, x: torch.Tensor, reference: Reference, compile: bool
+) -> None:
+    expected = reference(net, x, F, "gelu", lambda call, out: out * 2.0 if call == 1 else out)
+    with model.trace(x, compile=compile) as tracer:
+        for _step in tracer.iter[1]:
+            model.layers[0].source.F_gelu_0.output *= 2.0
+        out = model.output.save()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@both
+def test_an_operation_in_a_comprehension(
+    model: NNsight, net: Net, x: torch.Tensor, reference: Reference, compile: bool
+) -> None:
+    expected = reference(net, x, torch, "mul", lambda call, out: out + 1.0 if call == 0 else out)
+    with model.trace(x, compile=compile):
+        model.layers[0].source.torch_mul_0.output += 1.0
+        out = model.output.save()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@both
+def test_skipping_an_operation(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    with model.trace(x, compile=compile):
+        model.layers[1].source.self_combine_0.skip(torch.ones(2, 3, 4))
+        out = model.output.save()
+    torch.testing.assert_close(out, net.head(net.loud(torch.ones(2, 3, 4))), rtol=0, atol=0)
+
+
+@both
+def test_calls_of_submodules_are_operations_as_well_as_modules(
+    model: NNsight, net: Net, x: torch.Tensor, compile: bool
+) -> None:
+    with model.trace(x, compile=compile):
+        given = model.layers[0].source.self_q_0.input.save()
+        inside = model.layers[0].q.output.save()
+        returned = model.layers[0].source.self_q_0.output.save()
+    torch.testing.assert_close(given, x, rtol=0, atol=0)
+    torch.testing.assert_close(inside, net.layers[0].q(x), rtol=0, atol=0)
+    torch.testing.assert_close(returned, inside, rtol=0, atol=0)
+
+
+@both
+def test_a_torch_module_can_be_looked_into(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    assert list(model.head.source) == ["F_linear_0"]
+    with model.trace(x, compile=compile):
+        weight = model.head.source.F_linear_0.inputs[0][1].save()
+        model.head.source.F_linear_0.output[..., 0] = 7.0
+        out = model.output.save()
+    torch.testing.assert_close(weight, net.head.weight, rtol=0, atol=0)
+    expected = net(x)
+    expected[..., 0] = 7.0
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@both
+def test_a_decorated_forward_keeps_its_decorators(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    with model.trace(x, compile=compile):
+        inner = model.loud.source.torch_tanh_0.output.save()
+        model.loud.source.torch_tanh_0.output[:] = 0.25
+        outer = model.loud.output.save()
+    assert torch.equal(inner, torch.full((2, 3, 4), 0.25))
+    assert torch.equal(outer, torch.full((2, 3, 4), 0.5))
+
+
+@both
+def test_operations_belong_to_one_module_though_modules_share_code(
+    model: NNsight, net: Net, x: torch.Tensor, compile: bool
+) -> None:
+    with model.trace(x, compile=compile):
+        firsts = nnsight.save([layer.source.weigh_0.output for layer in model.layers])
+    assert not torch.equal(firsts[0], firsts[1])
+    torch.testing.assert_close(firsts[1], _weights(net.layers[1], net.layers[0](x)), rtol=0, atol=0)
+
+
+def _weights(layer: Attention, x: torch.Tensor) -> torch.Tensor:
+    return scores_of(layer.q(x), layer.k(x), scale=0.5)
+
+
+# -- functions within functions ------------------------------------------------------------------------------------------
+
+
+@both
+def test_looking_into_the_function_an_operation_calls(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    layer = net.layers[0]
+    with model.trace(x, compile=compile):
+        logits = model.layers[0].source.weigh_0.source.torch_matmul_0.output.save()
+        model.layers[0].source.weigh_0.source.torch_softmax_0.output[:] = 0.0
+        mixed = model.layers[0].source.torch_matmul_0.output.save()
+    torch.testing.assert_close(logits, layer.q(x) @ layer.k(x).transpose(-1, -2), rtol=0, atol=0)
+    assert torch.equal(mixed, torch.zeros(2, 3, 4))
+
+
+@both
+def test_looking_into_a_method_with_super_and_private_names(
+    model: NNsight, net: Net, x: torch.Tensor, reference: Reference, compile: bool
+) -> None:
+    inner = model.layers[0].source.self_combine_0.source
+    assert list(inner) == ["combine_0"]
+    expected = reference(net, x, torch, "add", lambda call, out: out * 0.5 if call == 0 else out)
+    with model.trace(x, compile=compile):
+        model.layers[0].source.self_combine_0.source.combine_0.source.torch_add_0.output *= 0.5
+        out = model.output.save()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@both
+def test_attention_weights_of_a_transformers_model(gpt2: Case, compile: bool) -> None:
+    ids = gpt2.inputs()["input_ids"]
+    module = gpt2.module
+    before = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            expected = module(ids, output_attentions=True).attentions[1]
+            model = NNsight(module, compile={"backend": "eager"})
+            with model.trace(ids, compile=compile):
+                attention = model.transformer.h[1].attn.source.attention_interface_0
+                inner = attention.source.nn_functional_softmax_0.output.save()
+                weights = attention.output[1].save()
+    finally:
+        module.set_attn_implementation(before)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    torch.testing.assert_close(inner, expected, rtol=0, atol=0)
+
+
+def test_in_generation_an_operation_occurs_once_for_each_token() -> None:
+    model = nnsight.demo_model()
+    with torch.no_grad():
+        with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
+            found: Any = [].save()
+            for _step in tracer.iter[:3]:
+                found.append(model.transformer.h[1].attn.source.self_c_proj_0.output)
+        with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
+            expected: Any = [].save()
+            for _step in tracer.iter[:3]:
+                expected.append(model.transformer.h[1].attn.c_proj.output)
+    assert [item.shape[1] for item in found] == [item.shape[1] for item in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@both
+def test_invokes_see_their_rows_of_an_operation(compile: bool) -> None:
+    model = nnsight.demo_model(compile={"backend": "eager"})
+    alone = []
+    with torch.no_grad():
+        for prompt in ("The Eiffel Tower", "A dog and a cat are"):
+            with model.trace(prompt, compile=compile):
+                alone.append(model.transformer.h[1].attn.source.self_c_proj_0.output.save())
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke("The Eiffel Tower"):
+                first = model.transformer.h[1].attn.source.self_c_proj_0.output.save()
+            with tracer.invoke("A dog and a cat are"):
+                second = model.transformer.h[1].attn.source.self_c_proj_0.output.save()
+    torch.testing.assert_close(first[:, -alone[0].shape[1] :], alone[0])
+    torch.testing.assert_close(second[:, -alone[1].shape[1] :], alone[1])
+
+
+@both
+def test_an_edit_may_touch_operations(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    with model.edit() as edited:
+        model.layers[0].source.F_gelu_0.output[:] = 0.0
+    with edited.trace(x, compile=compile):
+        out = edited.layers[0].source.torch_stack_0.output.save()
+    with model.trace(x, compile=compile):
+        plain = model.layers[0].source.torch_stack_0.output.save()
+    assert not torch.equal(out, plain)
+
+
+# -- when it is mentioned ------------------------------------------------------------------------------------------------
+
+
+def proj_of(layer: Any) -> torch.Tensor:
+    return layer.source.self_combine_0.output
+
+
+@both
+def test_mentioned_late_in_the_block(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
+    with model.trace(x, compile=compile):
+        before = model.layers[0].output.save()
+        direct = model.layers[1].source.weigh_0.output.save()
+        by_helper = proj_of(model.layers[1]).save()
+    torch.testing.assert_close(direct, _weights(net.layers[1], before), rtol=0, atol=0)
+    torch.testing.assert_close(by_helper, net.layers[1](before), rtol=0, atol=0)
+
+
+def test_a_name_made_at_run_time_works_where_the_model_has_not_been_captured(
+    model: NNsight, net: Net, x: torch.Tensor
+) -> None:
+    with model.trace(x, compile=False):
+        before = model.layers[0].output.save()
+        found = getattr(model.layers[1].source, "weigh" + "_0").output.save()
+    torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
+
+
+def test_a_name_made_at_run_time_after_the_capture_is_an_error_once(model: NNsight, net: Net, x: torch.Tensor) -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        with model.trace(x):
+            before = model.layers[0].output.save()
+            found = getattr(model.layers[1].source, "weigh" + "_0").output.save()
+        return before, found
+
+    with pytest.raises(MissedProviderError, match="run the trace again"):
+        run()
+    before, found = run()
+    torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
+
+
+def test_operations_that_were_passed_uncounted_are_an_error_where_the_count_matters(
+    model: NNsight, net: Net, x: torch.Tensor
+) -> None:
+    with pytest.raises(OutOfOrderError, match="Mention it before"):
+        with model.trace(x, compile=False):
+            model.layers[0].output.save()
+            getattr(model.layers[0].source, "F_gelu" + "_0").output.save()
+    fresh = NNsight(Net())
+    with pytest.raises(OutOfOrderError, match="already passed"):
+        with fresh.trace(x):
+            fresh.layers[0].output.save()
+            getattr(fresh.layers[0].source, "weigh" + "_0").output.save()
+
+
+def test_passed_operations_are_out_of_order(model: NNsight, x: torch.Tensor) -> None:
+    for compile in (False, True):
+        with pytest.raises(OutOfOrderError, match="weigh_0"):
+            with model.trace(x, compile=compile):
+                model.layers[0].source.self_combine_0.output.save()
+                model.layers[0].source.weigh_0.output.save()
+
+
+# -- cost ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_block_again_captures_and_records_nothing(model: NNsight, x: torch.Tensor) -> None:
+    def run() -> torch.Tensor:
+        with model.trace(x):
+            out = model.layers[0].source.weigh_0.source.torch_softmax_0.output.save()
+        return out
+
+    first = run()
+    fx.counters.reset()
+    assert torch.equal(run(), first)
+    with model.trace(x):
+        model.layers[0].source.F_gelu_0.output.save()
+    assert fx.counters.captures == 0
+    assert fx.counters.recordings == 1
+
+
+def test_the_unedited_model_is_bit_identical_and_clean(model: NNsight, net: Net, x: torch.Tensor) -> None:
+    expected = net(x)
+    with model.trace(x, compile=False):
+        model.layers[0].source.weigh_0.output.save()
+        assert "forward" in vars(net.layers[0])
+    assert "forward" not in vars(net.layers[0])
+    assert torch.equal(net(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+def test_threads_share_what_was_opened(net: Net, x: torch.Tensor) -> None:
+    model = NNsight(net)
+    expected = [_weights(net.layers[0], x * factor) for factor in range(4)]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(factor: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                with model.trace(x * factor):
+                    weights = model.layers[0].source.weigh_0.output.save()
+                found[factor] = weights
+
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for factor in range(4):
+        assert torch.equal(found[factor], expected[factor])
+
+
+def test_a_thread_waits_until_another_has_opened_what_both_ask_for(net: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NNsight(net)
+    opening, go_on = threading.Event(), threading.Event()
+    replace = ModuleTree._replace_forward
+
+    def late(*args: Any) -> None:
+        opening.set()
+        assert go_on.wait(60)
+        replace(*args)
+
+    monkeypatch.setattr(ModuleTree, "_replace_forward", late)
+    found: dict[str, torch.Tensor] = {}
+
+    def work(name: str) -> None:
+        with model.trace(x):
+            weights = model.layers[0].source.weigh_0.output.save()
+        found[name] = weights
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
+    threads[0].start()
+    assert opening.wait(60)
+    threads[1].start()
+    threads[1].join(0.5)  # it has asked by then, and would have run
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    same(found["first"], _weights(net.layers[0], x))
+    same(found["second"], found["first"])
+
+
+# -- what cannot be looked into --------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_operation_names_those_near_it(model: NNsight) -> None:
+    with pytest.raises(AttributeError, match=r"no operation `F_gelu_1`\. Did you mean `F_gelu_0`"):
+        model.layers[0].source.F_gelu_1  # noqa: B018
+
+
+def test_a_submodule_has_its_own_source(model: NNsight) -> None:
+    with pytest.raises(SourceError, match=r"calls a module\. Use the module's own envoy: `model\.layers\.0\.q\.source`"):
+        model.layers[0].source.self_q_0.source  # noqa: B018
+
+
+def test_a_c_function_has_no_source(model: NNsight, x: torch.Tensor) -> None:
+    with pytest.raises(SourceError, match="C function"):
+        model.layers[0].source.torch_matmul_0.source  # noqa: B018
+    with pytest.raises(SourceError, match="known while the model runs"):
+        list(model.layers[0].source.weigh_0.source)
+
+
+def test_a_class_and_an_object_cannot_be_looked_into(x: torch.Tensor) -> None:
+    class Boxed(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = torch.Size([2])
+            return x.new_zeros(size)
+
+    model = NNsight(Boxed())
+    with pytest.raises(SourceError, match="only functions"):
+        model.source.torch_Size_0.source  # noqa: B018
+
+
+def test_outside_of_a_trace_an_operation_has_no_value(model: NNsight) -> None:
+    with pytest.raises(ValueError, match="outside of interleaving"):
+        model.layers[0].source.F_gelu_0.output  # noqa: B018
+
+
+def test_code_from_a_string_has_no_source(x: torch.Tensor) -> None:
+    namespace: dict[str, Any] = {"torch": torch}
+    exec("class Made(torch.nn.Module):\n    def forward(self, x):\n        return torch.tanh(x)\n", namespace)
+    with pytest.raises(SourceError, match="no source text"):
+        NNsight(namespace["Made"]()).source  # noqa: B018
+
+
+def test_a_forward_set_on_the_instance(x: torch.Tensor) -> None:
+    net = Net()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x)
+
+    net.loud.forward = forward  # type: ignore[method-assign]
+    model = NNsight(net)
+    with model.trace(x):
+        found = model.loud.source.torch_sigmoid_0.output.save()
+        model.loud.source.torch_sigmoid_0.output = torch.zeros_like(found)
+        out = model.loud.output.save()
+    assert torch.equal(out, torch.zeros(2, 3, 4))
+    assert net.loud.forward is forward
+
+
+def test_a_forward_that_changed_between_traces(net: Net, x: torch.Tensor) -> None:
+    model = NNsight(net)
+    with model.trace(x):
+        model.loud.source.torch_tanh_0.output.save()
+    type(net.loud)
+
+    class Other(Decorated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x) + 1.0
+
+    net.loud.__class__ = Other
+    with model.trace(x):
+        tanh = model.loud.source.torch_tanh_0.output.save()
+        out = model.loud.output.save()
+    torch.testing.assert_close(out, tanh + 1.0, rtol=0, atol=0)
+
+
+def test_a_model_with_accelerate_hooks(x: torch.Tensor) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Doubling(ModelHook):
+        def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+            return output * 2.0
+
+    net = Net()
+    add_hook_to_module(net.loud, Doubling())
+    with torch.no_grad():
+        plain = net(x)
+        model = NNsight(net)
+        with model.trace(x):
+            inner = model.loud.source.torch_tanh_0.output.save()
+            outer = model.loud.output.save()
+            out = model.output.save()
+    torch.testing.assert_close(outer, inner * 4.0, rtol=0, atol=0)
+    torch.testing.assert_close(out, plain, rtol=0, atol=0)

@@ -1,0 +1,274 @@
+"""Calls in which nobody waits do without interception where one captured graph is all that runs, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, UncompiledWarning, fx
+from nnsight.fx.capturing.compiled_calls import NotCompiled, caller_of_compiled
+from nnsight.runtime.modules.interception import Instrumentation
+
+from ...conftest import Hooks, same
+
+X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+
+@pytest.fixture
+def interceptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that modules were intercepted."""
+    entered: list[int] = []
+    enter = Instrumentation.__enter__
+
+    def counted(self: Instrumentation) -> Instrumentation:
+        entered.append(1)
+        return enter(self)
+
+    monkeypatch.setattr(Instrumentation, "__enter__", counted)
+    return entered
+
+
+def net() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
+
+
+def traced(model: Any, x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    with model.trace(x):
+        model[0].output *= factor
+        out = model.output.save()
+    return out
+
+
+def by_hand(module: torch.nn.Module, x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    return Hooks(module).output("0", lambda value: value * factor)(x)
+
+
+def test_known_calls_are_not_intercepted(interceptions: list[int]) -> None:
+    module = net()
+    model = NNsight(module, compile={"backend": "eager"})
+    same(model(X), module(X))
+    same(traced(model, X), by_hand(module, X))
+    same(traced(model, X), by_hand(module, X))
+    interceptions.clear()
+    before = fx.counters.replays
+    for number in range(1, 4):
+        same(model(X + number), module(X + number))
+        same(traced(model, X + number), by_hand(module, X + number))
+    assert fx.counters.replays == before + 3
+    assert interceptions == []
+    assert fx.counters.captures == 1
+
+
+def test_other_sizes_are_captured_with_their_taps(interceptions: list[int]) -> None:
+    module = net()
+    model = NNsight(module, compile={"backend": "eager", "dynamic": False})
+    model(X)
+    for rows in (5, 6):
+        x = torch.ones(rows, 4)
+        same(model(x), module(x))
+        assert interceptions
+        for _ in range(3):
+            same(traced(model, x), by_hand(module, x))
+        interceptions.clear()
+        same(traced(model, x), by_hand(module, x))
+        same(model(x), module(x))
+        assert interceptions == []
+    assert fx.counters.captures == 3
+
+
+def test_an_error_of_a_call_that_is_captured_anew_is_the_only_one() -> None:
+    model = NNsight(net(), compile={"backend": "eager"})
+    for _ in range(2):
+        traced(model, X)
+    with pytest.raises(RuntimeError) as failure:
+        model(torch.ones(3, 5))
+    contexts, error = [], failure.value.__context__
+    while error is not None:
+        contexts.append(type(error).__name__)
+        error = error.__context__
+    assert "NotCompiled" not in contexts
+    same(traced(model, X), by_hand(model._module, X))
+
+
+def test_a_changed_tree_is_captured_anew() -> None:
+    module = net()
+    model = NNsight(module, compile={"backend": "eager"})
+    for _ in range(3):
+        traced(model, X)
+    module[0] = torch.nn.Linear(4, 4, bias=False)
+    for _ in range(3):
+        same(traced(model, X), by_hand(module, X))
+        same(model(X), module(X))
+
+
+class Broken(torch.nn.Module):
+    """Breaks the graph, and counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        self.count()
+        return self.second(h)
+
+    @torch.compiler.disable
+    def count(self) -> None:
+        self.calls += 1
+
+
+def test_a_model_of_several_graphs_is_intercepted_each_time(interceptions: list[int]) -> None:
+    module = Broken()
+    model = NNsight(module, compile={"backend": "eager"})
+    for number in range(1, 4):
+        interceptions.clear()
+        with model.trace(X):
+            model.first.output[:] += 1
+            out = model.output.save()
+        assert module.calls == 2 * number - 1
+        same(out, Hooks(module).output("first", lambda value: value + 1)(X))
+        assert len(interceptions) == 1
+
+
+def test_at_the_limit_of_captures_the_model_runs_once_and_with_its_blocks() -> None:
+    class Counts(torch.nn.Linear):
+        @torch.compiler.disable
+        def note(self) -> None:
+            calls.append(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling():
+                self.note()
+            return super().forward(x)
+
+    calls: list[int] = []
+    module = torch.nn.Sequential(Counts(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
+    model = NNsight(module, compile={"backend": "eager", "dynamic": False, "max_captures": 2})
+    with pytest.warns(UncompiledWarning):
+        for rows in (2, 3, 4, 5, 3, 4):
+            x = torch.ones(rows, 4)
+            traces, plain = by_hand(module, x), module(x)
+            for _ in range(2):
+                for call, expected in ((lambda x=x: traced(model, x), traces), (lambda x=x: model(x), plain)):
+                    calls.clear()
+                    same(call(), expected)
+                    assert len(calls) <= 1
+    assert fx.counters.captures == 2
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+def test_a_stance_of_torch_holds(stance: str) -> None:
+    module = net()
+    model = NNsight(module, compile={"backend": "eager", "dynamic": False})
+    for _ in range(3):
+        same(traced(model, X), by_hand(module, X))
+    x = torch.ones(7, 4)
+    with torch.compiler.set_stance(stance):
+        for _ in range(2):
+            same(traced(model, X), by_hand(module, X))
+            same(traced(model, x), by_hand(module, x))
+            same(model(x), module(x))
+    assert fx.counters.captures == 1
+    same(traced(model, x), by_hand(module, x))
+    assert fx.counters.captures == 2
+
+
+def test_a_compiled_function_inside_is_compiled_as_always() -> None:
+    """A call that may not compile the model lets functions compile that run meanwhile."""
+    compiled: list[int] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled.append(1)
+        return graph_module.forward
+
+    inner = torch.compile(lambda x: x * 3, backend=backend)
+    seen: list[torch.Tensor] = []
+    name = "nnsight_tests::calls_compiled"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def calls_compiled(x: torch.Tensor) -> torch.Tensor:
+        if seen:
+            return inner(x)
+        return x * 3
+
+    calls_compiled.register_fake(torch.empty_like)
+
+    class Calls(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return calls_compiled(x) + 1
+
+    model = NNsight(Calls(), compile={"backend": "eager"})
+    model(X)
+    seen.append(X)
+    same(model(X), X * 3 + 1)
+    assert fx.counters.captures == 1
+
+
+class Looks(torch.nn.Module):
+    """Looks ids up inside of regions that change the state of the thread."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.table, self.last = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kind == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found = self.last(self.table(ids))
+            return found.float()
+        return torch.vmap(lambda row: self.last(self.table(row)))(ids)
+
+
+@pytest.mark.parametrize("kind", ["autocast", "vmap"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_known_call_that_fails_in_such_a_region_leaves_it(kind: str, fullgraph: bool) -> None:
+    torch.manual_seed(0)
+    module = Looks(kind).eval()
+    model = NNsight(module, compile={"backend": "eager", "dynamic": False, "fullgraph": fullgraph})
+    ids, beyond = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 1], [2, 9]])
+
+    def looked_up(ids: torch.Tensor) -> torch.Tensor:
+        with model.trace(ids):
+            out = model.output.save()
+        return out
+
+    for _ in range(3):
+        same(looked_up(ids), module(ids))
+        same(model(ids), module(ids))
+    captures, replays = fx.counters.captures, fx.counters.replays
+    for call in (looked_up, model):
+        with pytest.raises(IndexError):
+            call(beyond)
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+        same(torch.ones(2, 4) @ torch.ones(4, 2), torch.full((2, 2), 4.0))
+    same(looked_up(ids), module(ids))
+    assert (fx.counters.captures, fx.counters.replays) == (captures, replays + 1)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_function_is_called_compiled_or_not_at_all(fullgraph: bool) -> None:
+    torch.compiler.reset()  # the other half of this test has the same code
+    ran: list[int] = []
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            ran.append(1)
+        return x + 1
+
+    compiled = torch.compile(plain, backend="eager", fullgraph=fullgraph)
+    call = caller_of_compiled(compiled, plain.__code__)
+    assert call is not None
+    with pytest.raises(NotCompiled):
+        call(X)
+    compiled(X)
+    same(call(X), X + 1)
+    with pytest.raises(NotCompiled):
+        call(X.double())
+    assert not ran
+    assert caller_of_compiled(plain, plain.__code__) is None, "no wrapper"

@@ -1,0 +1,145 @@
+"""Generated code is called directly where, and only where, nothing is around it that does something."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, fx
+from nnsight.fx.capturing.direct import Direct
+from nnsight.fx.lowering.backends import resolve_backend
+
+from ..lowering.test_regions import WIDTH, Stack, X, close
+
+
+def lowered(function: Callable[..., Any], *inputs: Any) -> Direct:
+    """Return what inductor makes of ``function``, after a first call of it."""
+    made: list[Direct] = []
+
+    def backend(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+        made.append(Direct(resolve_backend("inductor")(graph_module, fakes)))
+        return lambda *actual: (made[0].call or made[0].first)(list(actual))
+
+    torch.compile(function, backend=backend, dynamic=False)(*inputs)
+    return made[0]
+
+
+def is_direct(call: Direct) -> bool:
+    return call.call is not None and call.call != call.whole
+
+
+@pytest.mark.slow
+def test_code_that_only_computes_is_called_directly_and_lets_go_of_its_inputs() -> None:
+    def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(x) @ y, x - 1
+
+    with torch.no_grad():
+        call = lowered(compute, X, X.T)
+        assert is_direct(call)
+        other = X * 3
+        gone, given = weakref.ref(other), [other, X.T]
+        del other
+        for found, expected in zip(call.call(given), compute(X * 3, X.T), strict=True):  # type: ignore[misc]
+            close(found, expected)
+    assert given == []
+    assert gone() is None
+
+
+def write(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def look(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x[1:], x * 2
+
+
+def switch(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    torch.set_grad_enabled(True)
+    return y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [write, look, switch])
+def test_code_around_which_something_happens_is_not(function: Callable[..., Any]) -> None:
+    with torch.no_grad():
+        assert not is_direct(lowered(function, X.clone()))
+
+
+@pytest.mark.slow
+def test_code_of_a_graph_with_gradients_is_not() -> None:
+    weight = torch.ones(WIDTH, requires_grad=True)
+    call = lowered(lambda x, w: (x * w).sum(), X, weight)
+    assert not is_direct(call)
+    (total,) = call.call([X, weight])  # type: ignore[misc]
+    total.backward()
+    close(weight.grad, X.sum(0))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_writing_counts_up_the_version_at_each_call() -> None:
+    x = X.clone()
+    call = lowered(write, x)
+    assert x._version == 1
+    (result,) = call.call([x])  # type: ignore[misc]
+    assert x._version == 2
+    close(result, (X + 2) * 2)
+
+
+@pytest.mark.slow
+def test_what_a_backend_puts_around_inductor_runs_at_each_call() -> None:
+    calls: list[int] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        function = resolve_backend("inductor")(graph_module, inputs)
+
+        def logged(*actual: Any) -> Any:
+            calls.append(1)
+            return function(*actual)
+
+        return logged
+
+    net = Stack()
+    model = NNsight(net, compile={"backend": backend, "regions": True})
+    with torch.no_grad():
+        for number in range(1, 4):
+            close(model(X), net(X))
+            assert len(calls) == 7 * number
+
+
+@pytest.mark.slow
+def test_regions_are_called_directly_and_a_profile_shows_them() -> None:
+    net = Stack()
+    model = NNsight(net, compile={"regions": True})
+    with torch.no_grad():
+        close(model(X), net(X))
+        regions = model._compiled._regions._lowered  # type: ignore[union-attr]
+        assert len(regions) == 3
+        assert all(is_direct(known.direct) for (known,) in regions.values())
+        close(model(2 * X), net(2 * X))
+        with torch.profiler.profile() as profile:
+            close(model(X), net(X))
+        around = [event.name for event in profile.events() or () if "CompiledFxGraph" in event.name]
+    assert len(around) == 7
+    assert fx.counters.compiles + fx.counters.loads == 3
+
+
+@pytest.mark.slow
+def test_pieces_of_a_graph_that_is_cut_are_called_directly() -> None:
+    net = Stack()
+    model = NNsight(net, compile={"backend": "inductor", "regions": False})
+    norms: list[float] = []
+    with torch.no_grad():
+        for _ in range(2):
+            with model.trace(X) as tracer:
+                state = model.blocks[1].output
+                norms.append(state.norm().item())
+                out = model.output.save()
+        close(out, net(X))
+    assert len(tracer.report.breaks) == 1 and norms[0] == norms[1]
+    assert [is_direct(piece.lowered.direct) for piece in tracer.report.pieces] == [True, True]

@@ -1,0 +1,371 @@
+"""Sizes that change from trace to trace: every result is the model's, and nothing is compiled any more."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.backends.registry import lookup_backend
+
+import nnsight
+from nnsight import LanguageModel, NNsight, fx
+
+from ...conftest import Hooks
+
+LENGTHS = list(range(2, 52))
+random.Random(0).shuffle(LENGTHS)
+
+
+def make_gpt2(backend: str) -> LanguageModel:
+    return nnsight.demo_model(compile={"backend": backend})
+
+
+def make_llama(backend: str) -> LanguageModel:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return LanguageModel(transformers.LlamaForCausalLM(config).eval(), compile={"backend": backend})
+
+
+MODELS: dict[str, tuple[Callable[[str], LanguageModel], str]] = {
+    "gpt2": (make_gpt2, "transformer.h.1"),
+    "llama": (make_llama, "model.layers.1"),
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((name, backend), marks=[] if default else pytest.mark.slow, id=f"{name}-{backend}")
+        for name, backend, default in (
+            ("gpt2", "eager", True),
+            ("llama", "aot_eager", False),
+            ("gpt2", "aot_eager", False),
+            ("llama", "eager", False),
+        )
+    ],
+    scope="module",
+)
+def setting(request: pytest.FixtureRequest) -> Any:
+    name, backend = request.param
+    make, path = MODELS[name]
+    torch._dynamo.reset()
+    return make(backend), path, backend
+
+
+def ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(2, 90, (batch, length), generator=torch.Generator().manual_seed(100 * batch + length))
+
+
+# -- edits, each as it is written for a hook and for a block ----------------------------------------------------------
+
+
+def front_half(h: torch.Tensor) -> None:
+    h[:, : h.shape[1] // 2] *= 0.5
+
+
+def mask_by_position(h: torch.Tensor) -> None:
+    mask = torch.arange(h.shape[1]) % 2 == 0
+    h[:] = torch.where(mask[None, :, None], h, h * 0.5)
+
+
+def external_of_the_length(h: torch.Tensor) -> None:
+    h += torch.linspace(0.0, 1.0, h.shape[1])[None, :, None]
+
+
+def external_of_half_the_length(h: torch.Tensor) -> None:
+    half = h.shape[1] // 2
+    h[:, half:] += torch.linspace(0.0, 1.0, h.shape[1] - half)[:, None].expand(-1, h.shape[2])
+
+
+def middle_token(h: torch.Tensor) -> None:
+    h[:, h.shape[1] // 2] = h[:, 0] - h[:, -1]
+
+
+def last_of_a_shorter_view(h: torch.Tensor) -> None:
+    h[:, 1:] = h[:, 1:] + h[:, : h.shape[1] - 1]
+
+
+def normalised_by_length(h: torch.Tensor) -> None:
+    h -= h.sum(1, keepdim=True) / h.shape[1]
+
+
+EDITS = [
+    front_half, mask_by_position, external_of_the_length, external_of_half_the_length, middle_token,
+    last_of_a_shorter_view, normalised_by_length,
+]  # fmt: skip
+
+
+def by_hooks(model: LanguageModel, path: str, edit: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hooks = Hooks(model._module)
+
+    def function(value: Any) -> None:
+        edit(value[0] if isinstance(value, tuple) else value)
+
+    hooks.output(path, function)
+    hooks.output(path, hooks.keep("hidden", lambda value: value[0] if isinstance(value, tuple) else value))
+    logits = hooks(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    return hooks.seen["hidden"], logits
+
+
+def by_trace(model: LanguageModel, path: str, edit: Any, tokens: torch.Tensor) -> tuple[Any, Any, Any]:
+    layer = model.get(path)
+    with model.trace(tokens) as tracer:
+        value = layer.output
+        hidden = value[0] if isinstance(value, tuple) else value
+        edit(hidden)
+        hidden = hidden.save()
+        logits = model.output.logits.save()
+    return hidden, logits, tracer.report
+
+
+def frames() -> int:
+    """Return how many graphs dynamo has captured in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_fifty_lengths_reach_a_steady_state(setting: Any, edit: Any) -> None:
+    model, path, backend = setting
+    with torch.no_grad():
+        compiles = []
+        for length in LENGTHS:
+            hidden, logits, report = by_trace(model, path, edit, ids(2, length))
+            compiles.append(fx.counters.compiles)
+            assert not report.breaks
+            expected = by_hooks(model, path, edit, ids(2, length))
+            close(hidden, expected[0], backend == "eager")
+            close(logits, expected[1], backend == "eager")
+        assert fx.counters.captures <= 2
+        assert fx.counters.recordings <= 3
+        assert compiles[-1] <= 5, compiles
+        before, captured = str(fx.counters), frames()
+        for length in LENGTHS[::4]:
+            by_trace(model, path, edit, ids(2, length))
+        assert (str(fx.counters), frames()) == (before, captured), "the second round finds everything"
+
+
+def test_batches_of_one_and_of_many(setting: Any) -> None:
+    model, path, backend = setting
+    sizes = [(1, 5), (1, 9), (3, 7), (4, 6), (1, 12), (2, 2), (5, 30)]
+    with torch.no_grad():
+        for round_number in range(2):
+            if round_number:
+                before, captured = str(fx.counters), frames()
+            for batch, length in sizes:
+                found = by_trace(model, path, front_half, ids(batch, length))
+                expected = by_hooks(model, path, front_half, ids(batch, length))
+                close(found[0], expected[0], backend == "eager")
+                close(found[1], expected[1], backend == "eager")
+    assert (str(fx.counters), frames()) == (before, captured)
+    assert fx.counters.captures <= 5
+
+
+def test_invokes_of_several_prompts(setting: Any) -> None:
+    """Each invoke has rows of its own; their numbers and lengths change, the program does not."""
+    model, path, backend = setting
+    layer = model.get(path)
+    plans = [(2, 1, 6), (3, 2, 9), (2, 3, 12), (4, 2, 7), (5, 3, 20), (2, 4, 33), (6, 2, 8), (3, 3, 5)]
+
+    def run(first: int, second: int, length: int) -> list[torch.Tensor]:
+        with model.trace() as tracer:
+            with tracer.invoke(ids(first, length)):
+                hidden = layer.output[0] if isinstance(layer.output, tuple) else layer.output
+                hidden[:, : hidden.shape[1] // 2] *= 0.5
+                one = model.output.logits.save()
+            with tracer.invoke(ids(second, length)):
+                two = model.output.logits.save()
+        assert not tracer.report.breaks
+        return [one, two]
+
+    with torch.no_grad():
+        for round_number in range(3):
+            if round_number == 2:  # an invoke of one row is a lowering of its own, also of the program for any number
+                before, captured = str(fx.counters), frames()
+            for first, second, length in plans:
+                one, two = run(first, second, length)
+                close(one, by_hooks(model, path, front_half, ids(first, length))[1], False)
+                close(two, by_hooks(model, path, lambda h: None, ids(second, length))[1], False)
+    assert (str(fx.counters), frames()) == (before, captured)
+    assert fx.counters.compiles <= 8, fx.counters
+
+
+@pytest.mark.slow
+def test_inductor_reaches_a_steady_state() -> None:
+    torch._dynamo.reset()
+    model, path = make_gpt2("inductor"), "transformer.h.1"
+    with torch.no_grad():
+        for length in (6, 9, 12, 17, 21):
+            found = by_trace(model, path, front_half, ids(2, length))
+            expected = by_hooks(model, path, front_half, ids(2, length))
+            close(found[0], expected[0], False)
+            close(found[1], expected[1], False)
+        assert fx.counters.splices <= 4
+        assert fx.counters.compiles <= 5 * fx.counters.splices, "of each, the different regions"
+        before = str(fx.counters)
+        for length in (13, 30, 44):
+            by_trace(model, path, front_half, ids(2, length))
+        assert str(fx.counters) == before
+
+
+class Scaled(torch.nn.Module):
+    """Called with a number, of which dynamo makes a symbol once it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, factor: int) -> torch.Tensor:
+        return self.second(self.first(x) * factor)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_number_given_to_the_model_may_be_one_or_zero(backend: str) -> None:
+    module = Scaled()
+    model = NNsight(module, compile={"backend": backend})
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for factor in (3, 4):
+            model(x, factor)
+        captures = fx.counters.captures
+        for factor in (1, 0, 5, 1):
+            with model.trace(x, factor):
+                model.first.output += factor + 1
+                out = model.output.save()
+            torch.testing.assert_close(out, module.second((module.first(x) + factor + 1) * factor))
+    assert fx.counters.captures == captures == 2
+
+
+# -- sizes of what goes on behind a cut --------------------------------------------------------------------------------
+
+
+class Conv(torch.nn.Module):
+    """Makes its shape from that of its input, as the layers of GPT-2 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.view(-1, x.size(-1)) @ self.weight).view((*x.size()[:-1], 4))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_piece_behind_a_cut_serves_all_lengths(backend: str) -> None:
+    """Two of its inputs share memory, which matters only if it writes to them."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Conv(), Conv(), Conv())
+    model = NNsight(net, compile={"backend": backend})
+
+    def run(length: int) -> None:
+        x = torch.randn(1, length, 4)
+        with torch.no_grad(), model.trace(x) as tracer:
+            hidden = model[0].output
+            first = hidden[:, :1]
+            if hidden.sum() > -1e9:
+                model[0].output = hidden * 2.0
+            model[1].output += first
+            model[2].output += hidden
+            out = model.output.save()
+        assert len(tracer.report.breaks) == 1
+        with torch.no_grad():
+            hidden = net[0](x)
+            expected = net[2](net[1](hidden * 2.0) + hidden[:, :1]) + hidden
+        torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
+
+    for length in (6, 7, 8, 7, 6):
+        run(length)
+    fx.counters.reset()
+    for length in range(5, 20):
+        run(length)
+    assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
+
+
+# -- a backend that lowers no symbolic sizes ---------------------------------------------------------------------------
+
+
+def only_plain_sizes(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Lower as Inductor does a scan, for which it needs sizes that are numbers."""
+    sizes = [size for value in inputs if isinstance(value, torch.Tensor) for size in value.shape]
+    if any(isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None for size in sizes):
+        raise TypeError("cannot determine truth value of Relational: 1 < s40")
+    return lookup_backend("aot_eager")(graph_module, inputs)
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_where_a_backend_needs_plain_sizes_each_is_compiled(regions: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
+    model = NNsight(net, compile={"backend": only_plain_sizes, "regions": regions})
+
+    def run(rows: int) -> int:
+        x = torch.randn(rows, 4)
+        with model.trace(x) as tracer:
+            hidden = model[1].output
+            pairs = hidden.reshape(hidden.shape[0], 2, 2).sum(-1).save()
+            out = model.output.save()
+            with out.sum().backward():
+                gradient = hidden.grad.save()
+        expected = net[:2](x)
+        expected.retain_grad()
+        net[2](expected).sum().backward()
+        torch.testing.assert_close([pairs, gradient, out], [expected.reshape(rows, 2, 2).sum(-1), expected.grad, net(x)])
+        assert not tracer.report.notes
+        return tracer.report.compiles
+
+    compiles = [run(rows) for rows in (2, 3, 5, 7)]
+    assert 0 not in compiles, "each size"
+    compiles = [run(rows) for rows in (5, 3, 7, 3)]
+    assert compiles == [0] * 4, "each size, once"
+    assert ["asked for each size by itself" in record.message for record in caplog.records].count(True) == 1
+
+
+def test_the_background_lowers_each_size_where_a_backend_needs_plain_ones() -> None:
+    lowered = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        function = only_plain_sizes(graph_module, inputs)
+        lowered.append(next(int(value.shape[0]) for value in inputs if isinstance(value, torch.Tensor) and not value.requires_grad))
+        return function
+
+    model = NNsight(torch.nn.Linear(4, 4), compile={"backend": backend, "regions": False, "background": True})
+    for rows in (2, 3, 3, 3, 5, 5):
+        with model.trace(torch.randn(rows, 4)):
+            model.output.save()
+        assert fx.wait(60)
+    assert lowered == [3, 5], "what runs a second time"
+
+
+@pytest.mark.filterwarnings("ignore::nnsight.runtime.errors.UncompiledWarning")
+def test_where_a_backend_lowers_nothing_no_further_size_is_tried() -> None:
+    tried = []
+
+    def fails(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        tried.append(inputs)
+        raise TypeError("nothing can be lowered")
+
+    model = NNsight(torch.nn.Linear(4, 4), compile={"backend": fails})
+    for rows in (2, 3, 5, 7):
+        with model.trace(torch.randn(rows, 4)) as tracer:
+            model.output.save()
+        assert "nothing can be lowered" in tracer.report.notes[0]
+    assert len(tried) == 3, "the first size, all sizes, and the second one by itself"

@@ -1,0 +1,112 @@
+"""What one process has compiled, the next one finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters as torch_counters
+
+from nnsight import NNsight
+
+from ... import ROOT
+
+PROGRAM = """
+    import json, os, sys
+    import torch
+    from torch._dynamo.utils import counters as torch_counters
+    from nnsight import NNsight, fx
+    from tests.fx.lowering.test_regions import Stack
+
+    regions, grad = json.loads(sys.argv[1])
+    torch.manual_seed(0)
+    torch.set_grad_enabled(grad)
+    torch.set_num_threads(1)
+    model = NNsight(Stack(), compile={"regions": regions})
+    outs = []
+    for rows in (4, 5, 6):
+        x = torch.linspace(-1, 1, rows * 6).reshape(rows, 6)
+        for block in (1, 2):
+            with model.trace(x) as tracer:
+                model.blocks[block].output[:, 0] += 2.0 * torch.ones(rows)
+                out = model.output.save()
+            outs.append(out.detach().flatten().view(torch.int32).tolist())
+    if grad:
+        outs.append(torch.autograd.grad(out.sum(), [model._module.embed.weight])[0].flatten().view(torch.int32).tolist())
+    found = {"misses": torch_counters["inductor"]["fxgraph_cache_miss"], "outs": outs}
+    found.update({name: getattr(fx.counters, name) for name in ("compiles", "loads", "reuses")})
+    print(json.dumps(found))
+"""
+
+
+def run(folder: Path, regions: bool = True, grad: bool = False, **environment: str) -> dict[str, Any]:
+    """Run the program in a process whose cache is in ``folder``."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), json.dumps([regions, grad])],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "log": done.stderr}
+
+
+def test_what_is_lowered_can_be_cached() -> None:
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(3, 3)), compile={"backend": "inductor"})
+    before = dict(torch_counters["inductor"])
+    with model.trace(torch.ones(2, 3)):
+        model[0].output[:] *= 2
+        model.output.sum().backward()
+    found = torch_counters["inductor"]
+    assert found["fxgraph_cache_bypass"] == before.get("fxgraph_cache_bypass", 0)
+    cached = ("fxgraph_cache_miss", "fxgraph_cache_hit")
+    assert sum(found[name] for name in cached) > sum(before.get(name, 0) for name in cached)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
+def test_a_second_process_compiles_nothing(tmp_path: Path, regions: bool, grad: bool) -> None:
+    first = run(tmp_path, regions, grad)
+    assert first["compiles"] > 0
+    assert first["misses"] >= first["compiles"]
+    second = run(tmp_path, regions, grad)
+    assert second["compiles"] == second["misses"] == 0
+    assert second["loads"] == first["compiles"] + first["loads"]
+    assert second["reuses"] == first["reuses"]
+    assert second["outs"] == first["outs"]
+
+
+@pytest.mark.slow
+def test_damaged_files_are_passed_over_and_compiled_anew(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    damaged = 0
+    for kind in ("fxgraph", "aotautograd"):
+        for path in (tmp_path / kind).rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"not what it was")
+                damaged += 1
+    assert damaged > 0
+    second = run(tmp_path)
+    assert second["compiles"] == first["compiles"] + first["loads"]
+    assert second["outs"] == first["outs"]
+    assert "unable to load" in second["log"]
+    third = run(tmp_path)
+    assert third["outs"] == first["outs"]
+
+
+@pytest.mark.slow
+def test_what_was_compiled_with_other_settings_is_not_used(tmp_path: Path) -> None:
+    run(tmp_path)
+    other = run(tmp_path, TORCHINDUCTOR_CPP_WRAPPER="0", TORCHINDUCTOR_MAX_AUTOTUNE="1")
+    assert other["compiles"] > 0

@@ -1,0 +1,340 @@
+"""What a model returns is not computed for a trace in which nobody sees it; whoever sees it gets it, and so does what is stored of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nnsight import NNsight, demo_model
+
+from ...conftest import close, same
+
+X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+class Answer(NamedTuple):
+    hidden: torch.Tensor
+    rows: int
+    name: str
+
+
+@dataclass
+class Sum:
+    value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.value.dim() != 2:
+            raise ValueError("a matrix, please")
+
+
+class Returning(torch.nn.Module):
+    """Two layers, and what a subclass makes of the second one's output; each layer is a call that can be found in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.table = torch.nn.Embedding(4, 4)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.hidden(x).exp()
+
+
+class Storing(Returning):
+    last: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.last = self.hidden(x)
+        return self.last.exp()
+
+
+class Counting(Returning):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.hidden(x).exp()
+
+
+class Filling(Returning):
+    def forward(self, x: torch.Tensor, store: list[Any]) -> Any:
+        store.append(self.hidden(x) * 2)
+        return store[-1].exp()
+
+
+class Updating(Returning):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.hidden(x)
+        self.total += hidden.sum(0)
+        return hidden.exp()
+
+
+class Structured(Returning):
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.hidden(x)
+        return {"answer": Answer(hidden.exp(), x.shape[0], "answer"), "sum": Sum(hidden + 1), "more": [x, None]}
+
+
+class Looking(Returning):
+    """Looks up what the second layer says, which may be out of range."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.table((self.second(torch.tanh(self.first(x))) * 0).long())
+
+
+@pytest.fixture(params=["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def wrapped(request: pytest.FixtureRequest) -> Callable[[torch.nn.Module], NNsight]:
+    return lambda module: NNsight(module, compile={"backend": request.param})
+
+
+def run(model: NNsight, *args: Any, compile: bool = True, times: int = 1) -> tuple[Any, Any]:
+    """Save the edited output of the first layer, several times; return it, and the report."""
+    for _ in range(times):
+        with model.trace(*args, compile=compile) as tracer:
+            model.first.output[:, 0] += 2.0
+            hidden = model.first.output.save()
+    return hidden, tracer.report
+
+
+def edited(module: Returning, x: torch.Tensor = X) -> torch.Tensor:
+    """Return the same by hand."""
+    hidden = module.first(x)
+    hidden[:, 0] += 2.0
+    return hidden
+
+
+def layers_in(report: Any) -> int:
+    return str(report.code).count("linear(")
+
+
+def test_what_nobody_sees_is_not_computed(wrapped: Any) -> None:
+    module = Returning()
+    found, report = run(wrapped(module), X)
+    same(found, edited(module))
+    assert layers_in(report) == 1
+    assert "exp" not in report.code
+
+
+def test_a_replay_has_the_same_results() -> None:
+    module = Returning()
+    found, report = run(NNsight(module, compile={"backend": "eager"}), X, times=3)
+    same(found, edited(module))
+    assert report.replayed
+
+
+def test_a_block_that_waits_for_the_result_gets_it(wrapped: Any) -> None:
+    module = Structured()
+    model = wrapped(module)
+    run(model, X)
+    for _ in range(2):
+        with model.trace(X):
+            model.first.output[:, 0] += 2.0
+            result = model.output.save()
+        with model.trace(X) as tracer:
+            model.first.output[:, 0] += 2.0
+            whole = tracer.result.save()
+    hidden = module.second(torch.tanh(edited(module)))
+    for found in (result, whole):
+        assert (found["answer"].rows, found["answer"].name) == (2, "answer")
+        close([found["answer"].hidden, found["sum"].value, found["more"][0]], [hidden.exp(), hidden + 1, X])
+
+
+def test_one_of_several_invokes_may_wait_for_it(wrapped: Any) -> None:
+    module = Returning()
+    model = wrapped(module)
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            model.first.output[:, 0] += 2.0
+        with tracer.invoke():
+            result = tracer.result.save()
+    close(result, module.second(torch.tanh(edited(module))).exp())
+
+
+def test_a_call_returns_it(wrapped: Any) -> None:
+    module = Returning()
+    model = wrapped(module)
+    run(model, X)
+    close(model(X), module(X))
+    model.compile(backend="eager")
+    with model.edit(inplace=True):
+        model.first.output[:, 0] += 2.0
+    close(model(X), module.second(torch.tanh(edited(module))).exp())
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_the_model_stores_in_itself_is_computed(wrapped: Any, times: int) -> None:
+    module = Storing()
+    found, _ = run(wrapped(module), X, times=times)
+    same(found, edited(module))
+    close(module.last, module.second(torch.tanh(edited(module))))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_the_model_stores_in_a_list_is_computed(wrapped: Any, times: int) -> None:
+    module, store = Filling(), []
+    run(wrapped(module), X, store, times=times)
+    assert len(store) == times
+    close(store[-1], module.second(torch.tanh(edited(module))) * 2)
+
+
+def test_what_a_hook_stores_is_computed(wrapped: Any) -> None:
+    module, store = Returning(), []
+    module.second.register_forward_hook(lambda module, args, output: store.append(output))
+    run(wrapped(module), X)
+    close(store[-1], module.second(torch.tanh(edited(module))))
+
+
+def test_a_counter_counts(wrapped: Any) -> None:
+    module = Counting()
+    _, report = run(wrapped(module), X, times=3)
+    assert module.calls == 3
+    assert layers_in(report) == 1
+
+
+def test_a_buffer_is_updated(wrapped: Any) -> None:
+    module = Updating()
+    run(wrapped(module), X, times=2)
+    close(module.total, 2 * module.second(torch.tanh(edited(module))).sum(0))
+
+
+def test_random_numbers_are_drawn_all_the_same() -> None:
+    class Drawing(Returning):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.hidden(x) + torch.randn(2, 4)
+
+    model, drawn = NNsight(Drawing(), compile={"backend": "eager"}), []
+    for compile in (True, False):
+        torch.manual_seed(1)
+        run(model, X, compile=compile)
+        drawn.append(torch.rand(3))
+    same(drawn[0], drawn[1])
+
+
+def test_structures_are_put_together_of_stand_ins(wrapped: Any) -> None:
+    module = Structured()
+    found, report = run(wrapped(module), X, times=2)
+    same(found, edited(module))
+    assert layers_in(report) == 1
+
+
+def test_sizes_may_change(wrapped: Any) -> None:
+    module = Structured()
+    model = wrapped(module)
+    for rows in (2, 3, 5, 2, 7):
+        x = torch.randn(rows, 4)
+        found, report = run(model, x)
+        same(found, edited(module, x))
+        assert layers_in(report) == 1
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        lambda hidden: hidden.double(),
+        lambda hidden: hidden.to("meta"),
+        lambda hidden: hidden.to(torch.complex64),
+    ],
+)
+def test_what_the_rest_of_the_model_does_not_take_is_an_error(wrapped: Any, replaced: Callable[[Any], Any]) -> None:
+    model = wrapped(Returning())
+    messages = []
+    for compile in (True, False):
+        with pytest.raises((RuntimeError, NotImplementedError)) as caught, model.trace(X, compile=compile):
+            model.first.output = replaced(model.first.output)
+            hidden = model.first.output.save()
+        messages.append(type(caught.value))
+    assert messages[0] is messages[1]
+
+
+def test_a_view_that_the_rest_of_the_model_needs_is_an_error() -> None:
+    class Viewing(Returning):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.first(x).view(-1)
+
+    model = NNsight(Viewing(), compile={"backend": "eager"})
+    for compile in (True, False):
+        with pytest.raises(RuntimeError, match="view size is not compatible"), model.trace(torch.ones(4, 4), compile=compile):
+            model.first.output = model.first.output.t()
+            hidden = model.first.output.save()
+
+
+def test_what_may_fail_by_values_is_computed(wrapped: Any) -> None:
+    module = Looking()
+    model = wrapped(module)
+    _, report = run(model, X)
+    assert layers_in(report) == 2
+    for compile in (True, False):
+        with pytest.raises((IndexError, RuntimeError)), model.trace(X, compile=compile):
+            kept = model.first.output.save()
+            model.table.input = model.table.input + 99
+
+
+def test_the_cache_of_keys_and_values_is_left_out() -> None:
+    model = demo_model()
+    model.compile(backend="aot_eager")
+    with model.trace("The Eiffel Tower") as tracer:
+        model.transformer.h[1].output[:] += 1.0
+        logits = model.lm_head.output.save()
+    assert "keys" not in tracer.report.code.rpartition("return")[2]
+    with model.trace("The Eiffel Tower", compile=False):
+        model.transformer.h[1].output[:] += 1.0
+        expected = model.lm_head.output.save()
+    close(logits, expected)
+    with model.trace("The Eiffel Tower") as tracer:
+        model.transformer.h[1].output[:] += 1.0
+        result = tracer.result.save()
+    close(result.logits, expected)
+    assert result.past_key_values.get_seq_length() == expected.shape[1]
+
+
+def test_generation_sees_what_its_model_returns() -> None:
+    tokens = []
+    for options in ({"compile": {"backend": "aot_eager"}}, {}):
+        model = demo_model(**options)
+        with model.generate("The Eiffel Tower", max_new_tokens=3) as tracer:
+            model.transformer.h[1].output[:] += 1.0
+            tokens.append(tracer.result.save())
+    same(tokens[0], tokens[1])
+
+
+def tensor_peak(function: Callable[[], Any]) -> int:
+    """Return how many bytes tensors take at most during a call, more than before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    handed_out = (event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(itertools.accumulate(handed_out), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_trace_that_saves_nothing_extra_takes_no_more_memory(regions: bool) -> None:
+    """Than the plain compiled model, which has one set of activations at a time, too."""
+    model = demo_model(compile={"regions": regions})
+    inputs = model.tokenizer("The Eiffel Tower is in the city of", return_tensors="pt")
+    plain = torch.compile(model._module)
+
+    def steer() -> None:
+        with model.trace(**inputs):
+            model.transformer.h[2].output[:, -1] += 1.0
+            model.lm_head.output.save()
+
+    def call() -> None:
+        plain(**inputs)
+
+    for function in (steer, steer, call, call):
+        function()
+    assert 0 < tensor_peak(steer) <= 1.02 * tensor_peak(call)

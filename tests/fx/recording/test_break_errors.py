@@ -1,0 +1,534 @@
+"""Errors between two pieces and in one: what runs on the way out runs as in an eager trace, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, fx
+
+from ...conftest import assert_no_instrumentation, same
+from ...contract.guide import PARIS, new_language_model
+
+X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+Notes = list[Any]
+
+
+class Rows(NNsight):
+    """Joins the inputs of several invokes along their first dimension."""
+
+    def _batch(self, batched: Any, x: torch.Tensor) -> Any:
+        return (((x if batched is None else torch.cat([batched[0][0], x])),), {}), len(x)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return Rows(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))), compile={"backend": "eager"})
+
+
+def number(value: torch.Tensor) -> float:
+    return round(value.sum().item(), 4)
+
+
+def rows(h: torch.Tensor, notes: Notes) -> Iterator[torch.Tensor]:
+    try:
+        yield from h
+    finally:
+        notes.append(("generator left", number(h)))
+
+
+class Noting:
+    """A manager that looks at a tensor when it is left."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.tensor: torch.Tensor | None = None
+
+    def __enter__(self) -> Noting:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.notes.append((kind, None if self.tensor is None else number(self.tensor)))
+
+
+def in_a_generator_that_is_cut(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        for row in rows(model[1].output, notes):
+            if row.sum() > -1e9:
+                notes.append("row")
+            raise KeyError("mine")
+
+
+def in_a_generator(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        for row in rows(model[1].output, notes):
+            notes.append(tuple(row.shape))
+            raise KeyError("mine")
+
+
+def before_a_finally_that_needs_a_value(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        h = model[1].output
+        try:
+            h = h * 2
+            raise KeyError("mine")
+        finally:
+            notes.append(number(h))
+
+
+def before_a_finally_that_asks_the_model(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        notes.append(number(model[1].output))
+        try:
+            raise KeyError("mine")
+        finally:
+            notes.append(number(model[2].output))
+
+
+def in_a_with(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        with Noting(notes) as noting:
+            noting.tensor = model[1].output + 1
+            if noting.tensor.norm() > 0:
+                notes.append("cut")
+                noting.tensor = model[2].output * 2
+            raise KeyError("mine")
+
+
+def from_another(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        h = model[1].output
+        try:
+            notes.append(number(h))
+            1 / 0  # noqa: B018
+        except ZeroDivisionError as error:
+            raise ValueError(f"{number(model[2].output)}") from error
+
+
+def in_a_group(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        h = model[1].output
+        try:
+            raise ExceptionGroup("several", [ValueError("a"), KeyError(number(h))])
+        except* ValueError as errors:
+            notes.append(str(errors))
+
+
+def of_another_invoke_behind_a_cut(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            h = model[1].output
+            try:
+                notes.append(model[3].output)
+            finally:
+                notes.append(number(h))
+        with tracer.invoke(X.flip(0)):
+            if model[2].output.norm() > 0:
+                raise KeyError("second")
+
+
+def of_another_invoke(model: Any, compile: bool, notes: Notes) -> None:
+    """The first one waits, holds a tensor that nobody has asked for yet, and needs its value on the way out."""
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            h = model[1].output
+            try:
+                notes.append(model[3].output)
+            finally:
+                notes.append((tuple(h.shape), number(h)))
+                notes.append(number(h * 2))
+        with tracer.invoke(X.flip(0)):
+            model[2].output += 1.0
+            raise KeyError("second")
+
+
+def of_stop_before_a_finally(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile) as tracer:
+        h = model[1].output * 3
+        try:
+            tracer.stop()
+        finally:
+            notes.append(number(h))
+
+
+def of_stop_caught_and_raised(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile) as tracer:
+        h = (model[1].output * 3).save()
+        try:
+            tracer.stop()
+        except BaseException as error:
+            notes.append((type(error), number(h)))
+            raise
+    notes.append(number(h))
+
+
+def behind_a_cut_with_saved_names(model: Any, compile: bool, notes: Notes) -> None:
+    with contextlib.suppress(KeyError), model.trace(X, compile=compile):
+        first = model[0].output.save()
+        notes.append(number(first))
+        second = (first * 2).save()
+        late = model[1].output.save()
+        raise KeyError("mine")
+    notes.append((number(first), number(second)))
+    with contextlib.suppress(UnboundLocalError):  # not computed in a compiled trace
+        late.shape  # noqa: B018
+
+
+def of_the_process(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        if model[1].output.sum() > -1e9:
+            sys.exit(3)
+
+
+def of_an_iterator(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        notes.append(number(model[1].output))
+        next(iter(()))
+
+
+def and_another_try(model: Any, compile: bool, notes: Notes) -> None:
+    for attempt in range(3):
+        try:
+            with model.trace(X * (attempt + 1), compile=compile):
+                if model[1].output.norm() > 0:
+                    notes.append(attempt)
+                if attempt < 2:
+                    raise TimeoutError(attempt)
+                out = model.output.save()
+        except TimeoutError as error:
+            notes.append(str(error))
+    notes.append(number(out))
+
+
+def in_a_callback(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        h = model[1].output
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: notes.append(number(h * 2)))
+            stack.callback(lambda: 1 / 0)
+            h += 1
+        notes.append("never")
+
+
+def of_a_warning(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.warn(f"{model[1].output.sum():.3f}", stacklevel=1)
+
+
+def in_a_session(model: Any, compile: bool, notes: Notes) -> None:
+    with model.session():
+        with model.trace(X, compile=compile):
+            h = model[1].output.save()
+            notes.append(number(h))
+        with model.trace(X, compile=compile):
+            notes.append(number(model[2].output * h))
+            raise KeyError("mine")
+
+
+def in_an_edit(model: Any, compile: bool, notes: Notes) -> None:
+    with model.edit() as edited:
+        if model[1].output.norm() > 0:
+            raise KeyError("mine")
+    with edited.trace(X, compile=compile):
+        try:
+            model[3].output.save()
+        finally:
+            notes.append("left")
+
+
+def in_a_trace_inside(model: Any, compile: bool, notes: Notes) -> None:
+    with model.trace(X, compile=compile):
+        h = model[1].output
+        try:
+            with model.trace(X * 2, compile=compile):
+                if (model[1].output - h).norm() > 0:
+                    raise KeyError("inner")
+        except KeyError as error:
+            notes.append((str(error), number(h)))
+        notes.append(number(model[2].output))
+        raise ValueError("outer")
+
+
+ERRORS: list[Callable[[Any, bool, Notes], None]] = [
+    in_a_generator_that_is_cut, in_a_generator, before_a_finally_that_needs_a_value, before_a_finally_that_asks_the_model,
+    in_a_with, from_another, in_a_group, of_another_invoke_behind_a_cut, of_another_invoke, of_stop_before_a_finally,
+    of_stop_caught_and_raised, behind_a_cut_with_saved_names, of_the_process, of_an_iterator, and_another_try, in_a_callback,
+    of_a_warning, in_a_session, in_an_edit, in_a_trace_inside,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_an_error(model: Any, error: Callable[[Any, bool, Notes], None]) -> None:
+    """What the block notes, what arrives, from which lines, and what the next trace gives."""
+    net = model._module
+
+    def run(compile: bool) -> tuple[Notes, Any]:
+        notes: Notes = []
+        raised = None
+        try:
+            error(model, compile, notes)
+        except BaseException as found:
+            lines, traceback = [], found.__traceback__
+            while traceback is not None:
+                lines.append((traceback.tb_frame.f_code.co_name, traceback.tb_lineno))
+                traceback = traceback.tb_next
+            raised = type(found), str(found), type(found.__cause__), type(found.__context__), lines
+        gc.collect()
+        assert_no_instrumentation(net)
+        assert not torch.overrides._get_current_function_mode_stack() and torch.is_grad_enabled()
+        return notes, raised
+
+    expected = run(False)
+    assert expected[0] or expected[1]
+    for _ in range(2):
+        fx.counters.reset()
+        assert run(True) == expected
+    assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
+    with model.trace(X):
+        out = model.output.save()
+    same(out, net(X))
+
+
+# -- a piece that is interrupted ---------------------------------------------------------------------------------------
+
+trouble: list[int] = []
+
+
+@torch.library.custom_op("tests_break_errors::troubled", mutates_args=())
+def troubled(x: torch.Tensor) -> torch.Tensor:
+    """Interrupts its call number ``trouble[0]``."""
+    if trouble:
+        trouble[0] -= 1
+        if trouble[0] == 0:
+            raise KeyboardInterrupt
+    return torch.tanh(x)
+
+
+troubled.register_fake(torch.empty_like)
+troubled.register_autograd(
+    lambda ctx, gradient: gradient * (1 - ctx.result**2),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "result", output),
+)
+
+
+class Troubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.tests_break_errors.troubled(x)
+
+
+class Broken(torch.nn.Module):
+    """Breaks the graph between two calls of what may be interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Sequential(torch.nn.Linear(4, 4), Troubled()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def interrupted_in_a_session(model: Any, notes: Notes) -> Any:
+    with model.session():
+        with model.trace(X):
+            first = model.first.output * 2
+            notes.append(number(first))
+        with model.trace(X):
+            model.first.output += first
+            notes.append(number(model.second[0].output))
+            out = model.output.save()
+    return out
+
+
+def interrupted_in_an_edit(model: Any, notes: Notes) -> Any:
+    with model.edit() as edited:
+        notes.append(number(model.first[0].output))
+        model.second[0].output *= 2.0
+    with edited.trace(X):
+        out = edited.output.save()
+    return out
+
+
+def interrupted_in_invokes(model: Any, notes: Notes) -> Any:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            h = model.first[0].output
+            try:
+                first = model.output.save()
+            finally:
+                notes.append(tuple(h.shape))
+        with tracer.invoke(X.flip(0)):
+            notes.append(number(model.second[0].output))
+            model.second.output *= 2.0
+            second = model.output.save()
+    return first, second
+
+
+INTERRUPTED = [interrupted_in_a_session, interrupted_in_an_edit, interrupted_in_invokes]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", INTERRUPTED, ids=lambda run: run.__name__)
+def test_an_interrupt_in_any_piece_leaves_nothing_behind(run: Callable[[Any, Notes], Any], backend: str) -> None:
+    """At each of the calls at which it can come; each time on a model that knows the block, and once on one that does not."""
+    torch.manual_seed(0)
+    net = Broken()
+    notes: Notes = []
+    trouble.clear()
+    expected = run(Rows(net, compile=False), notes)
+    calls = 4 if run is interrupted_in_a_session else 2
+    known = Rows(net, compile={"backend": backend})
+    for model in (Rows(net, compile={"backend": backend}), known, known):
+        for call in range(1, calls + 1):
+            its_notes: Notes = []
+            try:
+                trouble[:] = [call]
+                with pytest.raises(KeyboardInterrupt):
+                    run(model, its_notes)
+            finally:
+                trouble.clear()
+            assert its_notes == notes[: len(its_notes)]
+            assert_no_instrumentation(net)
+            assert not torch.overrides._get_current_function_mode_stack() and torch.is_grad_enabled()
+            again: Notes = []
+            same(run(model, again), expected)
+            assert again == notes
+    same(known(X), net(X))
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_a_step_of_a_generation() -> None:
+    lm = new_language_model()
+    lm._module.transformer.h[1].mlp.act = Troubled()
+    trouble.clear()
+
+    def run(compile: bool, notes: Notes) -> Any:
+        with lm.generate(PARIS, max_new_tokens=3, do_sample=False, compile=compile) as tracer:
+            for step in tracer.iter[:3]:
+                hidden = lm.transformer.h[0].output
+                if hidden.sum() > -1e9:
+                    notes.append(step)
+                    lm.transformer.h[0].output = hidden.flip(-1) * 2.0
+            ids = lm.generator.output.save()
+        return ids
+
+    expected = run(False, [])
+    for call in (2, 3, 1):
+        notes: Notes = []
+        try:
+            trouble[:] = [call]
+            with pytest.raises(KeyboardInterrupt):
+                run(True, notes)
+        finally:
+            trouble.clear()
+        assert notes == list(range(call))
+        assert_no_instrumentation(lm._module)
+        assert "_compiled_call_impl" not in lm._module.__dict__
+        assert not torch.overrides._get_current_function_mode_stack()
+        same(run(True, []), expected)
+
+
+def new_net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+
+
+def fails_by_itself(model: Any, kept: list[Any]) -> None:
+    raise KeyError("mine")
+
+
+def asks_for_no_module(model: Any, kept: list[Any]) -> None:
+    model.no_such_module  # noqa: B018
+
+
+def comes_too_late(model: Any, kept: list[Any]) -> None:
+    kept.append(model[2].output + kept[0])
+    model[1].output  # noqa: B018
+
+
+def waits_in_vain(model: Any, kept: list[Any]) -> None:
+    kept.append(model[2].output * 2)
+    model[2].next().output  # noqa: B018
+
+
+def mixes_shapes(model: Any, kept: list[Any]) -> None:
+    kept.append(model[1].output)
+    kept[-1] @ torch.ones(3)
+
+
+def fails_behind_a_cut(model: Any, kept: list[Any]) -> None:
+    if kept[0].sum() > -1e9:
+        kept.append(model[2].output[0])
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "fail", [fails_by_itself, asks_for_no_module, comes_too_late, waits_in_vain, mixes_shapes, fails_behind_a_cut]
+)
+def test_what_a_block_holds_when_it_fails_is_computed(
+    fail: Callable[[Any, list[Any]], None], backend: str, grad: bool
+) -> None:
+    """Tensors in lists of the user's, saved names, and buffers of the model are what an eager trace leaves behind."""
+    left: list[Any] = []
+    for compile in (False, True, True):
+        net = new_net()
+        model = NNsight(net, compile={"backend": backend})
+        kept: list[Any] = []
+        saved: Any = None
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(Exception, match=r".") as raised,
+            model.trace(X, compile=compile) as tracer,
+        ):
+            hidden = model[0].output
+            kept.append(hidden * 2)
+            saved = (hidden + 1).save()
+            hidden[0] = 0
+            fail(model, kept)
+        if grad:
+            with torch.enable_grad():
+                kept[-1].sum().backward()
+        gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+        left.append((raised.type, kept, saved, [buffer.clone() for buffer in net.buffers()], gradients))
+        assert_no_instrumentation(net)
+        if compile:
+            assert len(tracer.report.breaks) == (fail is fails_behind_a_cut)
+            assert tracer.report.compiles == (
+                fail in (fails_behind_a_cut, waits_in_vain)
+            )  # the model runs to its end for the latter
+    for found in left[1:]:
+        same(found[1:], left[0][1:])
+        assert found[0] is left[0][0]
+
+
+def test_nothing_runs_twice_if_a_piece_fails() -> None:
+    """The error is raised by what the block asked for while it was computed, not by the block."""
+    calls: list[int] = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            raise ValueError("no")
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0]
+
+    model = NNsight(new_net(), compile={"backend": "eager"})
+    with pytest.raises(ValueError, match="no"), model.trace(X):
+        Fails.apply(model[0].output)
+    assert calls == [1]

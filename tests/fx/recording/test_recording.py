@@ -1,0 +1,876 @@
+"""Recording: every operation a block makes becomes part of the graph and means what it means eagerly.
+
+Each operation is run three times on one small model: by a plain torch hook, by the eager driver and compiled. The
+function under test is the same plain function in all three; it gets the hidden tensor and may return a replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nnsight
+from nnsight import NNsight, fx
+
+from ...conftest import Hooks
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.third = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.relu(self.first(x)))))
+
+
+@pytest.fixture(scope="module")
+def small() -> NNsight:
+    """One captured graph for all operations; blocks do not touch dynamo's cache."""
+    torch.manual_seed(1)
+    return NNsight(Small(), compile={"backend": "eager"})
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
+
+
+VECTOR = torch.linspace(-1.0, 1.0, 6)
+MATRIX = torch.linspace(-1.0, 1.0, 36).reshape(6, 6)
+MASK = torch.tensor([True, False, True, True, False])
+INDEX = torch.tensor([3, 0])
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+
+def _set(key: Any, value: Any) -> Callable[[torch.Tensor], None]:
+    def function(h: torch.Tensor) -> None:
+        h[key] = value
+
+    return function
+
+
+def iadd(h: Any) -> None:
+    h += 1.0
+
+
+def isub_slice(h: Any) -> None:
+    h[:, 1:3] -= VECTOR[1:3]
+
+
+def imul_row(h: Any) -> None:
+    h[-1] *= 3
+
+
+def itruediv(h: Any) -> None:
+    h /= 2.0
+
+
+def ipow(h: Any) -> None:
+    h **= 2
+
+
+def ifloordiv(h: Any) -> None:
+    h //= 0.25
+
+
+def imod(h: Any) -> None:
+    h %= 0.5
+
+
+def view_edit(h: Any) -> None:
+    h.view(-1)[::3] = 0.5
+
+
+def transposed_edit(h: Any) -> None:
+    h.T[0] += 2.0
+
+
+def chained_views(h: Any) -> None:
+    part = h[1:]
+    inner = part[:, 2:4]
+    inner.fill_(1.5)
+    part[0] += inner.sum()
+
+
+def view_seen_after_base_edit(h: Any) -> Any:
+    row = h[0]
+    h.mul_(2.0)
+    return h + row
+
+
+def reads_before_and_after(h: Any) -> Any:
+    before = h.clone()
+    h.add_(1.0)
+    return before * h
+
+
+def masked_assign(h: Any) -> None:
+    h[h > 0] = -1.0
+
+
+def masked_rows(h: Any) -> None:
+    h[MASK] = 0.25
+
+
+def masked_fill(h: Any) -> Any:
+    return h.masked_fill(h.abs() < 0.2, 9.0)
+
+
+def topk(h: Any) -> Any:
+    values, indices = torch.topk(h, 2, dim=-1)
+    return torch.zeros_like(h).scatter(-1, indices, values)
+
+
+def max_dim(h: Any) -> Any:
+    result = h.max(dim=-1, keepdim=True)
+    return h - result.values + result.indices
+
+
+def split(h: Any) -> Any:
+    left, right = h.split(3, dim=-1)
+    return torch.cat([right, left], dim=-1)
+
+
+def chunk_and_stack(h: Any) -> Any:
+    return torch.stack(h.chunk(3, dim=-1)).sum(0).repeat(1, 3)
+
+
+def unbind(h: Any) -> Any:
+    rows = list(h.unbind(0))
+    rows[0] = rows[-1]
+    return torch.stack(rows)
+
+
+def svd(h: Any) -> Any:
+    u, s, vh = torch.linalg.svd(h, full_matrices=False)
+    return u @ torch.diag(s.clamp(max=0.5)) @ vh
+
+
+def sort_named(h: Any) -> Any:
+    out = torch.sort(h, dim=-1)
+    return out.values - out[1]
+
+
+def einsum(h: Any) -> Any:
+    return torch.einsum("ij,jk->ik", h, MATRIX)
+
+
+def where(h: Any) -> Any:
+    return torch.where(h > 0, h, VECTOR)
+
+
+def factories(h: Any) -> Any:
+    return h + torch.zeros_like(h) + torch.ones(6) + torch.arange(6) + torch.full_like(h, 0.5) + h.new_ones(6)
+
+
+def lazy_sized_factory(h: Any) -> Any:
+    return h + torch.eye(h.shape[0], h.size(1)) * h.shape[-1] + len(h) + h.numel() + h.dim() + h.ndim
+
+
+def functional(h: Any) -> Any:
+    return F.softmax(h, dim=-1) + F.gelu(h) + F.layer_norm(h, (6,)) + F.linear(h, MATRIX, VECTOR)
+
+
+def reductions(h: Any) -> Any:
+    return h - h.mean(-1, keepdim=True) + h.std() + h.sum() + h.amax() + h.norm(dim=-1, keepdim=True)
+
+
+def projection(h: Any) -> Any:
+    unit = VECTOR / VECTOR.norm()
+    return h - (h @ unit).unsqueeze(-1) * unit
+
+
+def matmul_chain(h: Any) -> Any:
+    return h @ MATRIX @ MATRIX.T
+
+
+def reversed_operators(h: Any) -> Any:
+    return 1.0 - h + (2 / (h + 10.0)) + (2.0**h) + (-h) + (3 * h) + abs(h)
+
+
+def integer_scalars(h: Any) -> Any:
+    return h * 2 + 1 - 3
+
+
+def boolean_algebra(h: Any) -> Any:
+    return ((h > 0) & ~(h > 0.5) | (h < -0.5)).float() * h
+
+
+def compare_chain(h: Any) -> Any:
+    return (h >= VECTOR).to(h.dtype) + (h == h).float() + (h != 0).int()
+
+
+def numpy_scalar(h: Any) -> Any:
+    return h * np.float32(1.5) + np.float64(0.25)
+
+
+def numpy_scalar_left(h: Any) -> Any:
+    return float(np.float64(2.0)) * h
+
+
+def numpy_external(h: Any) -> Any:
+    return h + torch.from_numpy(np.arange(6, dtype=np.float32))
+
+
+def dtype_round_trip(h: Any) -> Any:
+    return h.double().to(torch.bfloat16).float() + h.half().to(h)
+
+
+def half_scalar(h: Any) -> Any:
+    return (h.bfloat16() * 0.1 + 0.3).float()
+
+
+def zero_dim_scalar(h: Any) -> Any:
+    return h * (h.bfloat16().mean() * 0.1).float()
+
+
+def index_tensor(h: Any) -> Any:
+    return h[INDEX].repeat(3, 1)[:5] + h[INDEX, INDEX].sum()
+
+
+def lazy_index(h: Any) -> Any:
+    order = h[:, 0].argsort()
+    return h[order]
+
+
+def gather(h: Any) -> Any:
+    return h.gather(1, h.argsort(dim=1))
+
+
+def index_put(h: Any) -> None:
+    h.index_put_((INDEX,), torch.ones(2, 6))
+
+
+def index_add(h: Any) -> None:
+    h.index_add_(0, INDEX, torch.ones(2, 6), alpha=0.5)
+
+
+def copy_into(h: Any) -> None:
+    h.copy_(h.flip(0))
+
+
+def out_argument(h: Any) -> Any:
+    target = torch.empty_like(h)
+    torch.mul(h, 2.0, out=target)
+    return target
+
+
+def list_argument(h: Any) -> Any:
+    return torch.cat([h[:2], torch.zeros(1, 6), h[3:]], dim=0)
+
+
+def ellipsis_and_none(h: Any) -> Any:
+    return h[..., None, :][:, 0] * h[None][0, ..., :]
+
+
+def cumulative(h: Any) -> Any:
+    return torch.cumsum(h, dim=0) + h.cumprod(-1)
+
+
+def reshape_permute(h: Any) -> Any:
+    return h.reshape(5, 2, 3).permute(0, 2, 1).contiguous().view(5, 6)
+
+
+def expand(h: Any) -> Any:
+    return h.mean(0, keepdim=True).expand(5, -1).clone()
+
+
+def property_T(h: Any) -> Any:  # noqa: N802
+    return (h.T @ h).mT[:5]
+
+
+def real_getter(h: Any) -> Any:
+    return h.real * 2 + h.data * 0.5
+
+
+def detach(h: Any) -> Any:
+    return h.detach() * 2.0
+
+
+def no_grad_inside(h: Any) -> Any:
+    with torch.no_grad():
+        offset = h * 2.0
+    return h + offset
+
+
+def keyword_arguments(h: Any) -> Any:
+    return torch.clamp(h, min=-0.3, max=0.3) + torch.add(input=h, other=h, alpha=2)
+
+
+def block_python(h: Any) -> Any:
+    total = h * 0
+    for row in range(h.shape[0]):
+        for column in (0, 2):
+            total = total + h[row, column]
+    return total
+
+
+def iteration(h: Any) -> Any:
+    total = 0
+    for row in h:
+        total = total + row.sum()
+    first, *_ = h
+    return h * total + first
+
+
+def complex_numbers(h: Any) -> Any:
+    return torch.fft.irfft(torch.fft.rfft(h, dim=-1) * 1.5j, n=6, dim=-1)
+
+
+def module_call(h: Any) -> Any:
+    return torch.nn.LayerNorm(6, elementwise_affine=False)(h)
+
+
+OPERATIONS: list[Callable[[Any], Any]] = [
+    iadd, isub_slice, imul_row, itruediv, ipow, ifloordiv, imod, view_edit, transposed_edit, chained_views,
+    view_seen_after_base_edit, reads_before_and_after, masked_assign, masked_rows, masked_fill, topk, max_dim, split,
+    chunk_and_stack, unbind, svd, sort_named, einsum, where, factories, lazy_sized_factory, functional, reductions,
+    projection, matmul_chain, reversed_operators, integer_scalars, boolean_algebra, compare_chain, numpy_scalar,
+    numpy_scalar_left, numpy_external, dtype_round_trip, half_scalar, zero_dim_scalar, index_tensor, lazy_index,
+    gather,
+    index_put, index_add, copy_into, list_argument, ellipsis_and_none, cumulative, reshape_permute, expand,
+    property_T, real_getter, detach, no_grad_inside, keyword_arguments, block_python, iteration, complex_numbers, module_call,
+]  # fmt: skip
+
+SETITEMS: list[tuple[Any, Any]] = [
+    (0, 1.0),
+    (-1, 2),
+    (slice(None), 0.5),
+    (slice(1, 4, 2), 3.0),
+    ((slice(None), -1), 0.0),
+    ((slice(None), slice(None, 2)), 7.5),
+    ((Ellipsis, 0), True),
+    ([0, 2], 1.5),
+    ((0, 1), 5.0),
+    (None, 1.0),
+    (MASK, 0.0),
+    (INDEX, 4.0),
+    ((INDEX, INDEX), 4.0),
+    ((slice(None), INDEX), torch.ones(5, 2)),
+    (slice(0, 2), VECTOR),
+    (slice(0, 2), VECTOR.double()),
+    (0, np.float64(2.5)),
+]
+
+
+def run(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any], compile: bool) -> tuple[Any, ...]:
+    with small.trace(x, compile=compile) as tracer:
+        hidden = small.second.output
+        changed = operation(hidden)
+        if changed is not None:
+            small.second.output = changed
+        after = small.second.output.save()
+        out = small.output.save()
+    return after, out, tracer
+
+
+def by_hooks(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    kept: list[torch.Tensor] = []
+
+    def edit(hidden: torch.Tensor) -> torch.Tensor:
+        changed = operation(hidden)
+        kept.append(hidden if changed is None else changed)
+        return kept[0]
+
+    out = Hooks(small._module).output("second", edit)(x)
+    return kept[0], out
+
+
+def check(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any], breaks: int = 0) -> None:
+    expected_after, expected = by_hooks(small, x, operation)
+    assert not torch.allclose(expected, small._module(x)), "the operation changes nothing: the test proves nothing"
+    for compile in (False, True):
+        after, out, tracer = run(small, x, operation, compile)
+        assert torch.equal(after, expected_after), f"compile={compile}"
+        assert torch.equal(out, expected), f"compile={compile}"
+        assert type(out) is torch.Tensor
+        assert out.requires_grad == expected.requires_grad
+        assert after.requires_grad == expected_after.requires_grad
+    assert tracer.report.mode == "compiled"
+    assert len(tracer.report.breaks) == breaks, tracer.report
+    assert tracer.report.graphs == 1
+    run(small, x, operation, True)
+    fx.counters.reset()
+    *_, again = run(small, x, operation, True)
+    assert fx.counters.recordings == fx.counters.compiles == 0, "the same block was recorded or compiled again"
+    if not breaks:
+        assert tracer.report.code
+        assert again.report.spliced == ["model.second.output", "model.output"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_operation(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any]) -> None:
+    check(small, x, operation)
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, out_argument], ids=lambda operation: operation.__name__)
+def test_operation_without_gradients(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any]) -> None:
+    with torch.no_grad():
+        check(small, x, operation)
+
+
+@pytest.mark.parametrize(("key", "value"), SETITEMS, ids=str)
+def test_setitem(small: NNsight, x: torch.Tensor, key: Any, value: Any) -> None:
+    check(small, x, _set(key, value))
+
+
+@pytest.mark.slow
+def test_every_operation_lowered_by_inductor_at_once(small: NNsight, x: torch.Tensor) -> None:
+    """Functions that do not draw on data-dependent shapes, in one block and one graph."""
+    model = NNsight(small._module, compile={"backend": "inductor"})
+    chosen = [view_edit, chained_views, topk, split, einsum, where, functional, projection, index_put, copy_into]
+
+    def everything(h: Any) -> Any:
+        for operation in chosen:
+            changed = operation(h)
+            h = h if changed is None else changed
+        return h
+
+    with torch.no_grad():
+        expected_after, expected = by_hooks(small, x, everything)
+        after, out, tracer = run(model, x, everything, True)
+    torch.testing.assert_close(after, expected_after)
+    torch.testing.assert_close(out, expected)
+    assert not tracer.report.breaks
+
+
+# -- tensors from outside ------------------------------------------------------------------------------------------
+
+
+def test_new_values_of_externals_record_nothing(small: NNsight, x: torch.Tensor) -> None:
+    def run(vector: torch.Tensor, scale: float, compile: bool) -> torch.Tensor:
+        with small.trace(x, compile=compile):
+            small.second.output[:] += scale * vector
+            out = small.output.save()
+        return out
+
+    results = [run(VECTOR, 1.0, True)]
+    fx.counters.reset()
+    for scale in (2.0, -0.5, 3.25):
+        vector = torch.randn(6)
+        out = run(vector, scale, True)
+        assert torch.equal(out, run(vector, scale, False))
+        assert not any(torch.equal(out, other) for other in results)
+        results.append(out)
+    assert fx.counters.recordings == fx.counters.compiles == fx.counters.captures == 0
+
+
+def test_a_new_shape_of_an_external_records_anew(small: NNsight, x: torch.Tensor) -> None:
+    for external in (torch.ones(6), torch.ones(1, 6), torch.ones(5, 6), torch.ones(()), torch.ones(6).double()):
+        check(small, x, lambda h, external=external: h + external.to(h.dtype))
+
+
+def test_one_external_twice(small: NNsight, x: torch.Tensor) -> None:
+    check(small, x, lambda h: h * VECTOR + VECTOR)
+
+
+def test_externals_that_share_memory(small: NNsight, x: torch.Tensor) -> None:
+    base = torch.linspace(0.0, 1.0, 6)
+    check(small, x, lambda h: h * base[:3].repeat(2) + base[3:].repeat(2) + base.view(6))
+
+
+def test_an_external_edited_before_its_use(small: NNsight, x: torch.Tensor) -> None:
+    for compile in (False, True):
+        external = torch.zeros(6)
+        with small.trace(x, compile=compile):
+            hidden = small.second.output
+            external += 1.0
+            hidden += external
+            after = hidden.save()
+        assert torch.equal(external, torch.ones(6))
+        assert torch.equal(after, by_hooks(small, x, lambda h: h + torch.ones(6))[0]), compile
+
+
+def test_an_external_edited_after_its_use(small: NNsight, x: torch.Tensor) -> None:
+    expected = by_hooks(small, x, lambda h: h + VECTOR)[0]
+    for compile in (False, True):
+        external = VECTOR.clone()
+        with small.trace(x, compile=compile):
+            hidden = small.second.output
+            moved = hidden + external
+            external.zero_()
+            again = (hidden + external).save()
+            small.second.output = moved
+            after = small.second.output.save()
+        assert torch.equal(external, torch.zeros(6)), compile
+        assert torch.equal(after, expected), compile
+        assert torch.equal(again, by_hooks(small, x, lambda h: h.clone())[0]), compile
+
+
+def test_an_external_accumulates_hidden_states(small: NNsight, x: torch.Tensor) -> None:
+    """A running sum outside the block, edited with values of the model."""
+    expected = torch.zeros(6)
+    results = []
+    with torch.no_grad():
+        for _ in range(3):
+            expected += by_hooks(small, x, lambda h: h.clone())[0].mean(0)
+        for compile in (False, True):
+            total = torch.zeros(6)
+            for _ in range(3):
+                with small.trace(x, compile=compile):
+                    total += small.second.output.mean(0)
+            results.append(total)
+    assert torch.equal(results[0], expected)
+    assert torch.equal(results[1], expected)
+    assert type(results[1]) is torch.Tensor
+
+
+def test_writing_hidden_states_into_a_buffer(small: NNsight, x: torch.Tensor) -> None:
+    expected = by_hooks(small, x, lambda h: h.clone())[0].detach()
+    for compile in (False, True):
+        buffer = torch.zeros(2, 5, 6)
+        with torch.no_grad(), small.trace(x, compile=compile):
+            buffer[1] = small.second.output
+        assert torch.equal(buffer[1], expected), compile
+        assert torch.equal(buffer[0], torch.zeros(5, 6))
+
+
+def test_a_view_of_an_external_sees_the_edit(small: NNsight, x: torch.Tensor) -> None:
+    results = []
+    with torch.no_grad():
+        for compile in (False, True):
+            buffer = torch.zeros(5, 6)
+            row = buffer[0]
+            with small.trace(x, compile=compile):
+                buffer += small.second.output
+                small.second.output[:] += row
+                out = small.output.save()
+            results.append((buffer, row, out))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    assert torch.equal(results[1][0][0], results[1][1])
+
+
+def test_editing_the_models_input_in_the_block(small: NNsight, x: torch.Tensor) -> None:
+    expected = small._module(x * 2)
+    for compile in (False, True):
+        mine = x.clone()
+        with small.trace(mine, compile=compile):
+            small.input[:] *= 2
+            out = small.output.save()
+        assert torch.equal(out, expected), compile
+        assert torch.equal(mine, x * 2), f"the edit of the argument is visible outside, compile={compile}"
+
+
+def test_the_models_parameters_in_the_block(small: NNsight, x: torch.Tensor) -> None:
+    check(small, x, lambda h: h @ small._module.second.weight + small._module.third.weight[0])
+    weight = small.third.weight
+    with torch.no_grad():
+        for compile in (False, True):
+            with small.trace(x, compile=compile):
+                logits = (small.second.output @ weight.T).save()
+            assert torch.equal(logits, by_hooks(small, x, lambda h: h.clone())[0] @ weight.T)
+
+
+def test_modules_called_on_hidden_states(small: NNsight, x: torch.Tensor) -> None:
+    """A logit lens: the model's own last layer and a module from outside, applied to a hidden state."""
+    probe = torch.nn.Sequential(torch.nn.Linear(6, 2), torch.nn.Softmax(-1))
+    state = torch.tanh(by_hooks(small, x, lambda h: h.clone())[0])
+    for compile in (False, True):
+        with small.trace(x, compile=compile) as tracer:
+            hidden = torch.tanh(small.second.output)
+            lens = small.third(hidden).save()
+            probed = probe(hidden).save()
+            out = small.output.save()
+        assert torch.equal(lens, small._module.third(state)), compile
+        assert torch.equal(lens, out)
+        assert torch.equal(probed, probe(state)), compile
+    assert not tracer.report.breaks
+
+
+def test_random_numbers_follow_the_seed(small: NNsight, x: torch.Tensor) -> None:
+    """Noise on a hidden state: drawn each time anew, and the same numbers as eagerly under the same seed."""
+
+    def run(compile: bool, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        with small.trace(x, compile=compile):
+            hidden = small.second.output
+            hidden += torch.randn_like(hidden)
+            hidden += torch.rand(6)
+            out = hidden.save()
+        return out
+
+    assert torch.equal(run(False, 1), run(True, 1))
+    assert torch.equal(run(False, 2), run(True, 2))
+    assert not torch.equal(run(True, 1), run(True, 2))
+
+
+def test_dropout_in_the_block(small: NNsight, x: torch.Tensor) -> None:
+    def run(compile: bool) -> torch.Tensor:
+        torch.manual_seed(4)
+        with small.trace(x, compile=compile):
+            out = F.dropout(small.second.output, 0.5).save()
+        return out
+
+    assert torch.equal(run(False), run(True))
+    assert bool((run(True) == 0).any())
+
+
+def test_swapping_in_an_external(small: NNsight, x: torch.Tensor) -> None:
+    replacement = torch.randn(5, 6)
+    check(small, x, lambda h: replacement)
+    assert torch.equal(replacement, replacement.clone())
+
+
+def test_the_saved_tensor_is_the_models(small: NNsight, x: torch.Tensor) -> None:
+    """A read without a copy shares memory with what a later edit of the same tensor changes."""
+    for compile in (False, True):
+        with small.trace(x, compile=compile):
+            before = small.second.output.clone().save()
+            hidden = small.second.output.save()
+            hidden += 1.0
+            view = hidden[0].save()
+        assert torch.equal(hidden, before + 1.0), compile
+        assert torch.equal(view, hidden[0]), compile
+
+
+def test_a_view_and_its_base_share_memory_after_the_trace(small: NNsight, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        for compile in (False, True):
+            with small.trace(x, compile=compile):
+                hidden = small.second.output.save()
+                row = hidden[0].save()
+            row.fill_(5.0)
+            assert torch.equal(hidden[0], torch.full((6,), 5.0)), compile
+
+
+# -- results that are not tensors ----------------------------------------------------------------------------------
+
+
+def test_metadata_is_real(small: NNsight, x: torch.Tensor) -> None:
+    eager_seen: list[Any] = []
+    eager_seen: list[Any] = []
+    for compile in (False, True):
+        with small.trace(x, compile=compile) as tracer:
+            hidden = small.second.output
+            seen = [
+                hidden.shape, hidden.size(), hidden.size(0), hidden.dtype, hidden.device, hidden.ndim, len(hidden),
+                hidden.numel(), hidden.is_contiguous(), hidden.stride(), hidden.is_floating_point(), hidden.dim(),
+                hidden.element_size(), hidden.requires_grad, hidden.T.shape, hidden.layout, hidden.is_cuda,
+                isinstance(hidden, torch.Tensor), torch.is_tensor(hidden), hidden.get_device(), hidden.is_leaf,
+                torch.is_floating_point(hidden), hidden.nelement(), hidden.storage_offset(),
+            ].save()  # fmt: skip
+        assert seen[0] == torch.Size([5, 6])
+        if compile:
+            assert seen == eager_seen
+            assert not tracer.report.breaks
+        eager_seen = seen
+
+
+def test_lazies_become_tensors_wherever_they_are(small: NNsight, x: torch.Tensor) -> None:
+    class Holder:
+        pass
+
+    holder = Holder()
+    outer: list[Any] = []
+    with small.trace(x, compile=True):
+        hidden = small.second.output
+        outer.append(hidden)
+        holder.value = {"deep": [hidden * 2]}  # type: ignore[attr-defined]
+        nested = {"a": (hidden + 1, [hidden - 1])}.save()
+    expected = by_hooks(small, x, lambda h: h.clone())[0]
+    for value, wanted in (
+        (outer[0], expected),
+        (holder.value["deep"][0], expected * 2),  # type: ignore[attr-defined]
+        (nested["a"][0], expected + 1),
+        (nested["a"][1][0], expected - 1),
+    ):
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, wanted)
+
+
+def test_keys_and_identity_survive(small: NNsight, x: torch.Tensor) -> None:
+    """A tensor used as a key of a dict, or compared with ``is``, stays the same object when it gets its value."""
+    with small.trace(x, compile=True):
+        hidden = small.second.output.save()
+        table = {hidden: "mine"}.save()
+        same = (small.second.output is hidden).save()
+        seen = [hidden].save()
+    assert table[hidden] == "mine"
+    assert same
+    assert seen[0] is hidden
+
+
+def test_scalars_of_one_type_do_not_stand_for_another(small: NNsight, x: torch.Tensor) -> None:
+    """``1``, ``1.0`` and ``True`` are equal in Python and differ in torch's type promotion."""
+
+    def run(scalar: Any, compile: bool) -> torch.Tensor:
+        with small.trace(x, compile=compile):
+            result = ((small.second.output > 0).int() * scalar).save()
+        return result
+
+    for scalar in (1, 1.0, True, 2, 2.5):
+        eager, compiled = run(scalar, False), run(scalar, True)
+        assert eager.dtype == compiled.dtype, scalar
+        assert torch.equal(eager, compiled), scalar
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scalar", [0.1, 1e-3, 3.0, 1e10, float("inf")])
+def test_float_scalars_round_as_eagerly(dtype: torch.dtype, scalar: float) -> None:
+    """A Python float becomes an input of the graph without a change in any bit."""
+    torch.manual_seed(0)
+    model = NNsight(torch.nn.Sequential(torch.nn.Identity()).to(dtype), compile={"backend": "eager"})
+    values = torch.randn(64, dtype=torch.float64).to(dtype)
+
+    def run(compile: bool) -> list[torch.Tensor]:
+        with model.trace(values, compile=compile):
+            h = model[0].output
+            results = [h * scalar, h + scalar, h - scalar, scalar - h, h / scalar, scalar / h, scalar * h].save()
+            mean = h.mean()
+            results += [mean * scalar, scalar + mean, h + mean * scalar]
+        return results
+
+    for eager, compiled in zip(run(False), run(True), strict=True):
+        assert eager.dtype == compiled.dtype
+        assert torch.equal(eager, compiled) or bool(eager.isnan().eq(compiled.isnan()).all())
+
+
+def test_what_one_block_does_to_a_value_is_unknown_to_the_next(x: torch.Tensor) -> None:
+    """Metadata that is kept for a captured value is not the one an earlier block edited in place."""
+    torch.manual_seed(0)
+    model = NNsight(Small().requires_grad_(False), compile={"backend": "eager"})
+    vector = torch.ones(6, requires_grad=True)
+
+    def look() -> bool:
+        with model.trace(x):
+            found = model.second.output.requires_grad.save()
+        return found
+
+    assert look() is False
+    with model.trace(x):
+        model.second.output[:] += vector
+        inside = model.second.output.requires_grad.save()
+    assert inside is True
+    assert look() is False
+
+
+def test_views_of_one_block_survive_edits_of_another(small: NNsight, x: torch.Tensor) -> None:
+    model = NNsight(small._module, compile={"backend": "eager"})
+    with model.trace(x):
+        torch.stack(model.second.output.unbind(0)).save()
+    with model.trace(x):
+        model.second.output[:] += 1.0
+    with model.trace(x):
+        first = model.second.output.unbind(0)[0].sum().save()
+    assert torch.equal(first, by_hooks(small, x, lambda h: h.clone())[0][0].sum())
+
+
+class Counting(torch.nn.Module):
+    """Edits its buffers in place, as caches and statistics are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("rows", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.count += 1
+        self.rows[:1].add_(x.sum())
+        return self.second(self.norm(x)) * self.count
+
+
+def _reads_buffers(model: Any, net: Counting, x: torch.Tensor, compile: bool) -> tuple[Any, Any]:
+    with model.trace(x, compile=compile) as tracer:
+        model.first.output.relu_()
+        before = ((net.count + 0), net.rows.sum(), net.norm.running_mean.clone()).save()
+        hidden = model.second.input
+        between = ((net.count + 0), net.rows[0] * hidden[0], net.norm.running_mean.clone(), net.norm.running_var * 2).save()
+        out = (model.output + net.count).save()
+    return (before, between, out), tracer
+
+
+def _needs_buffers(model: Any, net: Counting, x: torch.Tensor, compile: bool) -> tuple[Any, Any]:
+    found: list[float] = []
+    with model.trace(x, compile=compile) as tracer:
+        model.first.output.relu_()
+        found.append(net.count.item())
+        model.second.input[:] *= 2.0
+        found += [net.count.item(), *net.rows[:, 0].tolist()]
+        if net.count > 1:
+            model.second.output[:] += 1.0
+        out = model.output.save()
+    return (found, out), tracer
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("block", [_reads_buffers, _needs_buffers])
+def test_buffers_that_the_model_edits(block: Any, backend: str) -> None:
+    """Where a block stands they are as the model has edited them by then, though no location hands them over."""
+    expected, found = [], []
+    for results, compile in ((expected, False), (found, True)):
+        torch.manual_seed(0)
+        net = Counting()
+        model = NNsight(net, compile={"backend": backend})
+        for scale in (1.0, 2.0, 3.0):
+            values, tracer = block(model, net, scale * torch.linspace(-1.0, 1.0, 8).reshape(2, 4), compile)
+            results.append((values, {name: value.clone() for name, value in net.named_buffers()}))
+            assert bool(tracer.report.breaks) == (compile and block is _needs_buffers)
+    torch.testing.assert_close(found, expected)
+    assert expected[0][1]["count"] == 1.0
+    assert not torch.equal(expected[0][1]["rows"], torch.zeros(2, 4)), "the effect is there"
+
+
+# -- arguments that are one tensor --------------------------------------------------------------------------------------
+
+
+class Comparing(torch.nn.Module):
+    """Does something else if its arguments are one object, as attention does."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return query * 2 if query is key else query + key * 10
+
+
+class Asking(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Comparing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, key=x)
+
+
+def test_arguments_that_are_one_tensor_are_replaced_together_or_not_at_all() -> None:
+    model, x = NNsight(Asking(), compile={"backend": "eager"}), torch.ones(2, 3)
+    with model.trace(x):
+        new = model.inner.input * 3
+        model.inner.inputs = (new,), {"key": new}
+        out = model.output.save()
+    assert torch.equal(out, x * 6)
+    with pytest.raises(ValueError, match="one of several arguments that are the same tensor"), model.trace(x):
+        model.inner.input = model.inner.input * 3
+        out = model.output.save()
+    with model.trace(x, compile=False):
+        model.inner.input = model.inner.input * 3
+        out = model.output.save()
+    assert torch.equal(out, x * 3 + x * 10)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_arguments_that_are_one_tensor_are_one_for_each_invoke(compile: bool) -> None:
+    class Rows(NNsight):
+        def _batch(self, batched: Any, x: torch.Tensor) -> Any:
+            return ((x if batched is None else torch.cat([batched[0][0], x]),), {}), len(x)
+
+    model, weight = Rows(Asking(), compile={"backend": "eager"}), torch.ones(3, requires_grad=True)
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(torch.ones(1, 3) * weight):
+            args, kwargs = model.inner.inputs
+            same = nnsight.save(args[0] is kwargs["key"])
+        with tracer.invoke(torch.ones(2, 3) * weight):
+            model.inner.input[:] *= 5
+            out = model.output.save()
+    assert same
+    assert torch.equal(out, torch.full((2, 3), 10.0))

@@ -1,0 +1,419 @@
+"""``torch.func``, ``torch.vmap`` and ``torch.where`` in a block stay in the graph, and may still ask for values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+from nnsight import NNsight, fx
+
+from ...conftest import Hooks
+
+X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+Log = list[Any]
+probe = torch.nn.Linear(4, 4)
+
+
+@pytest.fixture(scope="module")
+def model() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), compile={"backend": "eager"})
+
+
+def chosen(h: Any, log: Log) -> Any:
+    return torch.where(h.sum() > 0, h * 2, h * 3)
+
+
+def mapped(h: Any, log: Log) -> Any:
+    return torch.vmap(lambda row: row * row.sum())(h)
+
+
+def mapped_around_the_hidden_state(h: Any, log: Log) -> Any:
+    return torch.vmap(lambda row: row * h.mean() + row.argmax())(X) + h
+
+
+def mapped_in_place(h: Any, log: Log) -> Any:
+    def edited(row: Any) -> Any:
+        row[0] = 1.0
+        return row * 2
+
+    return torch.vmap(edited)(h.clone())
+
+
+def mapped_with_randomness(h: Any, log: Log) -> Any:
+    return torch.vmap(lambda row: row + torch.rand(4), randomness="different")(h) + torch.rand(4)
+
+
+def gradient(h: Any, log: Log) -> Any:
+    return torch.func.grad(lambda x: (x**3).sum())(h)
+
+
+def gradient_of_each_row(h: Any, log: Log) -> Any:
+    return torch.vmap(torch.func.grad(lambda row: (row**2).sum() * row[0]))(h)
+
+
+def gradient_of_parameters(h: Any, log: Log) -> Any:
+    parameters = {name: value.detach() for name, value in probe.named_parameters()}
+
+    def loss(parameters: Any) -> Any:
+        return (torch.func.functional_call(probe, parameters, (h,)) ** 2).sum()
+
+    return h @ torch.func.grad(loss)(parameters)["weight"]
+
+
+def gradient_by_autograd_within(h: Any, log: Log) -> Any:
+    value, pullback = torch.func.vjp(lambda x: x.exp(), h)
+    return value + pullback(torch.ones_like(h))[0]
+
+
+def tangent(h: Any, log: Log) -> Any:
+    return torch.func.jvp(lambda x: x**2, (h,), (torch.ones_like(h),))[1]
+
+
+def jacobians(h: Any, log: Log) -> Any:
+    def columns(x: Any) -> Any:
+        return (x**2).sum(0)
+
+    return h + torch.func.jacrev(columns)(h).sum() + torch.func.hessian(lambda x: (x**3).sum())(h[0]).sum()
+
+
+def logged_within(h: Any, log: Log) -> Any:
+    def loss(x: Any) -> Any:
+        log.append("loss")
+        return (x**2).sum()
+
+    return torch.func.grad(loss)(h)
+
+
+def branch_within(h: Any, log: Log) -> Any:
+    def loss(x: Any) -> Any:
+        log.append("loss")
+        return (x**2).sum() if x.sum() > -100 else x.sum()
+
+    return torch.func.grad(loss)(h) + h
+
+
+def value_of_another_tensor_within(h: Any, log: Log) -> Any:
+    doubled = h * 2
+    changed = torch.vmap(lambda row: row * doubled.sum().item() + doubled[0])(h)
+    changed = changed + doubled + h
+    log.append((type(doubled) is torch.Tensor, type(h) is torch.Tensor))
+    return changed
+
+
+#: What is transformed, and how often the graph is cut for it.
+TRANSFORMS: list[tuple[Callable[[Any, Log], Any], int]] = [
+    (chosen, 0), (mapped, 0), (mapped_around_the_hidden_state, 0), (mapped_in_place, 0), (mapped_with_randomness, 0),
+    (gradient, 0), (gradient_of_each_row, 0), (gradient_of_parameters, 0), (gradient_by_autograd_within, 0),
+    (tangent, 0), (jacobians, 0), (logged_within, 0), (branch_within, 1), (value_of_another_tensor_within, 1),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(("change", "cuts"), TRANSFORMS, ids=lambda item: getattr(item, "__name__", ""))
+def test_a_transform(model: NNsight, change: Callable[[Any, Log], Any], cuts: int, grad: bool) -> None:
+    module = model._module
+
+    def run(function: Callable[[Log], Any]) -> tuple[Any, Log]:
+        log: Log = []
+        module.zero_grad()
+        with torch.set_grad_enabled(grad), torch.random.fork_rng():
+            torch.manual_seed(0)
+            out = function(log)
+        if grad:
+            out.pow(2).sum().backward()
+        return (out.detach(), [parameter.grad for parameter in module.parameters()]), log
+
+    def traced(compile: bool, log: Log) -> Any:
+        nonlocal tracer
+        with model.trace(X, compile=compile) as tracer:
+            model[1].output = change(model[1].output, log)
+            out = model.output.save()
+        return out
+
+    tracer: Any = None
+    (out, gradients), log = run(lambda log: Hooks(module).output("1", lambda out: change(out, log))(X))
+    for compile in (False, True, True):
+        fx.counters.reset()
+        (found, its_gradients), its_log = run(lambda log: traced(compile, log))  # noqa: B023
+        torch.testing.assert_close(found, out, rtol=0.0, atol=0.0)
+        for one, other in zip(its_gradients, gradients, strict=True):
+            torch.testing.assert_close(one, other)
+        assert its_log == log
+    assert len(tracer.report.breaks) == cuts
+    assert fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"
+    assert not torch.equal(out, module(X))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_transforms_of_lowered_graphs(model: NNsight, backend: str) -> None:
+    lowered = NNsight(model._module, compile={"backend": backend, "fullgraph": True})
+    module = model._module
+    for change in (mapped, gradient_of_each_row, jacobians):
+        with torch.no_grad():
+            expected = module[2](change(module[1](module[0](X)), []))
+            for _ in range(2):
+                with lowered.trace(X):
+                    lowered[1].output = change(lowered[1].output, [])
+                    out = lowered.output.save()
+                torch.testing.assert_close(out, expected)
+
+
+# -- torch.cond, torch.while_loop and torch.scan -----------------------------------------------------------------------------------
+
+
+def both_ways(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > 0, lambda x: x * 2, lambda x: x * 3 + probe.bias.detach(), (h,))
+
+
+def with_closures(h: Any, log: Log) -> Any:
+    mean = h.mean()
+    return torch.cond(mean > 100, lambda: (h * 2, mean), lambda: (h * 3, mean + 1))[0]
+
+
+def nested(h: Any, log: Log) -> Any:
+    def inner(x: Any) -> Any:
+        return torch.cond(x[0, 0] > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    return torch.cond(h.sum() > 0, inner, lambda x: x * 3, (h,))
+
+
+def drawing(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > -100, lambda: h + torch.rand_like(h), lambda: h + 0.0) + torch.rand(4)
+
+
+def failing_if_not_chosen(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > -100, lambda: h * 2, lambda: h.gather(1, torch.full((3, 4), 99)))
+
+
+def demanding(h: Any, log: Log) -> Any:
+    return torch.cond(h.sum() > -100, lambda: h * h.sum().item(), lambda: h * 2)
+
+
+def looping(h: Any, log: Log) -> Any:
+    return while_loop(lambda x: x.norm() > 0.5, lambda x: (x * 0.5,), (h,))[0]
+
+
+def halved(h: Any) -> Any:
+    while h.norm() > 0.5:
+        h = h * 0.5
+    return h
+
+
+def looping_with_closures(h: Any, log: Log) -> Any:
+    """The loop uses a value of the model, a tensor from outside and a number, edits what it has made, and exchanges two tensors."""
+    limit, factor = h.mean() + 0.5, torch.full((4,), 0.5)
+
+    def step(count: Any, x: Any, y: Any) -> Any:
+        x = x * factor
+        x += 0.25
+        x[0] = 0.0
+        return count + 1, y, x
+
+    found = while_loop(lambda count, x, y: (count < 3) | (y.norm() < limit), step, (torch.tensor(0), h, h * 2))
+    return found[1] * found[0] + found[2]
+
+
+def looped_with_closures(h: Any) -> Any:
+    limit, count, x, y = h.mean() + 0.5, 0, h, h * 2
+    while count < 3 or y.norm() < limit:
+        changed = x * 0.5 + 0.25
+        changed[0] = 0.0
+        count, x, y = count + 1, y, changed
+    return x * count + y
+
+
+def looping_in_a_loop(h: Any, log: Log) -> Any:
+    """Both are around a choice, and reach a value from around both."""
+    scale = h.abs().mean() * 0.0 + 0.5
+
+    def outer(n: Any, x: Any) -> Any:
+        _, x = while_loop(lambda m, x: m < 2, lambda m, x: (m + 1, x * scale + n), (torch.tensor(0), x))
+        return n + 1, torch.cond(x.sum() > 0, lambda x: x + scale, lambda x: x - 1, (x,))
+
+    return while_loop(lambda n, x: n < 3, outer, (torch.tensor(0), h))[1]
+
+
+def looped_in_a_loop(h: Any) -> Any:
+    for n in range(3):
+        for _ in range(2):
+            h = h * 0.5 + n
+        h = h + 0.5 if h.sum() > 0 else h - 1
+    return h
+
+
+def never_looping(h: Any, log: Log) -> Any:
+    return while_loop(lambda x: x.norm() > 1e9, lambda x: (x * 0.5,), (h,))[0]
+
+
+def scanning(h: Any, log: Log) -> Any:
+    """Carries on a sum, and gives what it was before; the other way round, too."""
+    factor = h.detach().abs().max() * 0.0 + 2.0
+    last, sums = scan(lambda carry, row: (carry + row * factor, carry), torch.zeros(4), h)
+    last_back, sums_back = scan(lambda carry, row: (carry * row, row), torch.ones(4), h, reverse=True)
+    return sums + last + sums_back + last_back
+
+
+def scanned(h: Any) -> Any:
+    last, sums, last_back = torch.zeros(4), [], torch.ones(4)
+    for row in h:
+        sums.append(last)
+        last = last + row * 2.0
+    for row in reversed(h):
+        last_back = last_back * row
+    return torch.stack(sums) + last + h + last_back
+
+
+def looping_over_an_edit(h: Any, log: Log) -> Any:
+    def step(n: Any, x: Any) -> Any:
+        x.mul_(0.5)
+        return n + 1, x
+
+    return while_loop(lambda n, x: n < 2, step, (torch.tensor(0), h.clone()))[1]
+
+
+def looping_with_randomness(h: Any, log: Log) -> Any:
+    return while_loop(lambda n, x: n < 2, lambda n, x: (n + 1, x + torch.rand(4)), (torch.tensor(0), h))[1]
+
+
+def looping_with_a_value(h: Any, log: Log) -> Any:
+    return while_loop(lambda n, x: n < 2, lambda n, x: (n + 1, x * float(x[0, 0].detach())), (torch.tensor(0), h))[1]
+
+
+def multiplied_by_a_value(h: Any) -> Any:
+    for _ in range(2):
+        h = h * float(h[0, 0].detach())
+    return h
+
+
+def looping_over_other_strides(h: Any, log: Log) -> Any:
+    square = h[:, :3].clone()
+    found = while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, x.T * 2), (torch.tensor(0), square))[1]
+    return torch.cat([found, h[:, 3:]], 1)
+
+
+#: Blocks, what they do by hand, and why the graph is cut, if it is.
+CONTROL: list[tuple[Callable[[Any, Log], Any], Callable[[Any], Any], str]] = [
+    (both_ways, lambda h: h * 2 if h.sum() > 0 else h * 3 + probe.bias.detach(), ""),
+    (with_closures, lambda h: h * 3, ""),
+    (nested, lambda h: (h + 1 if h[0, 0] > 0 else h - 1) if h.sum() > 0 else h * 3, ""),
+    (drawing, lambda h: h + torch.rand_like(h) + torch.rand(4), "draws random numbers"),
+    (failing_if_not_chosen, lambda h: h * 2, "`gather` may fail"),
+    (demanding, lambda h: h * h.sum().item(), "`item` in one of its functions needs a value"),
+    (looping, halved, ""),
+    (looping_with_closures, looped_with_closures, ""),
+    (looping_in_a_loop, looped_in_a_loop, ""),
+    (never_looping, lambda h: h.clone(), ""),
+    (scanning, scanned, ""),
+    (looping_over_an_edit, lambda h: h * 0.25, "edits a tensor in place"),
+    (looping_with_randomness, lambda h: h + torch.rand(4) + torch.rand(4), "draws random numbers"),
+    (looping_with_a_value, multiplied_by_a_value, "needs a value"),
+    (looping_over_other_strides, lambda h: torch.cat([h[:, :3].T * 8, h[:, 3:]], 1), "strides"),
+]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(("change", "by_hand", "reason"), CONTROL, ids=lambda item: getattr(item, "__name__", ""))
+def test_control_flow_of_torch(
+    model: NNsight, change: Callable[[Any, Log], Any], by_hand: Callable[[Any], Any], reason: str, grad: bool
+) -> None:
+    """In one graph where both ways can be computed; else cut, with the reason, and right."""
+    module = model._module
+    for x in (X, X * -3.0, X):
+        with torch.set_grad_enabled(grad), torch.random.fork_rng():
+            torch.manual_seed(0)
+            expected = Hooks(module).output("1", by_hand)(x)
+            for compile in (True, True):
+                fx.counters.reset()
+                torch.manual_seed(0)
+                with model.trace(x, compile=compile) as tracer:
+                    model[1].output = change(model[1].output, [])
+                    out = model.output.save()
+                torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
+                assert out.requires_grad == expected.requires_grad
+        reasons = [cut.reason for cut in tracer.report.breaks]
+        if grad:  # which of the reasons comes first is up to the operations
+            assert len(reasons) == 1 and ("gradients go through it" in reasons[0] or reason in reasons[0])
+        else:
+            assert len(reasons) == bool(reason) and all(reason in found for found in reasons)
+        assert fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_loops_of_lowered_graphs(model: NNsight, backend: str) -> None:
+    """One graph for all values and, once sizes are symbolic, for all sizes."""
+    lowered = NNsight(model._module, compile={"backend": backend, "fullgraph": True})
+    module = model._module
+    with torch.no_grad():
+        for change, by_hand in ((looping_with_closures, looped_with_closures), (scanning, scanned)):
+            for x in (X, X * -3.0, X * 10.0):
+                expected = Hooks(module).output("1", by_hand)(x)
+                fx.counters.reset()
+                with lowered.trace(x):
+                    lowered[1].output = change(lowered[1].output, [])
+                    out = lowered.output.save()
+                torch.testing.assert_close(out, expected)
+            assert fx.counters.recordings == fx.counters.compiles == fx.counters.breaks == 0
+
+
+def test_a_tensor_that_a_loop_hands_out_cuts_the_graph(model: NNsight) -> None:
+    """It has a value for each round, of which the block gets the last, as from a loop in Python."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(n: Any, x: Any) -> Any:
+        kept["x"] = x * 1.0
+        return n + 1, x * 2
+
+    with torch.no_grad(), model.trace(X) as tracer:
+        while_loop(lambda n, x: n < 3, step, (torch.tensor(0), model[1].output))
+        hidden = model[1].output.save()
+    torch.testing.assert_close(kept["x"], hidden * 4)
+    assert ["kept outside of it" in cut.reason for cut in tracer.report.breaks] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize does so on plain tensors, too
+def test_what_torch_traces_itself_is_refused(model: NNsight) -> None:
+    """``torch.func.linearize`` would keep what it sees of a tensor without a value; without compilation it works."""
+
+    def linearized(h: Any) -> Any:
+        value, tangent = torch.func.linearize(torch.sin, h)
+        return value + tangent(torch.ones_like(h))
+
+    with pytest.raises(NotImplementedError, match=r"test_transforms.*`torch.func.jvp`"), torch.no_grad(), model.trace(X):
+        model[1].output = linearized(model[1].output)
+    with torch.no_grad(), model.trace(X, compile=False):
+        model[1].output = linearized(model[1].output)
+        out = model.output.save()
+    with torch.no_grad():
+        torch.testing.assert_close(out, Hooks(model._module).output("1", lambda h: h.sin() + h.cos())(X))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flexible_attention_cuts_the_graph(model: NNsight) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attended(h: Any) -> Any:
+        heads = h.reshape(1, 1, 3, 4).repeat(1, 1, 1, 4)
+        return flex_attention(heads, heads, heads, score_mod=lambda score, b, head, i, j: score * 2 + i - j)[0, 0, :, :4]
+
+    def by_hand(h: Any) -> Any:
+        heads, place = h.repeat(1, 4), torch.arange(3)
+        scores = heads @ heads.T / 4.0 * 2 + place[:, None] - place
+        return (scores.softmax(-1) @ heads)[:, :4]
+
+    with torch.no_grad():
+        expected = Hooks(model._module).output("1", by_hand)(X)
+        for compile in (False, True, True):
+            with model.trace(X, compile=compile) as tracer:
+                model[1].output = attended(model[1].output)
+                out = model.output.save()
+            torch.testing.assert_close(out, expected)
+    assert len(tracer.report.breaks) == 1

@@ -1,0 +1,142 @@
+"""Mistakes that fakes do not see, or see where there is none, are the errors of an eager trace, at the same line."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, fx
+
+NO_SUCH_KERNELS: list[Callable[[torch.Tensor], Any]] = [
+    lambda hidden: hidden.bitwise_not(),
+    lambda hidden: hidden & 1,
+    lambda hidden: (hidden > 0) @ torch.ones(4, 4),
+    lambda hidden: torch.bitwise_left_shift(hidden, 1),
+    lambda hidden: hidden.expand(2, *hidden.shape).add_(1.0),
+]
+
+
+@pytest.fixture
+def model() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), compile={"backend": "eager"})
+
+
+@pytest.mark.parametrize("number", range(len(NO_SUCH_KERNELS)))
+def test_a_call_that_no_kernel_makes(model: NNsight, number: int) -> None:
+    call = NO_SUCH_KERNELS[number]
+
+    def run(compile: bool, catches: bool) -> tuple[list[str], str]:
+        notes: list[str] = []
+        try:
+            with model.trace(torch.ones(3, 4), compile=compile):
+                hidden = model[0].output
+                notes.append("before")
+                try:
+                    call(hidden)
+                    notes.append("no error")
+                except (RuntimeError, NotImplementedError) as error:
+                    if not catches:
+                        raise
+                    notes.append(type(error).__name__)
+                notes.append("behind")
+        except RuntimeError as error:
+            return notes, type(error).__name__
+        return notes, ""
+
+    def run_plainly(compile: bool) -> list[str]:
+        notes: list[str] = []
+        with pytest.raises(RuntimeError):
+            with model.trace(torch.ones(3, 4), compile=compile):
+                hidden = model[0].output
+                notes.append("before")
+                call(hidden)
+                notes.append("behind")
+        return notes
+
+    for catches in (True, False):
+        expected = run(False, catches)
+        assert "no error" not in expected[0]
+        assert run(True, catches) == run(True, catches) == expected
+    assert run_plainly(True) == run_plainly(True) == run_plainly(False) == ["before"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_call_that_only_values_make(model: NNsight) -> None:
+    """Fakes of sparse tensors have no strides."""
+    for compile in (False, True, True):
+        with model.trace(torch.ones(3, 4), compile=compile) as tracer:
+            sparse = (model[0].output * 0.0 + torch.eye(3, 4)).to_sparse_csr()
+            layout = sparse.layout.save()
+            model[1].input = sparse.to_dense()
+            out = model.output.save()
+        assert layout is torch.sparse_csr
+        torch.testing.assert_close(out, torch.eye(3, 4).tanh())
+        assert len(tracer.report.breaks) == compile
+
+
+def test_a_mistake_that_is_caught_keeps_nothing_alive(model: NNsight) -> None:
+    """What is alive when the graph runs is computed and returned, so the same block would be another graph now and then."""
+    alive: list[bool] = []
+    gc.disable()
+    try:
+        for compile in (False, True, True):
+            with model.trace(torch.ones(3, 4), compile=compile):
+                doubled = model[0].output * 2.0
+                known = weakref.ref(doubled)
+                try:
+                    doubled[:, 0] = torch.ones(7)
+                except RuntimeError:
+                    doubled = doubled + 1.0
+                alive.append(known() is not None)
+                model[1].input = doubled
+    finally:
+        gc.enable()
+    assert alive == [False, False, False]
+
+
+def test_operators_of_others_are_not_tried(model: NNsight) -> None:
+    """They may do more than compute."""
+    called: list[tuple[int, ...]] = []
+    with torch.library._scoped_library("trials_test", "FRAGMENT") as library:
+        library.define("noted(Tensor x) -> Tensor")
+        library.impl("noted", lambda x: called.append(tuple(x.shape)) or x * 2.0, "CPU")
+        library.impl("noted", torch.empty_like, "Meta")
+        for _ in range(2):
+            with model.trace(torch.ones(3, 4)):
+                doubled = torch.ops.trials_test.noted(model[0].output).save()
+            torch.testing.assert_close(doubled, model._module[0](torch.ones(3, 4)) * 2.0)
+    assert called == [(3, 4)] * 2
+
+
+def test_a_call_is_tried_once_for_its_dtypes(model: NNsight, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nnsight.fx.recording import trial_calls
+
+    tried: list[Any] = []
+    error_on = trial_calls._error_on
+
+    def counted(number: int, event: Any, *given: Any) -> Any:
+        tried.append(event.function)
+        return error_on(number, event, *given)
+
+    monkeypatch.setattr(trial_calls, "_error_on", counted)
+    monkeypatch.setattr(trial_calls, "_possible", set())
+
+    def run(factor: float) -> None:
+        with model.trace(torch.ones(3, 4)):
+            hidden = model[0].output
+            for _ in range(3):
+                hidden = torch.lerp(hidden, hidden * factor, 0.5)
+            model[1].input = hidden
+
+    run(2.0)
+    assert tried.count(torch.lerp) == 1
+    count = len(tried)
+    run(3.0)
+    run(2.0)
+    assert len(tried) == count and fx.counters.recordings == 1

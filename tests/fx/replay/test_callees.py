@@ -1,0 +1,862 @@
+"""Replay of blocks that call functions and modules: they are looked into, and do in a replay what they do in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import importlib.util
+import linecache
+import random
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, fx
+
+from ...conftest import Hooks, same
+
+VECTOR = torch.tensor([0.5, -1.0, 2.0, 0.25])
+SCALE = 2.0
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
+        self.norm = torch.nn.LayerNorm(4)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture
+def model() -> Any:
+    return NNsight(Net().eval(), compile={"backend": "eager"})
+
+
+def x(rows: int = 3) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * 4, dtype=torch.float32).view(rows, 4)
+
+
+def applied(model: Any, function: Callable[..., Any], *more: Any, compile: bool = True, **named: Any) -> Any:
+    """Replace what the second layer returns by what ``function`` makes of it; return the model's result."""
+    with model.trace(x(), compile=compile):
+        model.layers[1].output = function(model.layers[1].output, *more, **named)
+        out = model.output.save()
+    return out
+
+
+def by_hand(model: Any, function: Callable[..., Any], *more: Any, **named: Any) -> Any:
+    """The same with a plain hook."""
+    return Hooks(model._module).output("layers.1", lambda h: function(h, *more, **named))(x())
+
+
+def check(model: Any, function: Callable[..., Any], *more: Any, times: int = 3, **named: Any) -> int:
+    """Compare runs and replays with a plain hook, see that they have an effect; return how many were replays."""
+    before = fx.counters.replays
+    for _ in range(times):
+        expected = by_hand(model, function, *more, **named)
+        same(applied(model, function, *more, **named), expected)
+        assert not torch.allclose(expected, model._module(x()))
+    return fx.counters.replays - before
+
+
+# -- functions that are replayed -------------------------------------------------------------------------------------------
+
+
+def plain(h: torch.Tensor, v: torch.Tensor = VECTOR, *, scale: float = 1.5) -> torch.Tensor:
+    """Adds a vector."""
+    return h + scale * v
+
+
+def calls_others(h: torch.Tensor) -> torch.Tensor:
+    shifted, norm = _shifted_and_norm(h)
+    if norm is None:
+        raise ValueError("no norm")
+    return SCALE * shifted / (1.0 + norm)
+
+
+def _shifted_and_norm(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return plain(h, scale=0.5), h.norm(dim=-1, keepdim=True)
+
+
+def first_of(h: Any) -> torch.Tensor:
+    if isinstance(h, (tuple, list)):
+        h = h[0]
+    kept: list[torch.Tensor] = []
+    for i in range(4):
+        if i == 3:
+            break
+        kept.append(h * i)
+    return sum(kept[:2]) + VECTOR
+
+
+def early(h: torch.Tensor, mode: str = "add", act: Any = None) -> torch.Tensor:
+    if act is not None:
+        h = act(h)
+    if mode == "add":
+        return h + VECTOR
+    if mode == "scale":
+        return h * SCALE
+    raise ValueError(mode)
+
+
+def passes_on(h: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return early(h, *args, **kwargs)
+
+
+@torch.no_grad()
+def decorated(h: torch.Tensor) -> torch.Tensor:
+    return h * 3.0 + VECTOR
+
+
+def restores(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        means = [row.mean() for row in h.unbind(0)]
+        return h - torch.stack(means)[:, None] * 2.0 + max(len(means), 2)
+
+
+def make_adder(vector: torch.Tensor, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def add(h: torch.Tensor) -> torch.Tensor:
+        return h + vector * scale
+
+    return add
+
+
+@dataclasses.dataclass
+class Steering:
+    vector: torch.Tensor
+    scale: float = 1.0
+    offset = 0.25
+
+    @property
+    def direction(self) -> torch.Tensor:
+        return self.vector / self.vector.norm()
+
+    @staticmethod
+    def squashed(h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(h)
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return self.add(h) + self.offset
+
+    def add(self, h: torch.Tensor) -> torch.Tensor:
+        return self.squashed(h) + self.__times(self.scale) * self.direction
+
+    def __times(self, factor: float) -> float:
+        return 2.0 * factor
+
+
+class Louder(Steering):
+    def add(self, h: torch.Tensor) -> torch.Tensor:
+        return super().add(h) * SCALE
+
+
+FUNCTIONS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "a function": lambda: (plain,),
+    "arguments": lambda: (plain, VECTOR * 2),
+    "a closure": lambda: (make_adder(VECTOR, 3.0),),
+    "a lambda": lambda: (lambda h: h - VECTOR,),
+    "two lambdas in a line": lambda: ((lambda h: h - VECTOR), (lambda h: h + VECTOR * 2))[1:],
+    "functions that call functions": lambda: (calls_others,),
+    "a loop": lambda: (first_of,),
+    "a default": lambda: (early,),
+    "branches": lambda: (early, "scale"),
+    "a function as argument": lambda: (lambda h: early(h, "add", torch.relu),),
+    "a function of ours as argument": lambda: (lambda h: early(h, act=plain),),
+    "what is passed on": lambda: (lambda h: passes_on(h, "add", act=torch.sigmoid),),
+    "a decorator of torch": lambda: (decorated,),
+    "a context": lambda: (restores,),
+    "a bound method": lambda: (Steering(VECTOR).add,),
+    "an instance": lambda: (Steering(VECTOR, 0.5),),
+    "a method that calls super": lambda: (Louder(VECTOR),),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_replayed(model: Any, name: str) -> None:
+    function, *more = FUNCTIONS[name]()
+    assert check(model, function, *more) == 2
+
+
+def test_functions_with_assertions_are_replayed(model: Any, tmp_path: Any) -> None:
+    """Written to a file of its own: pytest rewrites those of a test."""
+    path = tmp_path / "checked_steering.py"
+    path.write_text("def checked(h):\n    assert h.dim() == 2, 'rows'\n    return h * 3\n")
+    spec = importlib.util.spec_from_file_location("checked_steering", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert check(model, module.checked) == 2
+
+
+def test_a_function_whose_file_was_edited_runs_each_time(model: Any, tmp_path: Any) -> None:
+    """What is written there now is not what runs."""
+    path = tmp_path / "edited_steering.py"
+    path.write_text("CALLS = {'n': 0}\ndef steer(h):\n    CALLS.update(n=CALLS['n'] + 1)\n    return h * 3\n")
+    spec = importlib.util.spec_from_file_location("edited_steering", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path.write_text("CALLS = {'n': 0}\ndef steer(h):\n    h = h + 0\n    return h * 3\n")
+    linecache.checkcache(str(path))
+    assert check(model, module.steer) == 0
+    assert module.CALLS["n"] == 6
+
+
+def test_functions_made_anew_each_time_are_replayed(model: Any) -> None:
+    """What is compared is their code and what they read."""
+    for k in range(6):
+        function = make_adder(VECTOR * (k + 1), 2.0)
+        same(applied(model, function), by_hand(model, function))
+    assert fx.counters.replays == 5
+    for scale in (3.0, 3.0, 2.0):
+        function = make_adder(VECTOR, scale)
+        same(applied(model, function), by_hand(model, function))
+    assert fx.counters.replays == 7
+
+
+def test_what_a_function_saves_and_appends_to_outer_lists(model: Any) -> None:
+    kept: list[Any] = []
+
+    def note(h: torch.Tensor, more: Any) -> torch.Tensor:
+        kept.append(h.norm())
+        more.append(len(kept_elsewhere))
+        return (h * 2).save()
+
+    kept_elsewhere = (1, 2)
+    for number in range(1, 4):
+        with model.trace(x()):
+            counts = [].save()
+            doubled = note(model.layers[0].output, counts)
+        expected = Hooks(model._module)
+        expected.output("layers.0", expected.keep("h"))(x())
+        same((doubled, kept), (expected.seen["h"] * 2, [expected.seen["h"].norm()] * number))
+        assert counts == [2]
+    assert fx.counters.replays == 2
+
+
+# -- what they read changes ------------------------------------------------------------------------------------------------
+
+
+def reads_globals(h: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(h) * SCALE + helper(h)
+
+
+def helper(h: torch.Tensor) -> torch.Tensor:
+    return h.sum(-1, keepdim=True)
+
+
+def _other_helper(h: torch.Tensor) -> torch.Tensor:
+    STATE.calls += 1
+    return h.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("what", ["global", "function", "code", "default", "keyword default", "function of torch", "effect"])
+def test_what_a_function_reads_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    function = plain if "default" in what else reads_globals
+    copied = types.FunctionType(function.__code__, globals(), "copied", function.__defaults__)
+    copied.__kwdefaults__ = {**(function.__kwdefaults__ or {})}
+    mine = types.FunctionType(helper.__code__, globals(), "helper")
+    monkeypatch.setitem(globals(), "helper", mine)
+    assert check(model, copied) == 2
+    before = by_hand(model, copied)
+    if what == "global":
+        monkeypatch.setitem(globals(), "SCALE", 5.0)
+    elif what == "function":
+        monkeypatch.setitem(globals(), "helper", lambda h: h.amax(-1, keepdim=True))
+    elif what == "code":
+        mine.__code__ = (lambda h: h.amin(-1, keepdim=True)).__code__
+    elif what == "default":
+        copied.__defaults__ = (VECTOR * -3,)
+    elif what == "keyword default":
+        copied.__kwdefaults__["scale"] = -2.0
+    elif what == "function of torch":
+        monkeypatch.setattr(torch.nn.functional, "gelu", torch.sigmoid)
+    else:
+        monkeypatch.setitem(globals(), "helper", _other_helper)
+    replays = check(model, copied)
+    assert not torch.allclose(by_hand(model, copied), before)
+    if what == "effect":
+        assert replays == 0
+        calls = STATE.calls
+        applied(model, copied)
+        assert STATE.calls == calls + 1
+        _reset()
+    else:
+        assert replays == (3 if what == "default" else 2)
+
+
+def test_a_closure_cell_that_changes_is_seen(model: Any) -> None:
+    factor: Any = 2.0
+
+    def scaled(h: torch.Tensor) -> torch.Tensor:
+        return h * factor
+
+    def square(h: torch.Tensor) -> torch.Tensor:
+        return h * h
+
+    assert check(model, scaled) == 2
+    factor = 3.0
+    assert check(model, scaled) == 2
+    factor = VECTOR
+    assert check(model, scaled) == 2
+    factor = VECTOR * 2
+    assert check(model, scaled) == 3
+    factor = square(VECTOR)
+    assert check(model, scaled) == 3
+
+
+@pytest.mark.parametrize("what", ["attribute", "vector", "method", "class attribute", "class", "instance attribute"])
+def test_what_a_method_reads_is_seen(model: Any, what: str) -> None:
+    kind = type("Mine", (Steering,), {"offset": 0.25})
+    steering = kind(VECTOR)
+    assert check(model, steering) == 2
+    before = by_hand(model, steering)
+    if what == "attribute":
+        steering.scale = 4.0
+    elif what == "vector":
+        steering.vector = VECTOR.flip(0)
+    elif what == "method":
+        kind.add = lambda self, h: h * self.scale * 3.0
+    elif what == "class attribute":
+        kind.offset = -2.0
+    elif what == "class":
+        steering.__class__ = type("Other", (Steering,), {"add": lambda self, h: h - 7.0})
+    else:
+        steering.add = lambda h: h - 5.0
+    check(model, steering)
+    assert not torch.allclose(by_hand(model, steering), before)
+
+
+def test_alternating_branches_are_both_replayed(model: Any) -> None:
+    """Only the branch that a constant from outside chooses is looked into, and each choice is remembered."""
+    for number in range(8):
+        act = None if number % 2 else plain
+
+        def function(h: torch.Tensor, act: Any = act) -> torch.Tensor:
+            return early(h, "add", act)
+
+        same(applied(model, function), by_hand(model, function))
+    assert fx.counters.replays == 6
+
+
+# -- functions that do more ------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    calls = 0
+
+    def __add__(self, other: Any) -> Any:
+        self.calls += 1
+        return other * self.calls
+
+
+class State:
+    """An object whose attributes may be read in a replay; that they are written ends the proof."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.counter = Counter()
+
+
+COUNTER: dict[str, Any] = {"calls": 0}
+STATE = State()
+
+
+def prints(h: torch.Tensor) -> torch.Tensor:
+    STATE.calls  # noqa: B018 - a read alone is harmless
+    print("in the function")
+    return h * 2
+
+
+def writes_an_attribute(h: torch.Tensor) -> torch.Tensor:
+    STATE.calls += 1
+    return h * STATE.calls
+
+
+def writes_an_item(h: torch.Tensor) -> torch.Tensor:
+    COUNTER["calls"] += 1
+    return h * COUNTER["calls"]
+
+
+def writes_a_global(h: torch.Tensor) -> torch.Tensor:
+    global TOTAL
+    TOTAL = TOTAL + 1
+    return h * TOTAL
+
+
+def draws_of_python(h: torch.Tensor) -> torch.Tensor:
+    return h * random.random()
+
+
+def has_operators(h: torch.Tensor) -> torch.Tensor:
+    return STATE.counter + h
+
+
+def in_a_lazy_generator(h: torch.Tensor) -> torch.Tensor:
+    act = torch.relu
+    later = (act(part) for part in h.unbind(0))
+    act = counts_calls
+    return torch.stack(list(later))
+
+
+def counts_calls(h: torch.Tensor) -> torch.Tensor:
+    STATE.calls += 1
+    return h * STATE.calls
+
+
+def behind_a_break(h: torch.Tensor) -> torch.Tensor:
+    act: Any = counts_calls
+    for part in h.unbind(0):
+        if part.dim() == 1:
+            break
+        act = torch.relu
+    return act(h)
+
+
+def may_mutate(h: torch.Tensor) -> torch.Tensor:
+    kept: Any = SHARED
+    for part in h.unbind(0):
+        if part.dim() == 1:
+            break
+        kept = []
+    kept.append(1)
+    return h * len(kept)
+
+
+def calls_itself(h: torch.Tensor, depth: int = 2) -> torch.Tensor:
+    STATE.calls += 0
+    return h * 2 if depth == 0 else calls_itself(h, depth - 1)
+
+
+def makes_a_generator(h: torch.Tensor) -> torch.Tensor:
+    unused = generates(h)
+    del unused
+    return h * (STATE.calls + 2)
+
+
+def generates(h: torch.Tensor) -> Any:
+    return h
+    yield  # never reached, and yet nothing runs when it is called
+
+
+def never_reads(h: torch.Tensor) -> torch.Tensor:
+    for part in generates(h):
+        return part
+    return h * 2
+
+
+@functools.cache
+def counted(number: int) -> int:
+    STATE.calls += 1
+    return number
+
+
+def is_cached(h: torch.Tensor) -> torch.Tensor:
+    return h * counted(3)
+
+
+TOTAL = 0
+SHARED: list[int] = []
+
+NOT_REPLAYED = [
+    prints,
+    writes_an_attribute,
+    writes_an_item,
+    writes_a_global,
+    draws_of_python,
+    has_operators,
+    in_a_lazy_generator,
+    behind_a_break,
+    may_mutate,
+    calls_itself,
+    makes_a_generator,
+    never_reads,
+    is_cached,
+]
+
+
+def _reset() -> None:
+    global TOTAL
+    TOTAL = 0
+    COUNTER["calls"] = STATE.calls = STATE.counter.calls = 0
+    SHARED.clear()
+    counted.cache_clear()
+    random.seed(0)
+
+
+@pytest.mark.parametrize("function", NOT_REPLAYED, ids=lambda function: function.__name__)
+def test_functions_that_do_more_run_each_time(
+    model: Any, function: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = []
+    for compile in (True, False):
+        _reset()
+        results.append([applied(model, function, compile=compile) for _ in range(4)])
+        results[-1].append(torch.tensor([TOTAL, COUNTER["calls"], STATE.calls, STATE.counter.calls, len(SHARED), 1]))
+    same(results[0], results[1])
+    assert fx.counters.replays == 0
+    if function is prints:
+        assert capsys.readouterr().out == "in the function\n" * 8
+    _reset()
+
+
+def test_random_numbers_of_a_function_are_drawn_again(model: Any) -> None:
+    def noisy(h: torch.Tensor) -> torch.Tensor:
+        return h + torch.randn(4) + torch.rand_like(h)
+
+    for seed in (0, 1, 1, 2):
+        torch.manual_seed(seed)
+        found = applied(model, noisy)
+        torch.manual_seed(seed)
+        same(found, applied(model, noisy, compile=False))
+    assert fx.counters.replays == 3
+
+
+def test_a_function_that_raises_raises_each_time(model: Any) -> None:
+    for mode in ("add", "other", "add", "other", "other", "scale"):
+        if mode == "other":
+            with pytest.raises(ValueError, match="other"):
+                applied(model, early, mode)
+        else:
+            same(applied(model, early, mode), by_hand(model, early, mode))
+    assert fx.counters.replays == 1
+
+
+def test_values_that_a_function_looks_at(model: Any) -> None:
+    def signed(h: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return h * 2 if v.sum() > 0 else h * 3
+
+    for vector in (VECTOR, VECTOR, -VECTOR, -VECTOR, VECTOR):
+        same(applied(model, signed, vector), by_hand(model, signed, vector))
+    assert fx.counters.replays == 0
+
+
+def test_attributes_that_a_user_gave_a_tensor(model: Any) -> None:
+    def tagged(h: torch.Tensor, v: Any) -> torch.Tensor:
+        return h * v.strength
+
+    vector: Any = VECTOR.clone()
+    for strength in (2.0, 2.0, 3.0, 4.0):
+        vector.strength = strength
+        same(applied(model, tagged, vector), by_hand(model, tagged, vector))
+    assert fx.counters.replays == 0
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------------
+
+
+class SAE(torch.nn.Module):
+    """A sparse autoencoder, as people write one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W_enc = torch.nn.Parameter(torch.randn(4, 8))
+        self.W_dec = torch.nn.Parameter(torch.randn(8, 4))
+        self.b_enc = torch.nn.Parameter(torch.zeros(8))
+        self.register_buffer("threshold", torch.tensor(0.1))
+        self.act = torch.nn.ReLU()
+        self.norm = None
+
+    @torch.no_grad()
+    def encode(self, h: torch.Tensor) -> torch.Tensor:
+        if self.norm is not None:
+            h = self.norm(h)
+        features = self.act(h @ self.W_enc + self.b_enc)
+        return torch.where(features > self.threshold, features, 0.0)
+
+    def decode(self, features: torch.Tensor) -> torch.Tensor:
+        return features @ self.W_dec
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(h))
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4)])
+        self.named = torch.nn.ModuleDict({"out": torch.nn.RMSNorm(4)})
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        for number, part in enumerate(self.parts):
+            h = part(h) + number
+        return self.named["out"](h) + self.parts[-1](h)
+
+
+class LoRA(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.A = torch.nn.Linear(4, 2, bias=False)
+        self.B = torch.nn.Linear(2, 4, bias=False)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return super().forward(h) + self.B(self.A(self.dropout(h)))
+
+
+class ByIndex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 4)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.embedding(h.argmax(-1))
+
+
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "linear": lambda: torch.nn.Linear(4, 4),
+    "sequential": lambda: torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.SiLU()),
+    "nested": lambda: torch.nn.Sequential(torch.nn.Identity(), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))),
+    "batch norm": lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)),
+    "sae": SAE,
+    "stack": Stack,
+    "lora": LoRA,
+    "embedding": ByIndex,
+    "convolution": lambda: torch.nn.Sequential(
+        torch.nn.Unflatten(-1, (1, 4)), torch.nn.Conv1d(1, 2, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(8, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_replayed(model: Any, name: str) -> None:
+    assert check(model, MODULES[name]().eval()) == 2
+
+
+def test_methods_of_modules_are_replayed(model: Any) -> None:
+    sae = SAE()
+    for k in (1, 1, 2, 2, 1):
+        with model.trace(x()):
+            features = sae.encode(model.layers[1].output)
+            features[:, 3] = 5.0 * k
+            model.layers[1].output = sae.decode(features)
+            out = model.output.save()
+
+        def edit(h: torch.Tensor, k: int = k) -> torch.Tensor:
+            features = sae.encode(h)
+            features[:, 3] = 5.0 * k
+            return sae.decode(features)
+
+        same(out, by_hand(model, edit))
+    assert fx.counters.replays == 3
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "parameter in place": (torch.no_grad()(lambda sae: sae.W_dec.mul_(3.0)), 3),
+    "parameter replaced": (lambda sae: setattr(sae, "W_dec", torch.nn.Parameter(sae.W_dec * -2.0)), 3),
+    "shape": (lambda sae: [setattr(sae, name, torch.nn.Parameter(getattr(sae, name)[..., :6])) for name in ("W_enc", "b_enc")]
+              and setattr(sae, "W_dec", torch.nn.Parameter(sae.W_dec[:6])), 2),
+    "child replaced": (lambda sae: setattr(sae, "act", torch.nn.Tanh()), 2),
+    "child added": (lambda sae: setattr(sae, "norm", torch.nn.LayerNorm(4)), 2),
+    "buffer replaced": (lambda sae: setattr(sae, "threshold", torch.tensor(0.5)), 3),
+    "hook": (lambda sae: sae.act.register_forward_hook(lambda *given: given[-1] * 2), 0),
+    "hook before": (lambda sae: sae.register_forward_pre_hook(lambda module, given: (given[0] + 1,)), 0),
+    "forward of the instance": (lambda sae: setattr(sae, "forward", lambda h: h * 0.5), 0),
+    "method of the instance": (lambda sae: setattr(sae, "decode", lambda features: features[:, :4]), 2),
+    "class": (lambda sae: setattr(sae, "__class__", type("Other", (SAE,), {"decode": lambda self, f: f[:, 2:6]})), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_in_a_module_is_seen(model: Any, name: str) -> None:
+    sae = SAE()
+    change, replays = CHANGES[name]
+    assert check(model, sae) == 2
+    before = by_hand(model, sae)
+    change(sae)
+    assert check(model, sae) == replays
+    assert not torch.allclose(by_hand(model, sae), before)
+
+
+def test_hooks_run_each_time(model: Any) -> None:
+    """Of the module, of a module in it, and of all modules; without them it is replayed again."""
+    probe = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    calls: list[int] = []
+
+    def note(*_: Any) -> None:
+        calls.append(1)
+
+    expected = by_hand(model, probe)
+    applied(model, probe)
+    for number, register in enumerate(
+        [
+            lambda: probe.register_forward_hook(note),
+            lambda: probe[0].register_forward_pre_hook(note),
+            lambda: probe.register_full_backward_hook(note),
+            lambda: torch.nn.modules.module.register_module_forward_hook(lambda module, *_: (module is probe and note()) or None),
+        ]
+    ):
+        handle = register()
+        for _ in range(3):
+            same(applied(model, probe), expected)
+        handle.remove()
+        assert len(calls) == (0 if number == 2 else 3)
+        assert fx.counters.replays == number
+        calls.clear()
+        same(applied(model, probe), expected)
+    assert fx.counters.replays == 3, "with a hook for all modules, and without it, the model is captured anew"
+    same(applied(model, probe), expected)
+    assert fx.counters.replays == 4
+
+
+def test_train_and_eval(model: Any) -> None:
+    lora = LoRA()
+    for training in (False, True, True, False, True, False):
+        lora.train(training)
+        torch.manual_seed(0)
+        found = applied(model, lora)
+        torch.manual_seed(0)
+        same(found, by_hand(model, lora))
+    assert fx.counters.replays == 4
+
+
+class Counting(torch.nn.Module):
+    def __init__(self, in_python: bool) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.count, self.in_python = 0, in_python
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        if self.in_python:
+            self.count += 1
+        return h * self.calls
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_a_module_that_counts_its_calls(model: Any, in_python: bool) -> None:
+    counting = Counting(in_python)
+    for number in range(1, 5):
+        same(applied(model, counting), by_hand(model, lambda h, number=number: h * float(number)))
+        assert counting.calls == number
+        assert counting.count == (number if in_python else 0)
+    assert fx.counters.replays == (0 if in_python else 3)
+
+
+def test_batch_norm_in_training_keeps_its_statistics(model: Any) -> None:
+    norm, reference = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
+    for number in range(1, 4):
+        same(applied(model, norm), by_hand(model, reference))
+        assert norm.num_batches_tracked == number
+        same(norm.running_mean, reference.running_mean)
+    assert fx.counters.replays == 2
+
+
+def test_modules_side_by_side_with_layers(model: Any) -> None:
+    saes = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+    net = model._module
+    for number in range(4):
+        if number == 2:
+            saes[1] = torch.nn.Linear(4, 4)
+        with model.trace(x()):
+            for sae, layer in zip(saes, model.layers, strict=False):
+                layer.output = sae(layer.output)
+            out = model.output.save()
+        with model.trace(x(), compile=False):
+            for sae, layer in zip(saes, model.layers, strict=False):
+                layer.output = sae(layer.output)
+            eager = model.output.save()
+        h = x()
+        for sae, layer in zip(saes, net.layers, strict=True):
+            h = sae(layer(h))
+        same((out, eager), (net.head(net.norm(h)),) * 2)
+    assert fx.counters.replays == 2
+
+
+def test_nothing_of_functions_and_modules_is_kept_alive(model: Any) -> None:
+    def run() -> list[Any]:
+        probe, vector = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), VECTOR.clone()
+
+        def probed(h: torch.Tensor) -> torch.Tensor:
+            return probe(h) + vector
+
+        assert check(model, probed) == 2
+        return [weakref.ref(each) for each in (probe, probe[0].weight, vector, probed)]
+
+    references = run()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+# -- envoys as functions -----------------------------------------------------------------------------------------------------
+
+
+def lens(model: Any, compile: bool = True) -> Any:
+    with model.trace(x(), compile=compile):
+        logits = [model.head(model.norm(layer.output)) for layer in model.layers].save()
+    return logits
+
+
+def test_the_logit_lens_is_replayed(model: Any) -> None:
+    for k in range(4):
+        expected = Hooks(model._module)
+        for layer in range(3):
+            expected.output(f"layers.{layer}", expected.keep(f"h{layer}"))
+        expected(x())
+        head, norm = model._module.head, model._module.norm
+        same(lens(model), [head(norm(expected.seen[f"h{layer}"])) for layer in range(3)])
+        if k == 2:
+            with torch.no_grad():
+                model._module.head.weight.mul_(2.0)
+    assert fx.counters.replays == 3
+
+
+@pytest.mark.parametrize("what", ["module", "hook", "forward", "child"])
+def test_what_changes_in_the_module_of_an_envoy_is_seen(model: Any, what: str) -> None:
+    net = model._module
+    for _ in range(2):
+        before = lens(model)
+    assert fx.counters.replays == 1
+    if what == "module":
+        net.head = torch.nn.Linear(4, 2)
+    elif what == "hook":  # is not run by a call in a block
+        net.head.register_forward_hook(lambda *given: given[-1] * 2)
+    elif what == "forward":
+        net.head.forward = lambda h: h[:, :2]
+    else:
+        net.norm = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    for _ in range(3):
+        found = lens(model)
+        same(found, lens(model, compile=False))
+    assert (what == "hook") is torch.equal(found[0], before[0])
+    assert fx.counters.replays == {"forward": 1}.get(what, 3)
+
+
+def test_an_envoy_with_hook_runs_each_time(model: Any) -> None:
+    model._module.probe = torch.nn.Linear(4, 4)
+    traced = []
+    for _ in range(3):
+        with model.trace(x()):
+            scores = model.probe(model.layers[0].output, hook=True).save()
+        traced.append(scores)
+    same(traced[2], traced[0])
+    assert fx.counters.replays == 0
+
+
+def test_a_module_of_the_model_called_beside_it(model: Any) -> None:
+    """Its parameters are inputs of the graph, and its calls are intercepted while a run is active."""
+    head = model._module.head
+    for _ in range(3):
+        with model.trace(x()):
+            scores = head(model.layers[0].output).save()
+        expected = Hooks(model._module)
+        expected.output("layers.0", expected.keep("h"))(x())
+        same(scores, head(expected.seen["h"]))
+    assert fx.counters.replays == 2

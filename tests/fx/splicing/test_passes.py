@@ -1,0 +1,611 @@
+"""Passes: what they remove, what they must not touch, and that no result changes by a bit."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnsight import NNsight
+from nnsight.fx.effects import Kind, kind_of
+from nnsight.fx.splicing.passes import (
+    PASSES,
+    copy_edited_values,
+    drop_needless_copies,
+    drop_unused_calls,
+    merge_repeated_calls,
+    run_passes,
+)
+
+from ...conftest import Hooks
+
+X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+
+class Builder:
+    """Writes a graph by hand; each method adds a call and returns its node."""
+
+    def __init__(self, inputs: int = 1) -> None:
+        self.graph = torch.fx.Graph()
+        self.inputs = [self.graph.placeholder(f"x{number}") for number in range(inputs)]
+
+    def __getattr__(self, name: str) -> Callable[..., torch.fx.Node]:
+        return lambda *args, **kwargs: self.graph.call_method(name, args, kwargs)
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        return self.graph.call_function(function, args, kwargs)
+
+    def item(self, node: torch.fx.Node, index: Any) -> torch.fx.Node:
+        return self.call(operator.getitem, node, index)
+
+    def returning(self, *nodes: Any) -> torch.fx.GraphModule:
+        self.graph.output(nodes)
+        return torch.fx.GraphModule({}, self.graph)
+
+
+def targets(graph_module: torch.fx.GraphModule) -> list[str]:
+    nodes = graph_module.graph.nodes
+    return [getattr(node.target, "__name__", node.target) for node in nodes if node.op.startswith("call")]
+
+
+# -- unneeded calls ----------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_nobody_needs_go_with_what_they_alone_needed() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    b.exp(b.call(torch.add, x, 1))
+    b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x)
+    module = drop_unused_calls(b.returning(b.mul(x, 2)))
+    assert targets(module) == ["mul"]
+    assert torch.equal(module(X)[0], X * 2)
+
+
+def test_unused_inputs_stay() -> None:
+    b = Builder(3)
+    module = drop_unused_calls(b.returning(b.mul(b.inputs[1], 2)))
+    assert torch.equal(module(X, X + 1, X)[0], (X + 1) * 2)
+
+
+_library = torch.library.Library("nnsight_test_passes", "DEF")
+_library.define("log(Tensor x) -> Tensor")
+_library.impl("log", lambda x: x.clone(), "CompositeExplicitAutograd")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, x: b.add_(x, 1),
+        lambda b, x: b.add_(b.item(x, 0), 1),
+        lambda b, x: b.add_(b.view(x, -1), 1),
+        lambda b, x: b.call(operator.setitem, x, 0, 1.0),
+        lambda b, x: b.call(operator.iadd, x, 1),
+        lambda b, x: b.call(torch.relu_, x),
+        lambda b, x: b.call(torch.relu, b.inputs[1], out=x),
+        lambda b, x: b.call(torch.nn.functional.relu, x, inplace=True),
+        lambda b, x: b.call(torch.nn.functional.relu, x, True),
+        lambda b, x: b.call(torch.nn.functional.embedding, b.inputs[1], x, None, 1.0),
+        lambda b, x: b.call(torch.ops.aten.add_.Tensor, x, x),
+        lambda b, x: b.call(torch._foreach_add_, [x], 1),
+        lambda b, x: b.copy_(x, x),
+        lambda b, x: b.call(torch.nn.functional.batch_norm, b.inputs[1], x, x, None, None, True),
+        lambda b, x: b.call(torch.batch_norm, b.inputs[1], None, None, x, x, True, 0.1, 1e-5, False),
+        lambda b, x: b.call(torch.instance_norm, b.inputs[1], None, None, x, x, True, 0.1, 1e-5, False),
+        lambda b, x: b.call(torch.randn, 3),
+        lambda b, x: b.call(torch.rand_like, x),
+        lambda b, x: b.call(torch.bernoulli, x),
+        lambda b, x: b.call(torch.nn.functional.dropout, x),
+        lambda b, x: b.call(torch.nn.functional.dropout, x, 0.1, True),
+        lambda b, x: b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x, None, 0.1),
+        lambda b, x: b.call(torch.nn.functional.fractional_max_pool2d, x, 2, output_ratio=0.5),
+        lambda b, x: b.call(torch._C._set_grad_enabled, False),
+        lambda b, x: b.call(print, x),
+        lambda b, x: b.call(torch._assert, True, "no"),
+        lambda b, x: b.call(torch._assert_async, x),
+        lambda b, x: b.call(torch.amp.autocast_mode._enter_autocast, "cpu", None, True, None),
+        lambda b, x: b.call(torch.ops.nnsight_test_passes.log, x),
+        lambda b, x: b.call(torch.manual_seed, 0),
+    ],
+)
+def test_calls_with_effects_stay(write: Callable[[Builder, torch.fx.Node], torch.fx.Node]) -> None:
+    b = Builder(2)
+    node = write(b, b.inputs[0])
+    assert kind_of(node) in (Kind.EFFECT, Kind.RANDOM)
+    module = drop_unused_calls(b.returning(b.inputs[1]))
+    assert node in module.graph.nodes
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, x: b.call(torch.nn.functional.dropout, x, 0.1, False),
+        lambda b, x: b.call(torch.nn.functional.dropout, x, p=0.1, training=False),
+        lambda b, x: b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x, dropout_p=0.0),
+        lambda b, x: b.call(torch.nn.functional.relu, x, inplace=False),
+        lambda b, x: b.call(torch.ops.aten.add.Tensor, x, x),
+        lambda b, x: b.call(torch.cat, [x, x]),
+        lambda b, x: b.call(getattr, x, "T"),
+        lambda b, x: b.float(x),
+    ],
+)
+def test_calls_that_only_could_have_had_effects_go(write: Callable[[Builder, torch.fx.Node], torch.fx.Node]) -> None:
+    b = Builder()
+    write(b, b.inputs[0])
+    assert targets(drop_unused_calls(b.returning(b.inputs[0]))) == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, x, i: b.item(x, i),
+        lambda b, x, i: b.item(x, (slice(None), [9])),
+        lambda b, x, i: b.gather(x, 0, i),
+        lambda b, x, i: b.call(torch.index_select, x, 0, i),
+        lambda b, x, i: b.call(torch.nn.functional.embedding, i, x),
+        lambda b, x, i: b.call(torch.nn.functional.softmax, x, 9),
+        lambda b, x, i: b.call(torch.linalg.inv, x),
+        lambda b, x, i: b.call(torch.ops.aten.index.Tensor, x, [i]),
+    ],
+)
+def test_calls_that_may_fail_stay(write: Callable[..., torch.fx.Node]) -> None:
+    b = Builder(2)
+    node = write(b, *b.inputs)
+    module = drop_unused_calls(b.returning(b.inputs[0]))
+    assert node in module.graph.nodes
+    with pytest.raises((IndexError, RuntimeError)):
+        module(X, torch.full((1, 1), 9))
+
+
+# -- repeated calls ----------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_read_twice_is_read_once() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    first, second = b.item(x, (slice(None), -1)), b.item(x, (slice(None), -1))
+    other = b.item(x, (slice(None), 1))
+    module = merge_repeated_calls(b.returning(b.add(b.add(first, second), other)))
+    assert targets(module) == ["getitem", "getitem", "add", "add"]
+    assert torch.equal(module(X)[0], X[:, -1] + X[:, -1] + X[:, 1])
+
+
+def test_calculations_are_made_once() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    module = merge_repeated_calls(b.returning(b.add(b.softmax(b.mul(x, 2), -1), b.softmax(b.mul(x, 2), -1))))
+    assert targets(module) == ["mul", "softmax", "add"]
+
+
+def test_numbers_that_are_equal_need_not_be_the_same() -> None:
+    for one, other in ((1, 1.0), (1, True), (0.0, -0.0)):
+        b = Builder()
+        (x,) = b.inputs
+        module = merge_repeated_calls(b.returning(b.add(b.mul(x, one), b.mul(x, other))))
+        assert targets(module) == ["mul", "mul", "add"]
+
+
+def test_an_edit_between_two_reads_keeps_both() -> None:
+    for index, edited in ((slice(None), 0), (0, 0), (0, (slice(None), 1))):
+        b = Builder()
+        x = b.add(b.inputs[0], 0)
+        first = b.clone(b.item(x, index))
+        b.call(operator.setitem, x, edited, 7.0)
+        second = b.clone(b.item(x, index))
+        module = merge_repeated_calls(b.returning(b.sub(first, second)))
+        assert targets(module).count("clone") == 2
+        expected = X.clone()
+        before = expected[index].clone()
+        expected[edited] = 7.0
+        assert torch.equal(module(X)[0], before - expected[index])
+
+
+def test_an_edit_of_a_view_made_before_keeps_both() -> None:
+    b = Builder()
+    x = b.add(b.inputs[0], 0)
+    view = b.view(x, -1)
+    first = b.sum(x)
+    b.add_(view, 1)
+    module = merge_repeated_calls(b.returning(b.sub(b.sum(x), first)))
+    assert torch.equal(module(X)[0], (X + 1).sum() - X.sum())
+
+
+def test_results_of_which_one_is_edited_later_are_two() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    first, second = b.mul(x, 2), b.mul(x, 2)
+    b.add_(b.item(first, 0), 5)
+    module = merge_repeated_calls(b.returning(b.add(first, second)))
+    expected = X * 2
+    expected[0] += 5
+    assert torch.equal(module(X)[0], expected + X * 2)
+
+
+def test_results_that_leave_the_graph_are_two() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    module = merge_repeated_calls(b.returning(b.mul(x, 2), b.view(b.mul(x, 2), -1)))
+    first, second = module(X)
+    first += 1
+    assert torch.equal(second, (X * 2).view(-1))
+
+
+def test_a_mode_between_two_calls_keeps_both() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    first = b.mul(x, 2)
+    b.call(torch._C._set_grad_enabled, False)
+    second = b.mul(x, 2)
+    b.call(torch._C._set_grad_enabled, True)
+    module = merge_repeated_calls(b.returning(b.add(first, second)))
+    assert targets(module).count("mul") == 2
+
+
+def test_random_numbers_are_drawn_as_often_as_written() -> None:
+    b = Builder()
+    module = merge_repeated_calls(b.returning(b.call(torch.sub, b.call(torch.rand, 3), b.call(torch.rand, 3))))
+    assert module(X)[0].abs().sum() > 0
+
+
+def test_a_graph_that_autograd_follows_keeps_all_calls() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    x.meta["example_value"] = torch.empty(3, 4, requires_grad=True)
+    module = b.returning(b.add(b.mul(x, 2), b.mul(x, 2)))
+    assert targets(merge_repeated_calls(module)) == ["mul", "mul", "add"]
+    with torch.no_grad():
+        assert targets(merge_repeated_calls(module)) == ["mul", "add"]
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_assignment_behind_an_edit_in_place_goes() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    x.meta["example_value"] = X
+    for index in ((slice(None), -1), 0, (Ellipsis, slice(1, 3)), None):
+        view = b.item(x, index)
+        b.call(operator.iadd, view, 1)
+        b.call(operator.setitem, x, index, view)
+    module = drop_needless_copies(b.returning(b.inputs[0]))
+    assert "setitem" not in targets(module)
+    expected = X.clone()
+    expected[:, -1] += 1
+    expected[0] += 1
+    expected[..., 1:3] += 1
+    expected += 1
+    assert torch.equal(module(X.clone())[0], expected)
+
+
+@pytest.mark.parametrize("index", [([0, 1],), [0, 2], torch.tensor([True, False, True]), True])
+def test_the_assignment_behind_an_edit_of_a_copy_stays(index: Any) -> None:
+    b = Builder()
+    (x,) = b.inputs
+    index = b.call(torch.tensor, index.tolist()) if isinstance(index, torch.Tensor) else index
+    part = b.item(x, index)
+    b.call(operator.iadd, part, 1)
+    b.call(operator.setitem, x, index, part)
+    module = drop_needless_copies(b.returning(x))
+    assert "setitem" in targets(module)
+
+
+def test_an_assignment_of_another_part_stays() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    b.call(operator.setitem, x, (slice(None), 0), b.item(x, (slice(None), 1)))
+    assert "setitem" in targets(drop_needless_copies(b.returning(x)))
+
+
+def test_a_copy_of_what_nobody_looks_at_again_goes() -> None:
+    b = Builder()
+    hidden = b.add(b.inputs[0], 1)
+    total = b.sum(hidden)
+    copy = b.clone(hidden)
+    b.call(operator.setitem, copy, 0, 0.0)
+    module = drop_needless_copies(b.returning(b.add(copy, total)))
+    assert "clone" not in targets(module)
+    expected = X + 1
+    expected[0] = 0
+    assert torch.equal(module(X)[0], expected + (X + 1).sum())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda b, x, hidden, view: hidden,
+        lambda b, x, hidden, view: b.mul(hidden, 2),
+        lambda b, x, hidden, view: b.mul(view, 2),
+        lambda b, x, hidden, view: b.mul(b.contiguous(hidden), 1),
+    ],
+)
+def test_a_copy_of_what_is_looked_at_again_stays(use: Callable[..., torch.fx.Node]) -> None:
+    b = Builder()
+    (x,) = b.inputs
+    hidden = b.add(x, 1)
+    view = b.view(hidden, -1)
+    copy = b.clone(hidden)
+    b.call(operator.setitem, copy, 0, 0.0)
+    module = drop_needless_copies(b.returning(copy, use(b, x, hidden, view)))
+    assert "clone" in targets(module)
+
+
+def test_a_copy_of_an_input_or_of_a_part_stays() -> None:
+    b = Builder()
+    (x,) = b.inputs
+    whole, part = b.clone(x), b.clone(b.item(b.add(x, 1), (slice(None), 1)))
+    module = drop_needless_copies(b.returning(whole, part))
+    assert targets(module).count("clone") == 2
+    assert module(X)[1].is_contiguous()
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+CALLS: dict[int, Callable[[Builder, torch.fx.Node, torch.fx.Node], torch.fx.Node]] = {
+    3: lambda b, x, y: b.mul(x, 2),
+    4: lambda b, x, y: b.add(x, y),
+    5: lambda b, x, y: b.clone(x),
+    6: lambda b, x, y: b.reshape(x, 3, 4),
+    7: lambda b, x, y: b.contiguous(b.call(getattr, b.call(getattr, x, "T"), "T")),
+    8: lambda b, x, y: b.add(x, b.call(torch.rand, 3, 4)),
+    9: lambda b, x, y: b.item(x, slice(None)),
+}
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> torch.fx.GraphModule:
+    """Graphs of reads, views, calculations, copies, edits in place and draws of random numbers, with repetitions."""
+    b = Builder(2)
+    nodes = list(b.inputs)
+    for _ in range(draw(st.integers(1, 14))):
+        x, y = draw(st.sampled_from(nodes)), draw(st.sampled_from(nodes))
+        kind = draw(st.integers(0, 9))
+        if kind == 0:
+            b.call(operator.iadd, b.item(x, draw(st.sampled_from([slice(None), slice(0, 2), None]))), 1.5)
+            if draw(st.booleans()):
+                b.call(operator.setitem, x, draw(st.sampled_from([slice(None), slice(0, 2)])), 0.25)
+            continue
+        if kind == 1:
+            view = b.item(x, slice(0, 1))
+            b.call(operator.imul, view, 2)
+            b.call(operator.setitem, x, slice(0, 1), view)
+            continue
+        if kind == 2:
+            b.add_(x, 1)
+            continue
+        nodes.append(CALLS[kind](b, x, y))
+    kept = draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=3))
+    return b.returning(*kept)
+
+
+def outcome(module: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """Return what a graph returns, what it leaves in its inputs, and the random number after it."""
+    inputs = [X.clone(), X.flip(0).clone()]
+    torch.manual_seed(3)
+    results = module(*inputs)
+    return [*(result.clone() for result in results), *inputs, torch.rand(1)]
+
+
+@given(graphs())
+@settings(max_examples=300, deadline=None)
+def test_no_pass_changes_a_bit(module: torch.fx.GraphModule) -> None:
+    expected = outcome(module)
+    run_passes(module)
+    assert all(torch.equal(one, other) for one, other in zip(outcome(module), expected, strict=True))
+
+
+@given(graphs())
+@settings(max_examples=150, deadline=None)
+def test_results_are_as_separate_as_they_were(module: torch.fx.GraphModule) -> None:
+    """Editing one result afterwards shows in the others, and in the inputs, as it did before the passes."""
+
+    def edited(number: int) -> list[torch.Tensor]:
+        inputs = [X.clone(), X.flip(0).clone()]
+        torch.manual_seed(3)
+        results = module(*inputs)
+        results[number % len(results)].add_(100)
+        return [*(result.clone() for result in results), *inputs]
+
+    expected = [edited(number) for number in range(3)]
+    run_passes(module)
+    for number in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(edited(number), expected[number], strict=True))
+
+
+# -- in traces ---------------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.third = torch.nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+@pytest.fixture
+def model() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Net(), compile={"backend": "eager"})
+
+
+@torch.no_grad()
+def test_a_read_that_is_not_kept_is_not_computed(model: NNsight) -> None:
+    def trace() -> Any:
+        with model.trace(X) as tracer:
+            (model.first.output * 3).exp()
+            out = model.output.save()
+        return out, tracer
+
+    out, tracer = trace()
+    assert ".exp()" not in tracer.report.code
+    assert "mul" not in tracer.report.code
+    assert "add_" in tracer.report.code  # the model's count of calls
+    assert torch.equal(out, Hooks(model._module)(X))
+    assert model._module.calls == 2
+
+
+@torch.no_grad()
+def test_repeated_reads_and_needless_copies_of_a_block(model: NNsight) -> None:
+    def trace() -> Any:
+        with model.trace(X) as tracer:
+            hidden = model.first.output
+            hidden[:, 0] += hidden[:, 1] * hidden[:, 1]
+            copy = model.second.output.clone()
+            copy[0] = 0
+            model.second.output = copy
+            out = model.output.save()
+        return out, tracer
+
+    def first(hidden: torch.Tensor) -> None:
+        hidden[:, 0] += hidden[:, 1] * hidden[:, 1]
+
+    def second(hidden: torch.Tensor) -> torch.Tensor:
+        copy = hidden.clone()
+        copy[0] = 0
+        return copy
+
+    out, tracer = trace()
+    code = tracer.report.code
+    assert code.count("linear[(slice(None, None, None), 1)]") == 1
+    assert "clone" not in code
+    assert code.count("] = ") == 1  # of the two assignments, the one that assigns something
+    assert torch.equal(out, Hooks(model._module).output("first", first).output("second", second)(X))
+
+
+@torch.no_grad()
+def test_a_copy_that_is_saved_stays_apart(model: NNsight) -> None:
+    with model.trace(X):
+        before = model.first.output.clone().save()
+        hidden = model.first.output.save()
+        hidden += 1
+        one, other = (hidden * 2).save(), (hidden * 2).save()
+    one += 5
+    assert torch.equal(before, model._module.first(X))
+    assert torch.equal(hidden, before + 1)
+    assert torch.equal(other, hidden * 2)
+
+
+@torch.no_grad()
+def test_a_stop_computes_what_is_kept_and_what_has_effects(model: NNsight) -> None:
+    with model.trace(X) as tracer:
+        first = model.first.output.save()
+        (first * 3).exp()
+        model.second.input  # noqa: B018
+        tracer.stop()
+    assert ".exp()" not in tracer.report.code
+    assert "add_" in tracer.report.code
+    assert torch.equal(first, model._module.first(X))
+    assert model._module.calls == 1
+
+
+@torch.no_grad()
+def test_what_only_a_skipped_module_needed_is_not_computed(model: NNsight) -> None:
+    replacement = torch.ones(3, 6)
+    with model.trace(X) as tracer:
+        model.second.skip(replacement)
+        out = model.output.save()
+    assert tracer.report.code.count("linear(") == 1
+    assert torch.equal(out, model._module.third(torch.relu(replacement)))
+
+
+def test_gradients_keep_every_call(model: NNsight) -> None:
+    def trace(compile: bool) -> list[torch.Tensor]:
+        model._module.zero_grad()
+        with model.trace(X, compile=compile) as tracer:
+            hidden = model.first.output
+            hidden[:, 0] += (hidden[:, 1] * 3).exp() + (hidden[:, 1] * 3).exp() + (hidden[:, 1] * 3).exp()
+            out = model.output.save()
+        out.sum().backward()
+        if compile:
+            assert tracer.report.code.count(".exp()") == 3
+        return [out, model._module.first.weight.grad.clone()]
+
+    for one, other in zip(trace(False), trace(True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_list_of_passes() -> None:
+    assert [function.__name__ for function in PASSES] == [
+        "drop_unused_calls",
+        "merge_repeated_calls",
+        "drop_needless_copies",
+    ]
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+_PROGRAM = """
+{imports}
+import torch
+from nnsight import NNsight
+model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), compile={{"backend": "eager"}})
+with model.trace(torch.ones(1, 2)):
+    hidden = model[0].output
+    hidden * 3
+    if hidden.sum() > 100:
+        pass
+    model.output.save()
+"""
+
+
+def stderr(imports: str, logs: str, tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(_PROGRAM.format(imports=imports), encoding="utf-8")
+    environment = {**os.environ, "TORCH_LOGS": logs}
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, env=environment, timeout=300, check=True
+    )
+    return done.stderr
+
+
+@pytest.mark.parametrize("imports", ["import torch", "from nnsight.fx import explain"])
+def test_torch_logs_shows_each_pass(imports: str, tmp_path: Path) -> None:
+    printed = stderr(imports, "+nnsight", tmp_path)
+    counts = re.findall(r"pass (\w+): (\d+) nodes before, (\d+) after", printed)
+    assert [name for name, _, _ in counts] == [function.__name__ for function in PASSES] * 2
+    assert any(int(before) > int(after) for _, before, after in counts)
+    assert "def forward(" in printed
+    assert "graph cut: " in printed
+
+
+def test_torch_logs_without_a_plus_shows_cuts_only(tmp_path: Path) -> None:
+    printed = stderr("import nnsight", "nnsight", tmp_path)
+    assert "graph cut: " in printed
+    assert "pass drop" not in printed
+
+
+@pytest.mark.parametrize(("function", "copied"), [(torch.topk, "getitem"), (torch.chunk, "exp")])
+def test_what_is_copied_before_an_item_of_several_results_is_edited(function: Callable[..., Any], copied: str) -> None:
+    """The item, or the tensor that it is a view of, which sees the edit; never the tuple."""
+    build = Builder()
+    made = build.call(torch.exp, build.inputs[0])
+    found = build.call(function, made, 2)
+    item = build.item(found, 0)
+    edited = build.mul_(item, 2.0)
+    results = function(X.exp(), 2)
+    base = X.exp() if copied == "getitem" else results[0]._base
+    for node, example in ((build.inputs[0], X), (made, base), (found, results), (item, results[0]), (edited, results[0])):
+        node.meta["example_value"] = example
+    graph_module = build.returning(made, edited)
+    expected = [result.clone() for result in graph_module(X)]
+    copy_edited_values(graph_module)
+    (clone,) = graph_module.graph.find_nodes(op="call_method", target="clone")
+    assert clone.args[0].target.__name__ == copied
+    for one, other in zip(graph_module(X), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -1,0 +1,509 @@
+"""The compiled driver: what is compiled when, what is reused, and what errors look like."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import types
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight, UncompiledWarning, fx
+from nnsight.fx import driver
+
+from ..conftest import Hooks, assert_no_instrumentation, same
+
+X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.third = torch.nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+def make(**options: Any) -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Net(), compile={"backend": "eager", **options})
+
+
+@pytest.fixture
+def model() -> NNsight:
+    return make()
+
+
+# -- unedited models -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_unedited_model_is_bit_identical_to_the_compiled_one(backend: str) -> None:
+    module = Net()
+    wrapped = NNsight(module, compile={"backend": backend})
+    with torch.no_grad():
+        expected = torch.compile(module, backend=backend)(X)
+        assert torch.equal(wrapped(X), expected)
+        with wrapped.trace(X) as tracer:
+            result = tracer.result.save()
+        assert torch.equal(result, expected)
+    assert_no_instrumentation(module)
+
+
+def test_a_compiled_module_is_recognised() -> None:
+    module = Net()
+    for compiled in (torch.compile(module, backend="eager", fullgraph=True, dynamic=False),):
+        model = NNsight(compiled)
+        assert model._module is module
+        assert model._compiled is not None
+        assert model._compiled.fullgraph
+        assert model._compiled.options["dynamic"] is False
+        with model.trace(X) as tracer:
+            value = model.first.output.save()
+        assert tracer.report.mode == "compiled"
+        assert torch.equal(value, module.first(X))
+
+
+def test_a_module_compiled_in_place_is_recognised() -> None:
+    module = Net()
+    module.compile(backend="eager")
+    model = NNsight(module)
+    with model.trace(X) as tracer:
+        model.first.output[:] = 0
+        value = model.first.output.save()
+    assert tracer.report.mode == "compiled"
+    assert torch.equal(value, torch.zeros(2, 6))
+    with model.trace(X, compile=False) as tracer:
+        value = model.first.output.save()
+    assert tracer.report.mode == "eager"
+    assert torch.equal(value, module.first(X))
+
+
+def test_compile_may_be_chosen_for_each_trace(model: NNsight) -> None:
+    plain = NNsight(model._module)
+    for wrapped, argument, mode in (
+        (model, None, "compiled"),
+        (model, True, "compiled"),
+        (model, False, "eager"),
+        (plain, None, "eager"),
+        (plain, False, "eager"),
+    ):
+        with wrapped.trace(X, compile=argument) as tracer:
+            wrapped.output  # noqa: B018
+        assert tracer.report.mode == mode
+
+
+def test_a_trace_compiled_once_leaves_the_default(model: NNsight) -> None:
+    plain = NNsight(model._module)
+    plain.compile(backend="eager")
+    assert plain._compile_by_default
+    with plain.trace(X) as tracer:
+        plain.output  # noqa: B018
+    assert tracer.report.mode == "compiled"
+
+
+def test_unknown_options() -> None:
+    with pytest.raises(TypeError, match=r"unknown options \['backnd'\]"):
+        NNsight(Net(), compile={"backnd": "eager"})
+    with pytest.raises(Exception, match="nonsense"):
+        with NNsight(Net(), compile={"backend": "nonsense"}).trace(X):
+            pass
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_capture_serves_every_block(model: NNsight) -> None:
+    with torch.no_grad():
+        with model.trace(X):
+            model.first.output.save()
+        with model.trace(X):
+            model.second.output[:] = 0
+        with model.trace(X):
+            model.third.input = model.third.input * 2
+        model(X)
+    assert fx.counters.captures == 1
+    assert fx.counters.recordings == 3
+    assert fx.counters.compiles == 4
+    fx.counters.reset()
+    assert (fx.counters.captures, fx.counters.recordings, fx.counters.splices) == (0, 0, 0)
+    assert (fx.counters.compiles, fx.counters.breaks) == (0, 0)
+
+
+def test_the_same_block_is_neither_recorded_nor_compiled_again(model: NNsight) -> None:
+    def run(scale: float, vector: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        with model.trace(x) as tracer:
+            hidden = model.second.output
+            hidden[:, -2:] += scale * vector
+            out = model.output.save()
+        return out, tracer.report
+
+    _, first = run(1.0, torch.ones(2), X)
+    assert (first.recordings, first.compiles) == (1, 1)
+    fx.counters.reset()
+    for scale in (2.0, 3.0):
+        vector = torch.randn(2)
+        out, report = run(scale, vector, X * scale)
+        expected = Hooks(model._module).output("second", lambda h: _steer(h, scale * vector))(X * scale)  # noqa: B023
+        assert torch.equal(out, expected)
+        assert (report.recordings, report.compiles) == (0, 0)
+    assert fx.counters.recordings == fx.counters.compiles == fx.counters.splices == fx.counters.captures == 0
+
+
+def _steer(hidden: torch.Tensor, vector: torch.Tensor) -> None:
+    hidden[:, -2:] += vector
+
+
+def test_equal_blocks_at_different_lines_share_a_variant(model: NNsight) -> None:
+    with model.trace(X):
+        model.second.output[:] *= 2.0
+    fx.counters.reset()
+    with model.trace(X):
+        hidden = model.second.output
+        hidden[:] *= 3.0
+    assert fx.counters.compiles == 0
+
+
+def test_ten_lengths_after_two(model: NNsight) -> None:
+    def run(length: int, compile: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.linspace(-1, 1, 4 * length).reshape(length, 4)
+        with model.trace(x, compile=compile):
+            hidden = model.second.output
+            hidden[-1] += torch.ones(6)
+            hidden[: hidden.shape[0] // 2] *= 0.5
+            state = hidden.clone().save()
+            out = model.output.save()
+        return state, out
+
+    for length in (3, 5, 7):
+        run(length, True)
+    fx.counters.reset()
+    for length in range(8, 18):
+        for eager, compiled in zip(run(length, False), run(length, True), strict=True):
+            assert torch.equal(eager, compiled)
+    assert fx.counters.captures == 0
+    assert fx.counters.compiles <= 10, "sizes that the block turned into numbers may be separate variants"
+
+
+def test_ten_lengths_with_a_fixed_edit(model: NNsight) -> None:
+    def run(length: int) -> torch.Tensor:
+        with model.trace(torch.ones(length, 4)):
+            model.second.output[-1] += torch.ones(6)
+            out = model.output.save()
+        return out
+
+    for length in (3, 5, 7):
+        run(length)
+    fx.counters.reset()
+    for length in range(8, 18):
+        assert run(length).shape == (length, 3)
+    assert fx.counters.captures == fx.counters.compiles == fx.counters.recordings == 0
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_error_is_raised_at_the_users_line(model: NNsight) -> None:
+    with model.trace(X):
+        model.output  # noqa: B018
+    before = model._module.calls.item()
+    with pytest.raises(RuntimeError, match="99") as raised:
+        with model.trace(X):
+            hidden = model.second.output
+            hidden + torch.ones(99)  # the line
+    last = traceback.extract_tb(raised.value.__traceback__)[-1]
+    assert (last.filename, last.line) == (__file__, "hidden + torch.ones(99)  # the line")
+    assert model._module.calls.item() == before + 1, "the model ran up to the mistake, as it does eagerly"
+    assert_no_instrumentation(model._module)
+    with model.trace(X):
+        out = model.output.save()
+    assert torch.equal(out, model._module(X))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda h: h @ torch.ones(7, 7),
+        lambda h: h[9],
+        lambda h: h.view(-1, 5),
+        lambda h: h[:, [99]],
+        lambda h: torch.cat([h, torch.ones(1, 2)]),
+        lambda h: h.nonsense,
+        lambda h: h.softmax(dim=9),
+        lambda h: h + "text",
+        lambda h: h.reshape(2, 2, 2),
+        torch.nn.Linear(5, 5),
+        lambda h: h.__setitem__((slice(None), 0), torch.ones(9)),
+        lambda h: h.squeeze().expand(1),
+    ],
+)
+def test_mistakes_raise_what_they_raise_eagerly(model: NNsight, mistake: Any) -> None:
+    raised: list[BaseException] = []
+    with torch.no_grad():
+        for compile in (False, True):
+            with pytest.raises(Exception) as error:  # noqa: PT011
+                with model.trace(X, compile=compile):
+                    mistake(model.second.output)
+            raised.append(error.value)
+    eager, compiled = raised
+    assert type(eager) is type(compiled)
+    assert str(compiled)
+    assert "LazyTensor" not in str(compiled), "the user wrote no such thing"
+
+
+def test_a_replacement_of_another_shape(model: NNsight) -> None:
+    for replacement in (torch.ones(2, 7), torch.ones(3, 6), torch.ones(6), torch.ones(1, 6)):
+        with pytest.raises(ValueError, match=r"`model\.second\.output` has shape .*the model has \(2, 6\)"):
+            with model.trace(X):
+                model.second.output = replacement
+    with pytest.raises(TypeError, match="int where the model has a tensor"):
+        with model.trace(X):
+            model.second.output = 5
+
+
+def test_an_unsaved_lazy_that_escapes_an_interrupted_trace(model: NNsight) -> None:
+    outer: list[torch.Tensor] = []
+    with pytest.raises(KeyboardInterrupt):
+        with model.trace(X):
+            outer.append(model.second.output)
+            raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="never computed"):
+        outer[0] + 1
+
+
+def test_an_error_in_the_model_is_its_own(model: NNsight) -> None:
+    for compile in (False, True):
+        with pytest.raises(Exception, match="mat1 and mat2|size mismatch|reduction dim|shapes cannot be multiplied"):
+            with model.trace(torch.ones(2, 99), compile=compile):
+                model.output.save()
+    assert_no_instrumentation(model._module)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradients_after_a_trace(backend: str) -> None:
+    gradients = []
+    for compile in (False, True):
+        model = make(backend=backend)
+        vector = torch.linspace(0, 1, 6, requires_grad=True)
+        with model.trace(X, compile=compile):
+            hidden = model.first.output
+            hidden[:, 1:] *= 2.0
+            model.second.output = model.second.output + vector * hidden.mean()
+            kept = model.second.output.save()
+            out = model.output.save()
+        loss = out.pow(2).sum() + kept.sum()
+        loss.backward()
+        gradients.append([loss.detach(), vector.grad, *(parameter.grad for parameter in model._module.parameters())])
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(eager, compiled)
+    assert bool((gradients[0][1] != 0).any())
+
+    # The same by hand.
+    module = make()._module
+    vector = torch.linspace(0, 1, 6, requires_grad=True)
+    hidden = module.first(X) * torch.tensor([1.0, 2, 2, 2, 2, 2])
+    second = module.second(torch.relu(hidden)) + vector * hidden.mean()
+    (module.third(torch.relu(second)).pow(2).sum() + second.sum()).backward()
+    torch.testing.assert_close(gradients[1][1], vector.grad)
+    for found, parameter in zip(gradients[1][2:], module.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
+
+
+def test_training_steps_through_a_compiled_trace() -> None:
+    losses = []
+    for compile in (False, True):
+        model = make()
+        optimizer = torch.optim.SGD(model._module.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with model.trace(X, compile=compile):
+                model.first.output[:, 0] = 0.0
+                out = model.output.save()
+            loss = out.pow(2).mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.detach())
+    assert torch.equal(losses[0], losses[1])
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_and_its_code(model: NNsight) -> None:
+    with model.trace(X) as tracer:
+        hidden = model.second.output
+        hidden[:, 0] += 5.0
+        model.third.input = torch.tanh(model.third.input)
+        out = model.third.output.save()
+    report = tracer.report
+    assert (report.mode, report.graphs, report.recordings, report.compiles) == ("compiled", 1, 1, 1)
+    assert report.spliced == ["model.second.output", "model.third.input", "model.third.output"]
+    assert report.breaks == []
+    text = str(report)
+    assert text.startswith("trace: compiled, 1 graph, 0 breaks, 1 recorded, 1 compiled")
+    assert "model.second.output" in text
+    source = Path(__file__).read_text().splitlines()
+    marked = [line for line in report.code.splitlines() if "# <-- test_driver.py:" in line]
+    lines = {source[int(line.rsplit(":", 1)[1]) - 1].strip() for line in marked}
+    assert lines == {"hidden[:, 0] += 5.0", "model.third.input = torch.tanh(model.third.input)"}
+    assert any("torch.tanh" in line for line in marked)
+    assert "tap" not in report.code
+    compile(report.code, "report", "exec")
+
+
+def test_the_report_keeps_no_tensor(model: NNsight, no_gc: None) -> None:
+    def run() -> tuple[Any, list[weakref.ref[torch.Tensor]]]:
+        x, vector = torch.ones(2, 4), torch.ones(6)
+        references = [weakref.ref(x), weakref.ref(vector)]
+        with model.trace(x) as tracer:
+            hidden = model.second.output
+            references.append(weakref.ref(hidden))
+            hidden += vector
+            out = model.output.save()
+        references.append(weakref.ref(out))
+        return tracer.report, references
+
+    report, references = run()
+    assert report.code
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_nothing_is_kept_between_runs(model: NNsight) -> None:
+    """The variant cache holds graphs, no inputs and no externals of a run."""
+
+    def run() -> list[weakref.ref[torch.Tensor]]:
+        vector = torch.ones(6)
+        with model.trace(torch.ones(2, 4)):
+            hidden = model.second.output
+            hidden += vector
+            if hidden.sum() > 1e9:
+                hidden *= 0
+            model.third.output += 1
+            saved = model.output.save()
+        return [weakref.ref(vector), weakref.ref(saved)]
+
+    for _ in range(2):
+        references = run()
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+
+
+def test_two_models_of_one_class_do_not_mix() -> None:
+    one, other = make(), NNsight(Net(), compile={"backend": "eager"})
+    for _ in range(2):
+        for model in (one, other):
+            with model.trace(X):
+                model.first.output[:] *= 2
+                out = model.output.save()
+            module = model._module
+            expected = module.third(torch.relu(module.second(torch.relu(module.first(X) * 2))))
+            assert torch.equal(out, expected)
+
+
+def test_buffers_are_updated_once(model: NNsight) -> None:
+    for compile in (False, True):
+        before = model._module.calls.item()
+        with model.trace(X, compile=compile):
+            hidden = model.second.output
+            if hidden.sum() > 1e9:
+                hidden *= 0
+            model.third.output  # noqa: B018
+        assert model._module.calls.item() == before + 1
+
+
+def test_calling_a_compiled_function_in_the_block(model: NNsight) -> None:
+    @torch.compile(backend="eager")
+    def twice(value: torch.Tensor) -> torch.Tensor:
+        return value * 2 + 1
+
+    for compile in (False, True):
+        with model.trace(X, compile=compile):
+            model.second.output = twice(model.second.output)
+            value = model.second.output.save()
+        module = model._module
+        assert torch.equal(value, module.second(torch.relu(module.first(X))) * 2 + 1)
+
+
+def test_a_backend_that_fails_changes_no_result() -> None:
+    def broken(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        raise RuntimeError("no kernel for this\nand more")
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    model = NNsight(net, compile={"backend": broken})
+    x = torch.ones(2, 4)
+    with pytest.warns(UncompiledWarning, match="the graph up to the end ran .*RuntimeError: no kernel for this") as said:
+        for _ in range(3):
+            with model.trace(x) as tracer:
+                model[0].output[:] += 1.0
+                out = model.output.save()
+            assert torch.equal(out, torch.relu(net[0](x) + 1.0))
+            assert len(tracer.report.notes) == 1
+    assert {(warning.filename, warning.lineno) for warning in said} == {(__file__, int(tracer.report.where.rpartition(":")[2]))}
+    assert tracer.report.replayed
+    other = NNsight(net, compile={"backend": broken})
+    with pytest.warns(UncompiledWarning, match="In this compiled call the graph up to the end ran") as said:
+        for _ in range(2):
+            assert torch.equal(other(x), net(x))
+    assert [warning.filename for warning in said] == [__file__]
+
+
+def test_an_edit_behind_a_dropout_reaches_what_the_dropout_was_given() -> None:
+    """Outside of training a dropout returns its input itself, so the edit is in both, compiled too."""
+
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = x * 2
+            return hidden + self.dropout(hidden)
+
+    net = Residual().eval()
+    x = torch.ones(2, 4)
+    for backend in ("eager", "aot_eager"):
+        model = NNsight(net, compile={"backend": backend})
+        with model.trace(x) as tracer:
+            model.dropout.output[0] += 1.0
+            out = model.output.save()
+        assert tracer.report.mode == "compiled"
+        assert torch.equal(out, torch.tensor([[6.0] * 4, [4.0] * 4])), backend
+
+
+def test_guards_of_dynamo_are_those_of_the_model_only() -> None:
+    names: list[str] = []
+
+    def keep_all(guards: Any) -> list[bool]:
+        names.extend(guard.name for guard in guards)
+        return [True] * len(guards)
+
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model = NNsight(net, compile={"backend": "eager", "options": {"guard_filter_fn": keep_all}})
+    x = torch.ones(2, 3)
+    with model.trace(x):
+        out = model[0].output.save()
+    same(out, net[0](x))
+    offered = len(names)
+    assert offered
+    guards = driver._kept_guards(None, [types.SimpleNamespace(name=name) for name in names])
+    left = [name for name, kept in zip(names, guards, strict=True) if kept]
+    assert 0 < len(left) < offered
+    assert not [name for name in left if "nnsight" in name or "_call_impl.__" in name]
+
+    # What the guards were about is noticed all the same: another path, another call in the way.
+    torch.nn.Module.add_module(net, "2", torch.nn.Linear(3, 3))
+    with model.trace(x):
+        out = model[2].output.save()
+    same(out, net(x))

@@ -1,0 +1,515 @@
+"""Diffusion pipelines, compared with the pipeline itself run with plain torch hooks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import nnsight
+from nnsight import DiffusionModel, NNsight
+
+from ..conftest import both
+
+#: Models with several components: captured and generated with, they take minutes in all.
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+CAT, DOG = "a cat on the mat", "a dog"
+
+
+def build() -> Any:
+    """Return a pipeline small enough to run in milliseconds."""
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        sample_size=16,
+    )
+    words = ["<|startoftext|>", "<|endoftext|>", "a", "cat", "dog", "on", "the", "mat"]
+    parts = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[1]))
+    parts.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    parts.post_processor = processors.TemplateProcessing(
+        single=f"{words[0]} $A {words[1]}", special_tokens=[(words[0], 0), (words[1], 1)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=parts, pad_token=words[1], eos_token=words[1], bos_token=words[0], model_max_length=8
+    )
+    text_encoder = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=len(words),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=vae.eval(),
+        text_encoder=text_encoder.eval(),
+        tokenizer=tokenizer,
+        unet=unet.eval(),
+        scheduler=diffusers.DDIMScheduler(
+            num_train_timesteps=100, clip_sample=False, set_alpha_to_one=False, steps_offset=1
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def model(pipeline: Any) -> DiffusionModel:
+    return DiffusionModel(pipeline, compile={"backend": "eager"})
+
+
+@contextmanager
+def hooked(module: torch.nn.Module, function: Callable[[Any], Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _, __, output: function(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def reference(pipeline: Any, prompts: Any, **kwargs: Any) -> Any:
+    """Run the pipeline itself, with a generator for each prompt."""
+    count = 1 if isinstance(prompts, str) else len(prompts)
+    generator = [torch.Generator().manual_seed(0) for _ in range(count)]
+    return pipeline(prompts, **{"num_inference_steps": STEPS, "generator": generator, "output_type": "pt", **kwargs})
+
+
+OPTIONS: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 0, "output_type": "pt"}
+
+
+# -- reading and editing ----------------------------------------------------------------------------------------------
+
+
+@both
+def test_every_step_is_read(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    seen: list[torch.Tensor] = []
+    with hooked(pipeline.unet, lambda out: seen.append(out[0].clone())):
+        expected = reference(pipeline, CAT)
+    with model.generate(CAT, **OPTIONS, compile=compile) as tracer:
+        embedding = model.text_encoder.output[0].save()
+        predictions = [].save()
+        for _ in tracer.iter[:STEPS]:
+            predictions.append(model.unet.output[0].clone())
+        decoded = model.vae.decoder.output.save()
+        result = tracer.result.save()
+    assert tracer.report.mode == ("compiled" if compile else "eager")
+    assert embedding.shape == (1, 8, 16)
+    assert len(seen) == len(predictions) == STEPS
+    assert all(torch.equal(*pair) for pair in zip(seen, predictions, strict=True))
+    assert torch.equal(result.images, expected.images)
+    assert torch.equal((decoded / 2 + 0.5).clamp(0, 1), expected.images)
+
+
+@both
+def test_one_step_is_edited(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    calls: list[int] = []
+
+    def at_second(output: torch.Tensor) -> Any:
+        calls.append(1)
+        return output * 1.5 if len(calls) == 2 else None
+
+    with hooked(pipeline.unet.mid_block, at_second):
+        expected = reference(pipeline, CAT)
+    assert len(calls) == STEPS
+    with model.generate(CAT, **OPTIONS, compile=compile) as tracer:
+        for _ in tracer.iter[1]:
+            model.unet.mid_block.output *= 1.5
+        result = tracer.result.save()
+    assert torch.equal(result.images, expected.images)
+    assert not torch.equal(result.images, reference(pipeline, CAT).images)
+
+
+@both
+def test_the_text_encoder_is_edited(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    path = next(name for name, _ in pipeline.text_encoder.named_modules() if name.endswith("layers.0.mlp"))
+    calls: list[int] = []
+
+    def of_prompt(output: torch.Tensor) -> Any:
+        calls.append(1)
+        return torch.zeros_like(output) if len(calls) == 1 else None
+
+    with hooked(pipeline.text_encoder.get_submodule(path), of_prompt):
+        expected = reference(pipeline, CAT)
+    with model.generate(CAT, **OPTIONS, compile=compile) as tracer:
+        model.text_encoder.get(path).output[:] = 0
+        result = tracer.result.save()
+    assert torch.equal(result.images, expected.images)
+    assert not torch.equal(result.images, reference(pipeline, CAT).images)
+
+
+@both
+def test_a_component_is_traced_by_itself(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    sample, text = torch.randn(1, 4, 8, 8), torch.randn(1, 3, 16)
+    with model.unet.trace(sample, 3, encoder_hidden_states=text, return_dict=False, compile=compile) as tracer:
+        middle = model.unet.mid_block.output.save()
+        result = tracer.result[0].save()
+    kept: list[torch.Tensor] = []
+    handle = pipeline.unet.mid_block.register_forward_hook(lambda _, __, out: kept.append(out))
+    expected = pipeline.unet(sample, 3, encoder_hidden_states=text, return_dict=False)[0]
+    handle.remove()
+    torch.testing.assert_close(middle, kept[0])
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_step_is_a_call_of_the_whole(model: DiffusionModel) -> None:
+    with model.generate(CAT, **OPTIONS) as tracer:
+        whole, part = [].save(), [].save()
+        for _ in tracer.iter[:STEPS]:
+            part.append(model.unet.output[0])
+            whole.append(model.output[0])
+    assert len(whole) == STEPS
+    assert all(one is other for one, other in zip(whole, part, strict=True))
+
+
+def test_steps_are_captured_once(pipeline: Any) -> None:
+    compiled = DiffusionModel(build(), compile={"backend": "eager"})
+    nnsight.fx.counters.reset()
+    for factor in (1.5, 2.5):
+        with compiled.generate(CAT, **OPTIONS) as tracer:
+            for _ in tracer.iter[:STEPS]:
+                compiled.unet.mid_block.output *= factor
+            result = tracer.result.save()
+        with hooked(pipeline.unet.mid_block, lambda out, factor=factor: out * factor):
+            assert torch.equal(result.images, reference(pipeline, CAT).images)
+    assert nnsight.fx.counters.captures == 1
+
+
+@both
+def test_an_edited_copy(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    with model.edit() as edited:
+        model.unet.conv_in.output[:] = 0
+    with edited.generate(CAT, **OPTIONS, compile=compile) as tracer:
+        result = tracer.result.save()
+    calls: list[int] = []
+
+    def at_first(output: torch.Tensor) -> Any:
+        calls.append(1)
+        return torch.zeros_like(output) if len(calls) == 1 else None
+
+    with hooked(pipeline.unet.conv_in, at_first):
+        assert torch.equal(result.images, reference(pipeline, CAT).images)
+
+
+def test_the_pipeline_is_as_it_was_after_a_run(model: DiffusionModel, pipeline: Any, clean: Any) -> None:
+    with pytest.raises(ZeroDivisionError), model.generate(CAT, **OPTIONS):
+        model.unet.output  # noqa: B018
+        1 / 0  # noqa: B018
+    clean(model._module)
+    assert pipeline.unet._compiled_call_impl is None
+    assert "_compiled_call_impl" not in pipeline.unet.__dict__
+
+
+def test_two_threads_generate_at_once(model: DiffusionModel, pipeline: Any) -> None:
+    """The scheduler has a state, so each thread has a pipeline of its own; the denoiser they share."""
+    models_ = [
+        model,
+        DiffusionModel(
+            diffusers.StableDiffusionPipeline.from_pipe(pipeline, scheduler=copy.deepcopy(pipeline.scheduler))
+        ),
+    ]
+    for other in models_:
+        other.pipeline.set_progress_bar_config(disable=True)
+    found: dict[int, torch.Tensor] = {}
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(3):
+                with models_[number].generate(CAT, **OPTIONS, compile=False) as tracer:
+                    models_[number].unet.conv_in.output[:] *= number
+                    result = tracer.result.save()
+                found[number] = result.images
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert torch.equal(found[1], reference(pipeline, CAT).images)
+    assert not torch.equal(found[0], found[1])
+
+
+# -- several prompts --------------------------------------------------------------------------------------------------
+
+
+@both
+def test_each_invoke_has_its_rows(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    """The empty prompt of the guidance and the prompt are two rows of one invoke, though they do not lie side by side."""
+    with model.generate(**OPTIONS, compile=compile) as tracer:
+        with tracer.invoke(DOG):
+            embedding = model.text_encoder.output[0].save()
+            model.unet.mid_block.output *= 3
+            one = tracer.result.images.save()
+        with tracer.invoke([CAT, "the mat"]):
+            prediction = model.unet.output[0].clone().save()
+            two = tracer.result.images.save()
+        with tracer.invoke():
+            latents = model.unet.conv_in.input.shape.save()
+    assert embedding.shape == (1, 8, 16)
+    assert latents == (6, 4, 8, 8)
+    calls: list[int] = []
+
+    def at_first(output: torch.Tensor) -> Any:
+        calls.append(1)
+        return output * 3 if len(calls) == 1 else None
+
+    with hooked(pipeline.unet.mid_block, at_first):
+        torch.testing.assert_close(one, reference(pipeline, DOG).images)
+    seen: list[torch.Tensor] = []
+    with hooked(pipeline.unet, lambda out: seen.append(out[0].clone())):
+        expected = reference(pipeline, [CAT, "the mat"])
+    torch.testing.assert_close(two, expected.images)
+    torch.testing.assert_close(prediction, seen[0])
+
+
+@pytest.mark.parametrize("output_type", ["pil", "np"])
+def test_images_of_each_invoke(model: DiffusionModel, pipeline: Any, output_type: str) -> None:
+    options = {**OPTIONS, "output_type": output_type, "compile": False}
+    with model.generate(**options) as tracer:
+        with tracer.invoke(DOG):
+            one = tracer.result.images.save()
+        with tracer.invoke([CAT, "the mat"]):
+            two = tracer.result.images.save()
+        with tracer.invoke():
+            whole = tracer.result.save()
+    assert (len(one), len(two), len(whole.images)) == (1, 2, 3)
+    assert isinstance(whole, diffusers.pipelines.stable_diffusion.StableDiffusionPipelineOutput)
+    assert whole.nsfw_content_detected is None
+    again = pickle.loads(pickle.dumps(whole))
+    assert np.array_equal(np.asarray(again.images[1]), np.asarray(whole.images[1]))
+    for found, prompts in ((one, [DOG]), (two, [CAT, "the mat"])):
+        assert isinstance(found, list if output_type == "pil" else np.ndarray)
+        for image, expected in zip(found, reference(pipeline, prompts, output_type=output_type).images, strict=True):
+            assert isinstance(image, Image.Image if output_type == "pil" else np.ndarray)
+            np.testing.assert_allclose(np.asarray(image, float), np.asarray(expected, float), atol=1)
+
+
+def test_several_images_for_each_prompt(model: DiffusionModel) -> None:
+    with model.generate(**{**OPTIONS, "seed": None}, num_images_per_prompt=2, compile=False) as tracer:
+        with tracer.invoke(DOG):
+            one = tracer.result.images.save()
+        with tracer.invoke(CAT):
+            two = tracer.result.images.save()
+    assert one.shape == two.shape == (2, 3, 16, 16)
+    assert not torch.equal(one, two)
+
+
+def test_generators_and_negative_prompts_of_invokes(model: DiffusionModel, pipeline: Any) -> None:
+    def generator(seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    options = {"num_inference_steps": STEPS, "output_type": "pt", "compile": False}
+    with model.generate(**options) as tracer:
+        with tracer.invoke(DOG, negative_prompt="a cat", generator=generator(5)):
+            one = tracer.result.images.save()
+        with tracer.invoke(CAT, negative_prompt="the", generator=generator(6)):
+            two = tracer.result.images.save()
+    for found, prompt, negative, seed in ((one, DOG, "a cat", 5), (two, CAT, "the", 6)):
+        expected = reference(pipeline, prompt, negative_prompt=negative, generator=[generator(seed)]).images
+        torch.testing.assert_close(found, expected)
+
+
+def test_invokes_that_do_not_fit_together(model: DiffusionModel) -> None:
+    with pytest.raises(ValueError, match="Only some of the invokes have `negative_prompt`"):
+        with model.generate(**OPTIONS) as tracer:
+            with tracer.invoke(DOG, negative_prompt="a"):
+                model.unet.output  # noqa: B018
+            with tracer.invoke(CAT):
+                model.unet.output  # noqa: B018
+    with pytest.raises(ValueError, match=r"`guidance_scale` differs between invokes: 2.0 and 3.0"):
+        with model.generate(**OPTIONS) as tracer:
+            with tracer.invoke(DOG, guidance_scale=2.0):
+                model.unet.output  # noqa: B018
+            with tracer.invoke(CAT, guidance_scale=3.0):
+                model.unet.output  # noqa: B018
+
+
+# -- without a block, and a single step -------------------------------------------------------------------------------
+
+
+def test_a_plain_call_returns_what_the_pipeline_returns(model: DiffusionModel, pipeline: Any) -> None:
+    found = model.generate([CAT, DOG], **OPTIONS)
+    assert type(found) is diffusers.pipelines.stable_diffusion.StableDiffusionPipelineOutput
+    assert torch.equal(found.images, reference(pipeline, [CAT, DOG]).images)
+    generator = torch.Generator().manual_seed(3)
+    (image,) = model.generate(prompt=CAT, num_inference_steps=1, generator=generator).images
+    assert image.size == (16, 16)
+
+
+def step_inputs(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    draw = [torch.randn(rows, *shape, generator=generator) for shape in ((4, 8, 8), (8, 16))]
+    return draw[0], torch.tensor(7), draw[1]
+
+
+@both
+def test_a_trace_is_one_denoising_step(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    inputs = step_inputs(2)
+    with model.trace(*inputs, compile=compile) as tracer:
+        model.unet.mid_block.output[:] = 0
+        out = model.output.sample.save()
+    assert tracer.report.mode == ("compiled" if compile else "eager")
+    with hooked(pipeline.unet.mid_block, torch.zeros_like):
+        assert torch.equal(out, pipeline.unet(*inputs).sample)
+    assert torch.equal(model(*inputs).sample, pipeline.unet(*inputs).sample)
+
+
+def test_steps_of_several_invokes_are_joined(model: DiffusionModel, pipeline: Any) -> None:
+    first, second = step_inputs(1), step_inputs(2)
+    with model.trace(compile=False) as tracer:
+        with tracer.invoke(*first):
+            one = model.unet.output.sample.save()
+        with tracer.invoke(second[0], second[1], encoder_hidden_states=second[2]):
+            two = model.unet.output.sample.save()
+    for found, inputs in ((one, first), (two, second)):
+        torch.testing.assert_close(found, pipeline.unet(*inputs).sample)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_attributes_of_the_pipeline(model: DiffusionModel, pipeline: Any) -> None:
+    assert model.pipeline is pipeline
+    assert model.scheduler is pipeline.scheduler
+    assert model.tokenizer is pipeline.tokenizer
+    assert model.unet._module is pipeline.unet
+    assert set(model._children) == {"vae", "text_encoder", "unet"}
+    with pytest.raises(AttributeError, match="no attribute `unets`"):
+        model.unets  # noqa: B018
+
+
+def test_a_replaced_component_is_used_by_the_pipeline() -> None:
+    made = DiffusionModel(build())
+    torch.manual_seed(5)
+    other = build().unet
+    with torch.no_grad():
+        other.conv_out.weight.zero_()
+        other.conv_out.bias.zero_()
+    made.unet = other
+    assert made.pipeline.unet is other
+    with made.generate(CAT, **OPTIONS):
+        prediction = made.unet.output[0].save()
+    assert not prediction.any()
+
+
+def test_a_folder_is_loaded_late(tmp_path: Path, pipeline: Any) -> None:
+    pipeline.save_pretrained(tmp_path)
+    lazy = DiffusionModel(tmp_path)
+    unet = lazy.unet
+    assert not lazy.dispatched
+    assert {weight.device.type for weight in lazy.parameters()} == {"meta"}
+    with lazy.edit(inplace=True):
+        lazy.unet.conv_in.output[:] = 0
+    with lazy.generate(CAT, **OPTIONS) as tracer:
+        result = tracer.result.save()
+    assert lazy.dispatched
+    assert lazy.unet is unet
+    calls: list[int] = []
+
+    def at_first(output: torch.Tensor) -> Any:
+        calls.append(1)
+        return torch.zeros_like(output) if len(calls) == 1 else None
+
+    with hooked(pipeline.unet.conv_in, at_first):
+        assert torch.equal(result.images, reference(pipeline, CAT).images)
+    loaded = DiffusionModel(tmp_path, dispatch=True)
+    assert loaded.dispatched
+    assert torch.equal(loaded.unet.conv_in.weight, pipeline.unet.conv_in.weight)
+
+
+def test_a_folder_that_is_no_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"nowhere' could not be loaded"):
+        DiffusionModel(tmp_path / "nowhere")
+
+
+def test_a_deep_copy_is_a_pipeline_of_its_own(model: DiffusionModel, pipeline: Any) -> None:
+    copied = copy.deepcopy(model)
+    assert copied.pipeline is not pipeline
+    assert copied.pipeline.unet is copied._module.unet is not pipeline.unet
+    with copied.generate(CAT, **OPTIONS, compile=False) as tracer:
+        result = tracer.result.save()
+    assert torch.equal(result.images, reference(pipeline, CAT).images)
+
+
+def test_the_package_is_imported_when_a_model_is_loaded() -> None:
+    code = "import sys, nnsight; from nnsight import DiffusionModel; assert 'diffusers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_for_generate(model: DiffusionModel) -> None:
+    with pytest.raises(TypeError, match=r"`trace` runs one step of `unet`.*use `model.generate\(prompt"):
+        with model.trace(CAT):
+            model.output.save()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "error", "message"),
+    [
+        ((CAT, DOG), {}, TypeError, "one input, not 2"),
+        ((torch.ones(2),), {}, TypeError, "A prompt is a string or a list of strings, not Tensor"),
+        ((CAT,), {"prompt": DOG}, TypeError, "`prompt` is given twice"),
+        (([],), {}, TypeError, "A prompt is a string or a list of strings"),
+        ((CAT,), {"seed": 1, "generator": torch.Generator()}, ValueError, "contradict each other"),
+    ],
+)
+def test_inputs_of_a_generation(
+    model: DiffusionModel, inputs: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        model.generate(*inputs, num_inference_steps=1, **options)
+
+
+def test_what_is_no_pipeline() -> None:
+    with pytest.raises(TypeError, match="a whole pipeline, not one module"):
+        DiffusionModel(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="a name, a folder or a pipeline, not int"):
+        DiffusionModel(3)
+    assert isinstance(DiffusionModel(build()), NNsight)

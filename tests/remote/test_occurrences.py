@@ -1,0 +1,180 @@
+"""What passes the locations of a model on fakes is found out once for each kind of input, and nobody can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import nnsight
+from nnsight import NNsight
+from nnsight.remote import ProgramBackend, decode, execute_payload, validate
+from nnsight.remote.counts import counts
+
+from ..conftest import same
+
+PROMPT = "The Eiffel Tower is in the city of"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return nnsight.demo_model()
+
+
+def mine(tensor: torch.Tensor) -> torch.Tensor:
+    """A function that is not followed before it is called, because of its ``try``; so its block is recorded each time."""
+    try:
+        return tensor * 2.0
+    finally:
+        pass
+
+
+def runs(block: Callable[..., Any], *arguments: Any) -> int:
+    """Run a block here and as data, compare, and return how often the model ran on fakes."""
+    expected = block(*arguments)
+    before = counts["fake_runs"], counts["recordings"]
+    same(block(*arguments, remote="local"), expected)
+    assert counts["recordings"] == before[1] + 1
+    return counts["fake_runs"] - before[0]
+
+
+def reading(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(prompt, **where):
+        first = mine(model.transformer.h[0].attn.input).save()
+        given = mine(model.transformer.h[1].input).save()
+        model.transformer.h[2].output[:, -1] += mine(given[:, -1])
+        out = model.output.logits.save()
+    return first, given, out
+
+
+def replacing(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(prompt, **where):
+        earlier = model.transformer.h[0].output
+        model.transformer.h[1].mlp.output = mine(earlier)
+        later = model.transformer.h[2].output.save()
+        out = (model.lm_head.output + 0).save()
+    return later, out
+
+
+def skipping(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(prompt, **where):
+        given = mine(model.transformer.h[3].mlp.input)
+        model.transformer.h[3].mlp.skip(given)
+        out = model.lm_head.output.save()
+    return out
+
+
+def invoking(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(**where) as tracer:
+        with tracer.invoke(prompt):
+            one = mine(model.transformer.h[1].output).save()
+        with tracer.invoke(prompt + " the"):
+            model.transformer.h[1].output[:] = mine(model.transformer.h[1].output)
+            two = model.lm_head.output.save()
+    return one, two
+
+
+def stopping(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(prompt, **where) as tracer:
+        found = mine(model.transformer.h[1].output).save()
+        tracer.stop()
+    return found
+
+
+def operations(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(prompt, **where):
+        found = mine(model.transformer.h[1].attn.source.self_c_proj_0.output).save()
+    return found
+
+
+@pytest.mark.parametrize("block", [reading, operations])
+def test_a_model_runs_once_on_fakes_for_a_kind_of_input(model: Any, block: Callable[..., Any]) -> None:
+    runs(block, model, PROMPT)
+    assert runs(block, model, PROMPT) == 0
+    assert runs(block, model, "The Colosseum is in the town of") == 0
+    assert runs(block, model, "Hello") > 0
+
+
+@pytest.mark.parametrize("block", [replacing, skipping, invoking, stopping])
+def test_a_block_that_changes_what_follows_gets_what_follows(model: Any, block: Callable[..., Any]) -> None:
+    for _ in range(2):
+        runs(reading, model, PROMPT)
+        runs(block, model, PROMPT)
+        assert runs(reading, model, PROMPT) == 0
+
+
+def test_lists_that_wait_for_several_results_get_each_its_own(model: Any) -> None:
+    class Later(ProgramBackend):
+        def submit(self, recorded: Any) -> None:
+            self.recorded = recorded
+
+    together: list[torch.Tensor] = []
+    alone: list[list[torch.Tensor]] = []
+    pending = []
+    prompts = [PROMPT, "The Colosseum is in the town of", PROMPT]  # of one length
+    before = counts["repeats"]
+    for prompt in prompts:
+        with model.trace(prompt, backend=Later()) as tracer:
+            together.append(model.lm_head.output)
+        pending.append(tracer.backend.recorded)
+        own: list[torch.Tensor] = []
+        with model.trace(prompt, backend=Later()) as tracer:
+            own.append(mine(model.lm_head.output))
+        pending.append(tracer.backend.recorded)
+        alone.append(own)
+    assert counts["repeats"] == before + 2
+    for recorded in reversed(pending):
+        recorded.bind(execute_payload(model, recorded.payload()))
+    expected = [model._module(**model.tokenizer(prompt, return_tensors="pt")).logits for prompt in prompts]
+    same(together, expected)
+    same(alone, [[2.0 * logits] for logits in expected])
+
+
+class Payload(ProgramBackend):
+    def submit(self, recorded: Any) -> None:
+        self.bytes = recorded.payload()
+
+
+def payload(model: Any, layer: int, strength: float) -> bytes:
+    with model.trace(PROMPT, backend=Payload()) as tracer:
+        model.transformer.h[layer].output[:, -1] *= strength
+        out = model.lm_head.output.save()
+    return tracer.backend.bytes
+
+
+def test_programs_are_checked_on_one_run_on_fakes_and_once(model: Any) -> None:
+    first, second = (payload(model, layer, 2.0) for layer in (0, 1))
+    checked = [validate(decode(first), model)]
+    before = dict(counts)
+    checked.append(validate(decode(second), model))
+    assert counts["fake_runs"] == before["fake_runs"]
+    assert counts["rehearsals"] == before["rehearsals"] + 1
+    assert checked[0].flops == checked[1].flops > 1e6
+    same(
+        execute_payload(model, payload(model, 1, 3.5)) != execute_payload(model, second), True
+    )  # the same program with another number has another result, and is not checked again
+    assert counts["rehearsals"] == before["rehearsals"] + 1
+    execute_payload(model, payload(model, 1, 3))  # an integer
+    assert counts["rehearsals"] == before["rehearsals"] + 2
+
+
+def test_a_model_that_marks_itself_is_copied_for_each_run() -> None:
+    class Marks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x[:, : self.calls] * 1.0
+
+    model = NNsight(Marks())
+    x = torch.randn(2, 4)
+    for number in range(1, 4):
+        with model.trace(x, remote="local"):
+            width = model.output.shape[1]
+            out = (mine(model.output) + width).save()
+        same(out, mine(x[:, :number]) + number)
+        assert model._module.calls == number

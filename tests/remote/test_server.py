@@ -1,0 +1,1108 @@
+"""The server: protocol, keys and limits, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import signal
+import socket as sockets
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from nnsight import cli
+from nnsight.remote.protocol import JobStatus, ModelKey, join_packet, split_packet
+from nnsight.remote.server import sessions
+from nnsight.remote.server.gateway import Gateway, Settings
+from nnsight.remote.server.jobs import Job
+from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
+from nnsight.remote.server.queues import FairQueue
+from nnsight.remote.server.spool import Spool, StorageFullError
+from nnsight.remote.server.telemetry import JsonLines
+
+from .. import ROOT
+from .remoting import (
+    FINISHED,
+    MODEL,
+    Accounts,
+    Orders,
+    Running,
+    account,
+    messages,
+    nonce,
+    order,
+    orders,
+    running,
+    server,
+    until,
+)
+
+
+@pytest.fixture
+def guarded(orders: Orders, tmp_path: Path) -> Iterator[Running]:
+    """A server with keys."""
+    door = Accounts(a=account("alice", queue=2, bytes=4096, seconds=0.5), b=account("bob"))
+    with running(orders.engine(), tmp_path / "jobs", door=door) as server:
+        yield server
+        orders.gate.set()
+
+
+# -- the protocol ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_runs_and_its_result_is_fetched(server: Running) -> None:
+    answer = server.post(order(say="hello"))
+    message = answer.json()
+    assert message["status"] == "RECEIVED" and set(message) == {"id", "status", "description", "data", "meta", "number"}
+    ended = server.finished(message["id"])
+    assert ended["status"] == "COMPLETED"
+    assert ended["data"] == {"size": 5, "result": f"/result/{message['id']}"}
+    assert ended["meta"]["runtime"] >= 0 and ended["meta"]["together"] == 1
+    assert server.get(ended["data"]["result"]).content == b"hello"
+
+
+def test_messages_come_through_the_socket_in_order_with_a_short_result(server: Running) -> None:
+    with server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        job = server.submit(order(say="hello"), session_id=session)
+        found = messages(socket)
+        assert [message["status"] for message in found] == ["QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
+        assert {message["id"] for message in found} == {job}
+        numbers = [message["number"] for message in found]
+        assert numbers == sorted(set(numbers))
+        assert found[-1]["data"]["inline"] is True
+        assert socket.recv(5) == b"hello"
+        second = server.submit(order(say="again"), session_id=session)  # one socket, any number of jobs
+        assert messages(socket)[-1]["id"] == second
+        assert socket.recv(5) == b"again"
+
+
+def test_a_socket_of_packets_takes_jobs_and_tells_what_is_ready_at_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = threading.Event()
+    monkeypatch.setattr(server.gateway.spool, "settle", lambda jobs: disk.wait(10))  # so a job ends before it is safe
+    with server.subscribe(query="?framing=2") as socket:
+        hello = json.loads(socket.recv(5))
+        assert hello["takes"] == 2**16
+        for text in ("hello", "again"):
+            socket.send(join_packet({"model_key": str(MODEL), "nonce": nonce()}, order(say=text)))
+            found, result = split_packet(socket.recv(5))
+            assert [message["status"] for message in found] == ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
+            assert found[-1]["data"]["inline"] is True and result == text.encode()
+        posted = server.submit(order(say="posted"), session_id=hello["session_id"])
+        found, result = split_packet(socket.recv(5))
+        while found[-1]["status"] not in FINISHED:
+            more, result = split_packet(socket.recv(5))
+            found += more
+        assert {message["id"] for message in found} == {posted} and result == b"posted"
+        disk.set()
+
+
+def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Running) -> None:
+    alice, good = {"model_key": str(MODEL)}, order(say="x")
+    with guarded.subscribe(key="a", query="?framing=2") as socket:
+        assert "takes" in json.loads(socket.recv(5))
+        for frame, code, word in [
+            (b"", 400, "packet"),
+            (b"\xff" * 20, 400, "packet"),
+            (join_packet([]), 400, "JSON object"),
+            (join_packet("{}"), 400, "JSON object"),
+            ((5000).to_bytes(8, "little") + b"[" * 5000, 400, "packet"),
+            (join_packet({**alice, "nonce": "mine"}, good), 400, "UUID"),
+            (join_packet({"model_key": "other"}, good), 404, "not served here"),
+            (join_packet(alice), 415, "something else"),
+            (join_packet(alice, b"\x80\x04" + bytes(20)), 415, "a pickle"),
+            (join_packet({**alice, "compress": True}, good), 415, "compressed"),
+            (join_packet(alice, order(say="x" * 5000)), 413, "4,096 bytes"),
+        ]:
+            socket.send(frame)
+            answer, rest = split_packet(socket.recv(5))
+            assert (answer["code"], rest) == (code, b"") and word in answer["detail"], answer
+        assert not guarded.gateway.jobs
+        assert guarded.figure("nnsight_refused_total") == 11
+        del guarded.door["a"]
+        socket.send(join_packet(alice, good))  # a key that is withdrawn is so at once
+        assert split_packet(socket.recv(5))[0]["code"] == 401
+    job = guarded.submit(order(say="x", wait=True), key="b")
+    for key, query, frame in [
+        ("b", "?framing=2", "text"),
+        ("b", "?framing=2", bytes(2**17)),
+        ("b", "", join_packet(alice, good)),
+        ("b", f"?framing=2&job={job}", join_packet(alice, good)),
+        ("", "?framing=2", join_packet(alice, good)),
+    ]:
+        with guarded.subscribe(key=key, query=query) as socket, pytest.raises(ConnectionClosed):
+            socket.send(frame)
+            while True:
+                socket.recv(5)
+    assert list(guarded.gateway.jobs) == [job]
+
+
+def test_a_long_result_does_not_come_through_the_socket(orders: Orders, tmp_path: Path) -> None:
+    with running(orders.engine(), tmp_path, settings=Settings(inline=10)) as server, server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        job = server.submit(order(say="x", times=11), session_id=session)
+        last = messages(socket)[-1]
+        assert "inline" not in last["data"] and last["data"]["size"] == 11
+        part = server.get(f"/result/{job}", Range="bytes=8-")
+        assert (part.status_code, part.content) == (206, b"xxx")  # a download can be taken up again
+
+
+def test_a_job_of_which_nothing_is_known_is_not_found(server: Running) -> None:
+    assert server.get(f"/response/{nonce()}").status_code == 404
+    assert server.get(f"/result/{nonce()}").status_code == 404
+
+
+def test_a_job_that_runs_has_no_result_yet(server: Running, orders: Orders) -> None:
+    job = server.submit(order(say="x", wait=True))
+    until(orders.started.is_set)
+    assert server.get(f"/response/{job}").json()["status"] == "RUNNING"
+    assert server.get(f"/result/{job}").status_code == 409
+    orders.gate.set()
+    assert server.finished(job)["status"] == "COMPLETED"
+
+
+def test_facts_have_the_shapes_that_clients_expect(server: Running) -> None:
+    deployments = server.get("/status").json()["deployments"]
+    (deployment,) = deployments.values()
+    assert deployment["model_key"] == str(MODEL) and deployment["repo_id"] == "test/model"
+    assert (deployment["application_state"], deployment["deployment_level"], deployment["revision"]) == ("RUNNING", "HOT", "main")
+    env = server.get("/env").json()
+    assert env["python_version"].startswith("3.") and {"nnsight", "torch"} <= env["packages"].keys()
+    assert "application/x-nns-graph+safetensors" in env["formats"]
+    assert server.get("/whoami").json()["name"] == "anonymous"
+    assert server.get("/health").json() == {"status": "ok", "problems": []}
+    for path in ("/docs", "/openapi.json", "/redoc"):
+        assert server.get(path).status_code == 404
+
+
+def test_a_model_is_found_by_its_repository_alone_or_by_a_key_of_another_class(server: Running) -> None:
+    for key in ("test/model", 'other.Class:{"repo_id": "test/model", "revision": null}'):
+        assert server.finished(server.submit(order(say="x"), model_key=key))["status"] == "COMPLETED"
+    answer = server.post(order(say="x"), model_key='x.Y:{"repo_id": "test/model", "revision": "dev"}')
+    assert answer.status_code == 404 and "test/model (main)" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("key", ["", "x:{", 'x:{"revision": "main"}', 'x:{"repo_id": 3}', "a\nb", "x" * 600, "x:{" + '{"a":' * 5000])
+def test_a_model_key_that_is_none_is_refused(server: Running, key: str) -> None:
+    assert server.post(order(say="x"), model_key=key).status_code in (400, 404)
+
+
+# -- what comes from outside ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("payload", "word"),
+    [
+        (b"\x80\x04\x95\x10\x00\x00\x00", "a pickle"),
+        (b"PK\x03\x04" + bytes(20), "zip"),
+        (b"\x28\xb5\x2f\xfd" + bytes(20), "compressed"),
+        (b"\x78\x9c" + bytes(20), "compressed"),
+        (b"\x1f\x8b" + bytes(20), "compressed"),
+        (b"", "something else"),
+        (b"hello, this is no program", "something else"),
+        ((2**40).to_bytes(8, "little") + b"{}", "something else"),
+    ],
+)
+def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, orders: Orders, payload: bytes, word: str) -> None:
+    answer = server.post(payload)
+    assert answer.status_code == 415
+    assert word in answer.json()["detail"] and "safetensors" in answer.json()["detail"]
+    assert not orders.seen and not server.gateway.jobs
+
+
+def test_compression_is_refused(server: Running) -> None:
+    """There is nothing to unpack, so there is nothing that unpacks to more than the limit."""
+    answer = server.post(order(say="x"), compress=True)
+    assert answer.status_code == 415 and "uncompressed" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [[], 3, {}, {"model_key": 3}, *({"model_key": "m", **odd} for odd in ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3}))],
+)
+def test_bad_envelopes_are_refused(server: Running, envelope: Any) -> None:
+    assert server.post(order(say="x"), envelope=envelope).status_code == 400
+
+
+def test_bad_bodies_are_refused(server: Running) -> None:
+    def post(**options: Any) -> int:
+        return requests.post(server.url + "/request", timeout=10, **options).status_code
+
+    assert post(data=b"hello") == 415
+    assert post(data=b"hello", headers={"Content-Type": "multipart/form-data; boundary=x"}) == 400
+    assert post(data=b"hello", headers={"Content-Type": "multipart/form-data"}) == 400
+    assert post(data={"data": "{}"}, files={}) == 415
+    assert post(data={"data": "no json"}, files={"blob": b"x"}) == 400
+    assert post(data={"data": "[" * 40000}, files={"blob": b"x"}) == 400
+    assert post(data={"data": json.dumps({"model_key": "test/model"})}, files={"other": b"x"}) == 400
+    assert post(data={"data": json.dumps({"model_key": "test/model"}), "blob": "text"}, files={"other": b"x"}) == 400
+    assert post(data={"data": "x" * 10**6}, files={"blob": b"x"}) == 400
+    assert post(data={"data": "{}"}, files=[("blob", b"x"), ("blob", b"y")]) == 400
+    assert server.finished(server.submit(order(say="x")))["status"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("path", ["..%2f..%2fetc%2fpasswd", "%2e%2e", "*", "a" * 5000, "....//", "%00"])
+def test_ids_never_become_paths(server: Running, path: str) -> None:
+    for kind in ("response", "result"):
+        assert server.get(f"/{kind}/{path}").status_code == 404
+    with pytest.raises(InvalidStatus) as refused:
+        server.subscribe(query=f"?job={path}")
+    assert refused.value.response.status_code == 404
+
+
+def test_a_payload_that_is_too_long_is_refused_with_and_without_its_length(guarded: Running) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="blob"; filename="p"\r\n\r\n'
+        for _ in range(100):
+            yield bytes(4096)
+
+    answer = guarded.post(order(say="x" * 5000), key="a")
+    assert answer.status_code == 413 and "4,096 bytes" in answer.json()["detail"]
+    assert guarded.post(order(say="x" * 500_000), key="a").status_code == 413
+    headers = {"ndif-api-key": "a", "Content-Type": "multipart/form-data; boundary=x"}
+    answer = requests.post(guarded.url + "/request", data=chunks(), headers=headers, timeout=10)
+    assert answer.status_code == 413
+    assert guarded.submit(order(say="x" * 5000), key="b")
+
+
+HALF = (
+    b"POST /request HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n"
+)
+
+
+def test_an_upload_that_never_ends_is_given_up(orders: Orders, tmp_path: Path) -> None:
+    with running(orders.engine(), tmp_path, settings=Settings(upload=0.2)) as server:
+        raw = sockets.create_connection(("127.0.0.1", server.port))
+        raw.sendall(HALF)
+        assert b" 408 " in raw.recv(1000)
+        raw.close()
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(server: Running) -> None:
+    with sockets.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(HALF)
+        until(lambda: server.gateway._uploads["anonymous"] == 1)
+    until(lambda: server.gateway._uploads["anonymous"] == 0)
+    assert not server.gateway.jobs
+    assert server.finished(server.submit(order(say="x")))["status"] == "COMPLETED"
+
+
+# -- keys ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_key_nothing_is_submitted_or_read(guarded: Running) -> None:
+    job = guarded.submit(order(say="x"), key="a")
+    for key in ("", "wrong"):
+        assert guarded.post(order(say="x"), key=key).status_code == 401
+        for path in (f"/response/{job}", f"/result/{job}", "/whoami"):
+            assert guarded.get(path, key=key).status_code == 401
+    assert "CONFIG.set_default_api_key" in guarded.get("/whoami").json()["detail"]
+    with pytest.raises(InvalidStatus) as refused:
+        guarded.subscribe(key="wrong")
+    assert refused.value.response.status_code == 401
+
+
+def test_jobs_of_another_key_are_as_if_they_were_not_there(guarded: Running) -> None:
+    job = guarded.submit(order(say="secret"), key="a")
+    guarded.finished(job, key="a")
+    nowhere = guarded.get(f"/response/{nonce()}", key="b")
+    for path in (f"/response/{job}", f"/result/{job}"):
+        answer = guarded.get(path, key="b")
+        assert (answer.status_code, answer.content) == (404, nowhere.content)
+    with pytest.raises(InvalidStatus) as refused:
+        guarded.subscribe(key="b", query=f"?job={job}")
+    assert refused.value.response.status_code == 404
+
+
+def test_a_socket_hears_of_jobs_of_its_own_key_only(guarded: Running) -> None:
+    with guarded.subscribe(key="b") as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        job = guarded.submit(order(say="secret"), key="a", session_id=session)
+        assert guarded.finished(job, key="a")["status"] == "COMPLETED"
+        with pytest.raises(TimeoutError):
+            socket.recv(0.1)
+
+
+def test_a_socket_without_a_key_hears_of_what_is_submitted_with_it_or_is_closed(orders: Orders, tmp_path: Path) -> None:
+    with running(orders.engine(), tmp_path, door=Accounts(a=account("alice")), settings=Settings(idle=0.3)) as server:
+        with server.subscribe() as socket:
+            session = json.loads(socket.recv(5))["session_id"]
+            server.submit(order(say="x"), key="a", session_id=session)
+            assert messages(socket)[-1]["status"] == "COMPLETED"
+        with server.subscribe() as socket:
+            socket.recv(5)
+            with pytest.raises(ConnectionClosed):
+                socket.recv(5)
+
+
+def test_a_key_has_so_many_jobs_at_a_time(guarded: Running, orders: Orders) -> None:
+    jobs = [guarded.submit(order(say=number, wait=True), key="a") for number in range(2)]
+    answer = guarded.post(order(say=3), key="a")
+    assert answer.status_code == 429 and "2 jobs of this key" in answer.json()["detail"] and "Retry-After" in answer.headers
+    assert guarded.submit(order(say=4), key="b")
+    orders.gate.set()
+    for job in jobs:
+        guarded.finished(job, key="a")
+    assert guarded.submit(order(say=5), key="a")
+
+
+def test_a_job_that_runs_out_of_its_time_is_interrupted(guarded: Running, orders: Orders) -> None:
+    job = guarded.submit(order(say="x", spin=True), key="a")
+    ended = guarded.finished(job, key="a")
+    assert ended["status"] == "ERROR" and ended["data"]["error"] == "TimeLimitError" and "0.5 seconds" in ended["description"]
+    again = guarded.submit(order(say="y"), key="a")
+    assert guarded.finished(again, key="a")["status"] == "COMPLETED"
+    assert len(set(orders.threads)) == 1  # the thread came back
+
+
+def test_an_engine_that_hangs_is_replaced_and_in_the_end_reported(orders: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nnsight.remote.server.engine._PATIENCE", 0.05)
+    with running(orders.engine(), tmp_path, door=Accounts(a=account("alice", seconds=0.1))) as server:
+        for number in range(2):  # these wait in a call into C, which no exception reaches
+            ended = server.finished(server.submit(order(say=number, wait=True), key="a"), key="a")
+            assert ended["data"]["error"] == "TimeLimitError"
+            assert (server.get("/health").status_code == 503) == (number == 1)
+        job = server.submit(order(say="after"), key="a")
+        time.sleep(0.3)
+        assert server.get(f"/response/{job}", key="a").json()["status"] == "QUEUED"
+        assert server.get("/status").json()["deployments"][str(MODEL)]["application_state"] == "UNHEALTHY"
+        orders.gate.set()  # the threads come back, and so does the engine
+        assert server.finished(job, key="a")["status"] == "COMPLETED"
+        assert server.get("/health").status_code == 200
+
+
+def test_tracing_functions_work_after_an_interrupt(guarded: Running) -> None:
+    """An interrupt must leave nothing behind that a debugger, or the tracing by which blocks are captured, waits for."""
+    for number in range(3):
+        job = guarded.submit(order(say=number, spin=True), key="a")
+        assert guarded.finished(job, key="a")["data"]["error"] == "TimeLimitError"
+    guarded.finished(guarded.submit(order(say="quick"), key="a"), key="a")
+    lines: list[int] = []
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        lines.append(frame.f_lineno)
+        return trace
+
+    def traced() -> int:
+        return sum(range(10))
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        assert traced() == 45
+    finally:
+        sys.settrace(before)
+    assert lines
+
+
+def test_keys_are_stored_as_hashes_and_can_be_withdrawn(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    alice, bob = add_key(path, "alice", queue=2), add_key(path, "bob")
+    assert alice not in path.read_text() and stat.S_IMODE(path.stat().st_mode) == 0o600
+    door = KeyFile(path)
+    found = door.admit(alice)
+    assert found is not None and (found.name, found.queue) == ("alice", 2)
+    assert door.admit(bob + "x") is door.admit("") is door.admit(None) is None
+    remove_key(path, "alice")
+    os.utime(path, ns=(1, 1))
+    assert door.admit(alice) is None and door.admit(bob) is not None
+    path.write_text("{")  # somebody edits it
+    assert door.admit(bob) is not None
+    path.unlink()
+    assert door.admit(bob) is None
+
+
+def test_the_command_for_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "keys.json")
+    assert cli.main(["keys", "add", path, "--name", "alice", "--seconds", "5"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert KeyFile(path).admit(key) == read_accounts(Path(path))[0]
+    assert cli.main(["keys", "list", path]) == 0
+    assert "alice: queue 16" in capsys.readouterr().out
+    assert cli.main(["keys", "add", path, "--name", "alice"]) == 2
+    assert "has a key named 'alice' already" in capsys.readouterr().err
+    assert cli.main(["keys", "remove", path, "--name", "alice"]) == 0
+    assert cli.main(["keys", "remove", path, "--name", "alice"]) == 2
+
+
+ENTRY = {"name": "a", "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"keys": 3}']
+    + [
+        json.dumps({"keys": entries})
+        for entries in (
+            [{"name": "a"}],
+            [{**ENTRY, "sha256": "short"}],
+            [{**ENTRY, "queue": 0}],
+            [{**ENTRY, "bytes": "x"}],
+            [{**ENTRY, "seconds": True}],
+            [{**ENTRY, "other": 1}],
+            [ENTRY, ENTRY],
+        )
+    ],
+)
+def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="keys.json"):
+        KeyFile(path)
+
+
+def test_a_server_for_other_machines_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "nnsight/demo", "--host", "0.0.0.0", "--spool", str(tmp_path)]) == 2
+    assert "--api-keys" in capsys.readouterr().err
+    assert cli.main(["serve", "nnsight/demo", "--api-keys", str(tmp_path / "none")]) == 2
+
+
+def test_replicas_need_ray_and_sensible_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "nnsight.remote.server.replicas", raising=False)
+    assert cli.main(["serve", "nnsight/demo", "--ray"]) == 2
+    assert "pip install 'nnsight[ray]'" in capsys.readouterr().err
+    assert cli.main(["serve", "nnsight/demo", "--replicas", "2"]) == 2
+    assert "add --ray" in capsys.readouterr().err
+    for wrong in ("0", "4-2", "two", "1-2-3"):
+        assert cli.main(["serve", "nnsight/demo", "--ray", "--replicas", wrong]) == 2
+        assert "1-4" in capsys.readouterr().err
+
+
+# -- jobs and clients come and go ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_nonce_is_the_same_job(server: Running, orders: Orders) -> None:
+    name = nonce()
+    first = server.submit(order(say="x"), nonce=name)
+    assert server.submit(order(say="x"), nonce=name) == first
+    server.finished(first)
+    answer = server.post(order(say="x"), nonce=name)  # a replay gets what became of it
+    assert (answer.json()["id"], answer.json()["status"]) == (first, "COMPLETED")
+    assert orders.seen == ["x"]
+    assert server.post(order(say="other"), nonce=name).status_code == 409
+
+
+def test_a_nonce_belongs_to_its_key(guarded: Running) -> None:
+    name = nonce()
+    assert guarded.submit(order(say="x"), key="a", nonce=name) != guarded.submit(order(say="x"), key="b", nonce=name)
+
+
+def test_a_client_that_goes_away_finds_its_result_later(server: Running, orders: Orders) -> None:
+    with server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        job = server.submit(order(say="kept", wait=True), session_id=session)
+        seen = [json.loads(socket.recv(5)) for _ in range(3)]
+        assert seen[-1]["status"] == "RUNNING"
+    until(lambda: server.figure("nnsight_sockets") == 0)
+    orders.gate.set()
+    server.finished(job)
+    with server.subscribe(query=f"?job={job}&after={seen[0]['number']}") as socket:  # what it has not seen, once each
+        socket.recv(5)
+        assert [message["status"] for message in messages(socket)] == ["DISPATCHED", "RUNNING", "COMPLETED"]
+        assert socket.recv(5) == b"kept"
+        with pytest.raises(ConnectionClosed):
+            socket.recv(5)
+
+
+def test_a_slow_reader_blocks_nobody_and_is_cut_off(orders: Orders, tmp_path: Path) -> None:
+    settings = Settings(inline=2**30, send=0.5)
+    with running(orders.engine(), tmp_path, settings=settings) as server, server.subscribe() as slow:
+        session = json.loads(slow.recv(5))["session_id"]
+        for _ in range(3):
+            server.submit(order(say="x" * 1000, times=20_000), session_id=session)  # 20 MB each, never read
+        with server.subscribe() as quick:
+            mine = json.loads(quick.recv(5))["session_id"]
+            server.submit(order(say="quick"), session_id=mine)
+            assert messages(quick)[-1]["status"] == "COMPLETED"
+            assert quick.recv(5) == b"quick"
+        until(lambda: server.figure("nnsight_sockets") == 0)
+
+
+def test_a_job_that_is_submitted_with_a_socket_that_ends_is_taken(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that is cut off is known for a moment longer."""
+
+    async def cut(session: Any, job: Job, after: int) -> None:
+        raise TimeoutError
+
+    async def late(tasks: Any, **options: Any) -> Any:
+        try:
+            return await wait(tasks, **options)
+        finally:
+            if isinstance(tasks[0], asyncio.Task):  # those of the socket
+                await asyncio.sleep(0.5)
+
+    wait = asyncio.wait
+    monkeypatch.setattr(sessions._Session, "_tell", cut)
+    monkeypatch.setattr(asyncio, "wait", late)
+    with server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        jobs = [server.submit(order(say=f"{number}"), session_id=session) for number in range(2)]
+        monkeypatch.undo()
+        assert [server.finished(job)["status"] for job in jobs] == ["COMPLETED"] * 2
+
+
+def test_accounts_take_turns() -> None:
+    queue = FairQueue()
+    names = ["a1", "a2", "a3", "b1", "c1", "b2"]
+    for name in names:
+        queue.put(Job(name[0], "m", name, "", 0, 1.0))
+    assert [job.nonce for job in queue] and len(queue) == 6
+    assert [queue.take()[0].nonce for _ in names] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert queue.take() == [] and len(queue) == 0
+
+
+def test_jobs_of_a_kind_share_a_run(server: Running, orders: Orders) -> None:
+    blocker = server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    kinds = ["k", "k", "other", None, "k", None]
+    jobs = [server.submit(order(say=f"{number}", kind=kind)) for number, kind in enumerate(kinds)]
+    orders.gate.set()
+    ended = [server.finished(job) for job in jobs]
+    assert orders.seen == ["first", ["0", "1", "4"], "2", "3", "5"]
+    assert [message["meta"]["together"] for message in ended] == [3, 3, 1, 1, 3, 1]
+    assert [server.get(f"/result/{job}").content for job in jobs] == [b"0", b"1", b"2", b"3", b"4", b"5"]
+    assert server.finished(blocker)["status"] == "COMPLETED"
+
+
+def test_a_group_that_fails_as_a_whole_is_run_one_by_one(server: Running, orders: Orders) -> None:
+    server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    good = [server.submit(order(say=f"{number}", kind="k")) for number in range(2)]
+    bad = server.submit(order(say="bad", kind="k", spoils=True, **{"raise": "ExecutionFailedError"}))
+    orders.gate.set()
+    assert [server.finished(job)["status"] for job in (*good, bad)] == ["COMPLETED", "COMPLETED", "ERROR"]
+    assert orders.seen[1:] == [["0", "1", "bad"], "0", "1", "bad"]
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["InvalidProgramError", "ExecutionFailedError"])
+def test_what_is_wrong_with_a_program_is_told(server: Running, kind: str) -> None:
+    ended = server.finished(server.submit(order(say="because", **{"raise": kind})))
+    assert (ended["status"], ended["description"], ended["data"]) == ("ERROR", "because", {"error": kind})
+    assert "runtime" in ended["meta"]
+    assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED"
+
+
+def test_what_is_wrong_with_the_server_is_logged_and_not_told(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "nnsight.remote.server")
+    ended = server.finished(server.submit(order(say="/secret/path", **{"raise": "RuntimeError"})))
+    assert ended["status"] == "ERROR" and "/secret/path" not in json.dumps(ended)
+    assert ended["id"] in ended["description"]
+    assert any("/secret/path" in str(record.exc_info) for record in caplog.records)
+
+
+def test_a_job_whose_engine_dies_is_tried_once_more(server: Running, orders: Orders) -> None:
+    assert server.finished(server.submit(order(say="twice", die=1)))["status"] == "COMPLETED"
+    assert orders.seen == ["twice", "twice"]
+    ended = server.finished(server.submit(order(say="never", die=9)))
+    assert ended["status"] == "ERROR" and ended["data"]["error"] == "EngineLostError"
+    assert orders.seen.count("never") == 2
+    assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED"
+    assert server.figure("nnsight_retried_total") == 2
+
+
+def full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_client_that_goes_away_takes_no_other_along(orders: Orders, tmp_path: Path) -> None:
+    async def story() -> None:
+        gateway = Gateway({MODEL: orders.engine()}, Spool(tmp_path))
+        await gateway.start()
+        uploads = [io.BytesIO(order(say=word)) for word in ("gone", "here")]
+        gone, here = (
+            asyncio.create_task(gateway.submit(Account("a"), str(MODEL), "", upload, len(upload.getvalue()))) for upload in uploads
+        )
+        await asyncio.sleep(0)
+        uploads[0].close()
+        gone.cancel()
+        job = await here
+        await job.ending()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert job.status is JobStatus.COMPLETED and list(gateway.jobs) == [job.id]
+        await gateway.stop()
+        assert [found.id for found in Spool(tmp_path).recover()] == [job.id]
+
+    asyncio.run(story())
+    assert orders.seen == ["here"]
+
+
+@contextlib.contextmanager
+def full_disk(spool: Spool, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let neither the database grow nor files come."""
+    pages = spool._writer.execute("PRAGMA page_count").fetchone()[0]
+    with patch.context() as patched:
+        patched.setattr("nnsight.remote.server.spool.os.replace", full)
+        spool._writer.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+        try:
+            yield
+        finally:
+            spool._writer.execute("PRAGMA max_page_count = 1000000").fetchone()
+
+
+def kept(folder: Path) -> list[str]:
+    """Return the files of jobs."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("jobs.sqlite"))
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_a_full_disk_refuses_jobs_and_leaves_nothing(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    with full_disk(server.gateway.spool, monkeypatch):
+        answer = server.post(order(say="x" * size))
+        assert answer.status_code == 507 and "full" in answer.json()["detail"]
+    assert not server.gateway.jobs and not kept(tmp_path / "jobs")
+    assert not Spool(tmp_path / "jobs").recover() and server.gateway.spool.used == 0
+    assert server.finished(server.submit(order(say="y")))["status"] == "COMPLETED"
+
+
+def test_a_job_that_does_not_fit_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool, jobs = Spool(tmp_path), [submitted(size) for size in (10, 20_000, 20)]
+    with full_disk(spool, monkeypatch):
+        found = spool.admit([(job, io.BytesIO(b"x" * job.size)) for job in jobs])
+    assert [type(error) for error in found] == [type(None), StorageFullError, type(None)]
+    assert sorted(job.size for job in Spool(tmp_path).recover()) == [10, 20] and spool.used == 30
+
+
+def test_who_listens_to_a_short_job_does_not_wait_for_the_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, written = threading.Event(), []
+    monkeypatch.setattr(server.gateway.spool, "settle", lambda jobs: written.append(disk.wait(10)))
+    with server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        server.submit(order(say="at once"), session_id=session)
+        assert messages(socket)[-1]["status"] == "COMPLETED" and not written
+    alone = threading.Thread(target=lambda: answered.append(server.submit(order(say="safe"))))
+    answered: list[str] = []
+    alone.start()
+    until(lambda: server.figure("nnsight_jobs_total") == 2)
+    assert not answered  # nobody hears of its end, so its answer says that it is not lost
+    disk.set()
+    alone.join(20)
+    assert server.finished(answered[0])["status"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_a_disk_that_is_full_when_a_result_comes_ends_the_job(
+    server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    job = server.submit(order(say="x", wait=True, times=size))
+    until(orders.started.is_set)
+    with full_disk(server.gateway.spool, monkeypatch):
+        orders.gate.set()
+        ended = server.finished(job)
+    assert ended["status"] == "ERROR" and ended["data"]["error"] == "StorageFullError"
+    assert server.get(f"/result/{job}").status_code == 409
+    assert server.finished(server.submit(order(say="y")))["status"] == "COMPLETED"
+
+
+def test_a_job_that_a_full_disk_does_not_keep_is_refused(
+    server: Running, orders: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    with monkeypatch.context() as patch:
+        patch.setattr("nnsight.remote.server.spool.os.fsync", full)
+        assert server.post(order(say="x")).status_code == 507
+    assert list(server.gateway.jobs) == [first]
+    orders.gate.set()
+    assert server.finished(first)["status"] == "COMPLETED"
+    assert orders.seen == ["first"]
+
+
+def test_a_job_that_waits_is_cancelled_and_never_runs(server: Running, orders: Orders) -> None:
+    first, second = server.submit(order(say="first", wait=True)), server.submit(order(say="second"))
+    until(orders.started.is_set)
+    answer = requests.delete(f"{server.url}/request/{second}", timeout=10)
+    assert answer.json()["status"] == "ERROR" and answer.json()["data"] == {"error": "JobCancelledError"}
+    orders.gate.set()
+    assert server.finished(first)["status"] == "COMPLETED"
+    assert server.finished(server.submit(order(say="third")))["status"] == "COMPLETED"
+    assert orders.seen == ["first", "third"]
+    assert requests.delete(f"{server.url}/request/{first}", timeout=10).json()["status"] == "COMPLETED"
+
+
+def test_a_job_that_runs_is_cancelled_at_once(server: Running, orders: Orders) -> None:
+    job = server.submit(order(say="endless", spin=True))
+    until(orders.started.is_set)
+    assert requests.delete(f"{server.url}/request/{job}", timeout=10).json()["status"] == "ERROR"
+    assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED"
+    assert server.get(f"/response/{job}").json()["data"] == {"error": "JobCancelledError"}
+
+
+def test_a_job_of_a_group_is_cancelled_alone(server: Running, orders: Orders) -> None:
+    first = server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    pair = [server.submit(order(say=word, kind="k")) for word in "ab"]
+    requests.delete(f"{server.url}/request/{pair[0]}", timeout=10)
+    orders.gate.set()
+    assert [server.finished(job)["status"] for job in (first, *pair)] == ["COMPLETED", "ERROR", "COMPLETED"]
+
+
+def test_only_its_owner_cancels_a_job(guarded: Running, orders: Orders) -> None:
+    job = guarded.submit(order(say="x", wait=True), key="a")
+    until(orders.started.is_set)
+    assert requests.delete(f"{guarded.url}/request/{job}", headers={"ndif-api-key": "b"}, timeout=10).status_code == 404
+    assert requests.delete(f"{guarded.url}/request/{job}", timeout=10).status_code == 401
+
+
+def test_the_spool_keeps_to_its_budget(orders: Orders, tmp_path: Path) -> None:
+    size = len(order(say="x", times=1000))
+    with running(orders.engine(), Spool(tmp_path, capacity=2 * size + 500)) as server:
+        ended = server.finished(server.submit(order(say="x", times=1000)))
+        assert ended["data"]["error"] == "StorageFullError"
+        assert server.post(order(say="x" * 10_000)).status_code == 507
+        assert server.finished(server.submit(order(say="x", times=100)))["status"] == "COMPLETED"
+
+
+def submitted(size: int) -> Job:
+    job = Job("a", "m", nonce(), "", size, 1.0)
+    job.tell(JobStatus.RECEIVED)
+    return job
+
+
+def test_the_spool_knows_what_its_jobs_take(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, capacity=100)
+    first, second, third = submitted(40), submitted(50), submitted(11)
+    assert spool.admit([(first, io.BytesIO(b"x" * 40)), (second, io.BytesIO(b"y" * 50))]) == [None, None]
+    assert spool.used == 90
+    (error,) = spool.admit([(third, io.BytesIO(b"z" * 11))])
+    assert isinstance(error, StorageFullError)
+    assert [spool.payload(job) for job in (first, second)] == [b"x" * 40, b"y" * 50] and spool.used == 90
+    second.tell(JobStatus.ERROR)  # it leaves no result
+    spool.note([second])
+    assert spool.used == 40
+    found = Spool(tmp_path)
+    assert len(found.recover()) == 2 and found.used == 40
+    spool.remove([first])
+    spool.remove([first])
+    assert spool.used == 0
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_the_spool_has_what_was_written_to_it(tmp_path: Path, size: int) -> None:
+    spool, job = Spool(tmp_path), submitted(size)
+    assert spool.admit([(job, io.BytesIO(b"p" * size))]) == [None]
+    spool.settle([job])
+    assert spool.begin([job]) == [b"p" * size]
+    assert spool.keep_results([(job, b"r" * size)]) == [size] and spool.used == 2 * size
+    spool.close()
+    (found,) = Spool(tmp_path).recover()  # the record had no time to follow
+    assert found.status is JobStatus.COMPLETED and found.result_size == size
+    spool = Spool(tmp_path)
+    spool.note(spool.recover())
+    assert spool.used == size and spool.result(job) == b"r" * size
+    assert kept(tmp_path) == ([f"{job.id}.result"] if size > 2**16 else [])
+    with pytest.raises(FileNotFoundError):
+        spool.payload(job)
+    spool.remove([found])
+    assert not kept(tmp_path) and spool.used == 0 and not spool.recover()
+
+
+def test_what_a_dead_server_left_half_written_is_removed(tmp_path: Path) -> None:
+    left = [f"{nonce()}.payload", f"{nonce()}.result.new", "notes.payload"]
+    for name in left:
+        (tmp_path / name).write_bytes(b"x")
+    assert not Spool(tmp_path).recover() and kept(tmp_path) == left[-1:]
+
+
+def test_results_are_kept_for_a_while(orders: Orders, tmp_path: Path) -> None:
+    with running(orders.engine(), tmp_path, settings=Settings(keep=0.2)) as server:
+        job = server.submit(order(say="x"), nonce=nonce())
+        until(lambda: server.get(f"/response/{job}").status_code == 404)
+        until(lambda: not kept(tmp_path) and not Spool(tmp_path).recover())
+        assert not server.gateway._by_nonce
+        assert server.figure("nnsight_spool_bytes") == 0
+
+
+def test_the_payload_goes_when_the_job_has_ended(server: Running, tmp_path: Path) -> None:
+    long, short = server.submit(order(say="x" * 100_000)), server.submit(order(say="x"))
+    server.finished(long), server.finished(short)
+    until(lambda: kept(tmp_path / "jobs") == [f"{long}.result"])
+    until(lambda: server.gateway.spool.used == 100_001)
+    with pytest.raises(FileNotFoundError):
+        server.gateway.spool.payload(server.gateway.jobs[short])
+
+
+def test_what_waits_and_what_is_ready_outlives_the_server(tmp_path: Path) -> None:
+    first = Orders()
+    name = nonce()
+    with running(first.engine(), tmp_path) as server:
+        ready = server.submit(order(say="ready"))
+        failed = server.submit(order(say="failed", **{"raise": "ExecutionFailedError"}))
+        server.finished(failed)
+        running_job = server.submit(order(say="running", wait=True))
+        until(lambda: "running" in first.seen)
+        waiting = [server.submit(order(say=f"w{number}"), nonce=name if number == 0 else "") for number in range(3)]
+        last = server.get(f"/response/{running_job}").json()
+    first.gate.set()
+    second = Orders()
+    second.gate.set()
+    with running(second.engine(), tmp_path) as server:
+        with server.subscribe(query=f"?job={running_job}&after={last['number']}") as socket:
+            socket.recv(5)
+            assert messages(socket)[-1]["status"] == "COMPLETED"  # numbers go on, so the client misses nothing
+        assert [server.finished(job)["status"] for job in waiting] == ["COMPLETED"] * 3
+        assert second.seen == ["running", "w0", "w1", "w2"]
+        assert server.get(f"/result/{ready}").content == b"ready"
+        assert server.get(f"/response/{failed}").json()["description"] == "failed"
+        assert server.submit(order(say="w0"), nonce=name) == waiting[0]
+
+
+def test_a_job_that_ends_the_process_each_time_is_not_tried_for_ever(tmp_path: Path) -> None:
+    for attempt in range(3):
+        orders = Orders()
+        with running(orders.engine(), tmp_path) as server:
+            if attempt == 0:
+                job = server.submit(order(say="deadly", wait=True))
+            if attempt < 2:
+                until(orders.started.is_set)
+            else:
+                ended = server.finished(job)
+        orders.gate.set()
+        assert orders.seen == ["deadly"] * (attempt < 2)
+    assert ended["status"] == "ERROR" and ended["data"]["error"] == "EngineLostError"
+
+
+def test_damaged_records_and_strange_files_do_not_stop_the_server(tmp_path: Path) -> None:
+    other, spool = tmp_path / "something", Spool(tmp_path)
+    other.mkdir()
+    for record in ('{"id": 3', '{"id": 3}', '"x"', json.dumps(submitted(3).record())):
+        spool._writer.execute("INSERT INTO record VALUES (?, ?)", (nonce(), record))
+    spool.close()
+    gone = Orders()
+    with running(gone.engine(), tmp_path, key=ModelKey("other/model")) as server:
+        job = server.submit(order(say="x", wait=True), model_key="other/model")
+        until(gone.started.is_set)
+    gone.gate.set()
+    with running(Orders().engine(), tmp_path) as server:
+        assert other.exists() and list(server.gateway.jobs) == [job]
+        assert "does not serve" not in server.finished(job)["description"]  # what the operator did is in the log
+        assert server.finished(job)["status"] == "ERROR"
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "jobs.sqlite").write_bytes(b"something else" * 1000)
+    with pytest.raises(OSError, match="file is not a database"):
+        Spool(tmp_path)
+    assert (tmp_path / "jobs.sqlite").read_bytes() == b"something else" * 1000
+
+
+def test_a_server_that_is_told_to_stop_lets_jobs_end_and_takes_no_more(tmp_path: Path) -> None:
+    orders = Orders()
+    server = Running(orders.engine(), tmp_path)
+    with server.subscribe() as socket:
+        session = json.loads(socket.recv(5))["session_id"]
+        running_job = server.submit(order(say="running", wait=True), session_id=session)
+        until(orders.started.is_set)
+        waiting = server.submit(order(say="waiting"))
+        server.loop.call_soon_threadsafe(server.server.handle_exit, signal.SIGTERM, None)
+        until(lambda: server.gateway.draining)
+        assert server.post(order(say="late")).status_code == 503
+        assert server.get("/health").status_code == 503
+        orders.gate.set()
+        assert messages(socket)[-1]["status"] == "COMPLETED"
+        assert socket.recv(5) == b"running"
+    server.stop()
+    assert orders.seen == ["running"]
+    with running(orders.engine(), tmp_path) as server:
+        assert server.finished(waiting)["status"] == "COMPLETED"
+        assert server.get(f"/result/{running_job}").content == b"running"
+
+
+# -- what an operator sees ----------------------------------------------------------------------------------------------------------
+
+
+def test_figures(server: Running) -> None:
+    server.finished(server.submit(order(say="good")))
+    server.finished(server.submit(order(say="bad", **{"raise": "InvalidProgramError"})))
+    server.post(b"\x80")
+    until(lambda: server.figure("nnsight_jobs_total") == 2)
+    text = server.get("/metrics").text
+    assert 'outcome="completed"} 1.0' in text and 'outcome="InvalidProgramError"} 1.0' in text
+    assert 'nnsight_refused_total{reason="format"} 1.0' in text
+    assert server.figure("nnsight_run_seconds_count") == server.figure("nnsight_wait_seconds_count") == 2
+    assert server.figure("nnsight_result_bytes_total") == 4 and server.figure("nnsight_engine_healthy") == 1
+    assert server.figure("nnsight_queued") == server.figure("nnsight_running") == 0
+
+
+def test_logs_are_lines_of_json(server: Running) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("nnsight.remote.server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        job = server.submit(order(say="x"), key="secret-key")
+        server.finished(job)
+        until(lambda: stream.getvalue().count("\n") >= 2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["received", "finished"]
+    assert {line["job"] for line in lines} == {job} and lines[1]["outcome"] == "completed"
+    assert "secret-key" not in stream.getvalue()
+    try:
+        raise ValueError("a\nb")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "failed %d", (3,), sys.exc_info())
+    line = JsonLines().format(record)
+    assert "\n" not in line and json.loads(line)["event"] == "failed 3" and "ValueError" in json.loads(line)["traceback"]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_tells_nothing_after_its_end_and_keeps_so_many_remarks() -> None:
+    async def story() -> list[str]:
+        job = Job("a", "m", "", "", 0, 1.0)
+        job.tell(JobStatus.RUNNING)
+        for _ in range(2000):
+            job.tell(JobStatus.LOG, "x" * 100_000)
+        assert job.status is JobStatus.RUNNING and len(job.messages) == 1001
+        assert len(job.messages[5]["description"]) < 20_000
+        job.tell(JobStatus.COMPLETED)
+        job.tell(JobStatus.ERROR, "late")
+        return [message["status"] async for told in job.follow(job.messages[-2]["number"]) for message in told]
+
+    assert asyncio.run(story()) == ["COMPLETED"]
+
+
+def test_a_reader_gets_every_message_once_however_they_come() -> None:
+    async def story() -> tuple[list[int], list[int]]:
+        job = Job("a", "m", "", "", 0, 1.0)
+        job.tell(JobStatus.QUEUED)
+
+        async def read() -> list[int]:
+            found: list[int] = []
+            async for told in job.follow():
+                found += [message["number"] for message in told]
+                await asyncio.sleep(0)
+            return found
+
+        readers = [asyncio.create_task(read()) for _ in range(3)]
+        for number in range(50):
+            job.tell(JobStatus.LOG, str(number))
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+        job.tell(JobStatus.COMPLETED)
+        first, *others = await asyncio.gather(*readers)
+        assert all(other == first for other in others)
+        return first, [message["number"] for message in job.messages]
+
+    found, expected = asyncio.run(story())
+    assert found == expected and len(found) == 52
+
+
+def test_other_errors_of_a_disk_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool, job = Spool(tmp_path), submitted(100_000)
+
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr("nnsight.remote.server.spool.os.replace", broken)
+    (error,) = spool.admit([(job, io.BytesIO(b"a" * job.size))])
+    assert isinstance(error, OSError) and error.strerror == "broken" and not isinstance(error, StorageFullError)
+    assert spool.used == 0 and not kept(tmp_path)
+
+
+def test_serve_as_a_command_drains_at_sigterm(tmp_path: Path) -> None:
+    with sockets.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "nnsight.cli", "serve", "nnsight/demo", "--port", str(port), "--spool", str(tmp_path / "jobs")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+
+        def up() -> bool:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            with sockets.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        until(up, 60)
+        found = requests.get(f"http://127.0.0.1:{port}/status", timeout=10).json()["deployments"]
+        assert [deployment["repo_id"] for deployment in found.values()] == ["nnsight/demo"]
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    events = [json.loads(line)["event"] for line in errors.splitlines() if line.startswith("{")]  # the rest is progress bars
+    assert "serving" in events and "draining" in events
+    assert process.returncode in (0, -signal.SIGTERM)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from nnsight.remote.server.keys import OpenDoor
+from nnsight.remote.server.serve import serve
+from tests.remote.remoting import MODEL, Orders
+serve({MODEL: Orders().engine()}, OpenDoor(), Path(sys.argv[1]), port=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    with sockets.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "jobs"), str(port)]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        until(lambda: answers(f"{address}/health"), 120)
+        return process
+
+    def answers(url: str) -> Any:
+        try:
+            return requests.get(url, timeout=5)
+        except requests.ConnectionError:
+            return None
+
+    def submit(**what: Any) -> str:
+        data = json.dumps({"model_key": str(MODEL), "session_id": ""})
+        answer = requests.post(f"{address}/request", data={"data": data}, files={"blob": order(**what)}, timeout=20)
+        return answer.json()["id"]
+
+    def ended(job: str) -> dict[str, Any]:
+        def message() -> Any:
+            found = answers(f"{address}/response/{job}").json()
+            return found if found["status"] in ("COMPLETED", "ERROR") else None
+
+        return until(message, 60)
+
+    process = start()
+    try:
+        done = submit(say="done")
+        assert ended(done)["status"] == "COMPLETED"
+        jobs = [submit(say="runs", sleep=3), *(submit(say=f"waits {number}") for number in range(3))]
+        until(lambda: answers(f"{address}/response/{jobs[0]}").json()["status"] == "RUNNING")
+        process.kill()
+        process.wait()
+        process = start()
+        assert [ended(job)["status"] for job in jobs] == ["COMPLETED"] * 4
+        found = [answers(f"{address}/result/{job}").content for job in (done, *jobs)]
+        assert found == [b"done", b"runs", b"waits 0", b"waits 1", b"waits 2"]
+    finally:
+        process.kill()
+        process.wait()

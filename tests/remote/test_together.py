@@ -1,0 +1,627 @@
+"""Jobs of several clients in one forward pass: each gets what it gets alone, and sees nothing of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import nnsight
+from nnsight import LanguageModel, NNsight
+from nnsight.fx import counters
+from nnsight.remote.client.backend import ProgramBackend
+from nnsight.remote.protocol import ModelKey
+from nnsight.remote.run import together
+from nnsight.remote.run.execution import execute_payload
+from nnsight.remote.run.together import execute_payloads, kind_of
+from nnsight.remote.server.models import engine_of
+from nnsight.remote.wire import payload as payload_module
+from nnsight.remote.wire.errors import ExecutionFailedError, InvalidProgramError
+from nnsight.remote.wire.limits import Limits
+from nnsight.remote.wire.payload import decode, decode_known, encode
+from nnsight.remote.wire.results import decode_results
+
+from ..conftest import Rows, close, same
+from .remoting import running, until
+
+#: Seeds of prompts.
+PROMPTS = [10, 11, 12]
+LAYERS = 3
+
+
+class Catch(ProgramBackend):
+    """Keeps the payload of a block and runs nothing."""
+
+    payload: bytes
+
+    def submit(self, recorded: Any) -> None:
+        self.payload = recorded.payload()
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    config = GPT2Config(n_layer=LAYERS, n_embd=16, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    return LanguageModel(GPT2LMHeadModel(config).eval())
+
+
+@pytest.fixture
+def forwards(model: Any) -> Iterator[list[int]]:
+    """The number of rows of each forward pass of the model."""
+    rows: list[int] = []
+    handle = model._module.register_forward_hook(lambda module, args, kwargs, out: rows.append(len(out.logits)), with_kwargs=True)
+    yield rows
+    handle.remove()
+
+
+def ids(model: Any, *seeds: int) -> torch.Tensor:
+    """Prompts of one length."""
+    return torch.stack([torch.randint(1, 64, (5,), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+def steering(model: Any, number: int) -> bytes:
+    catch = Catch()
+    torch.manual_seed(number)
+    direction = torch.randn(model.config.n_embd)
+    with model.trace(ids(model, PROMPTS[number % 3]), backend=catch):
+        model.transformer.h[number % 2].output[:, -1] += (number + 1) * direction
+        hidden = model.transformer.h[2].output.save()
+        logits = model.lm_head.output[:, -1].save()
+    return catch.payload
+
+
+def alone(model: Any, payload: bytes) -> dict[str, Any]:
+    return decode_results(execute_payload(model, payload))
+
+
+def test_jobs_share_a_forward_pass_and_get_what_they_get_alone(model: Any, forwards: list[int]) -> None:
+    payloads = [steering(model, number) for number in range(4)]
+    assert len({kind_of(model, payload) for payload in payloads}) == 1 and kind_of(model, payloads[0]) is not None
+    expected = [alone(model, payload) for payload in payloads]
+    forwards.clear()
+    found = [decode_results(result) for result in execute_payloads(model, payloads) if isinstance(result, bytes)]
+    assert forwards == [4]
+    for mine, wanted in zip(found, expected, strict=True):
+        assert {name: value.shape for name, value in mine.items()} == {name: value.shape for name, value in wanted.items()}
+        close(mine, wanted)
+    assert not torch.allclose(found[0]["logits"], found[3]["logits"])  # the same prompt, other edits
+
+
+def tensors() -> int:
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_activations_of_a_job_go_with_it(model: Any, together: bool, no_gc: None) -> None:
+    """By reference counting alone: what waits for the garbage collector is memory that the next job lacks."""
+    payloads = [steering(model, number) for number in range(2)]
+
+    def run() -> None:
+        if together:
+            assert all(kind_of(model, payload) is not None for payload in payloads)
+            execute_payloads(model, payloads)
+        else:
+            for payload in payloads:
+                execute_payload(model, payload)
+
+    run()  # what is remembered of a model, such as which dims of its values are those of the batch
+    before = tensors()
+    run()
+    assert tensors() == before
+
+
+def test_jobs_have_any_number_of_rows_and_invokes(model: Any, forwards: list[int]) -> None:
+    def invokes(first: int, second: int) -> bytes:
+        catch = Catch()
+        with model.trace(backend=catch) as tracer:
+            with tracer.invoke(ids(model, first)):
+                clean = model.transformer.h[1].output[:, -1].save()
+            with tracer.invoke(ids(model, second)):
+                model.transformer.h[2].output[:] *= 0.5
+                patched = model.lm_head.output.save()
+        return catch.payload
+
+    payloads = [invokes(PROMPTS[0], PROMPTS[1]), steering(model, 0), invokes(PROMPTS[2], PROMPTS[0])]
+    kinds = [kind_of(model, payload) for payload in payloads]
+    expected = [alone(model, payload) for payload in payloads]
+    same_kind = [payload for payload, kind in zip(payloads, kinds, strict=True) if kind == kinds[0]]
+    assert len(same_kind) >= 2
+    forwards.clear()
+    outcomes = execute_payloads(model, same_kind)
+    assert len(forwards) == 1 and forwards[0] >= 4
+    wanted = [result for result, kind in zip(expected, kinds, strict=True) if kind == kinds[0]]
+    for outcome, result in zip(outcomes, wanted, strict=True):
+        assert isinstance(outcome, bytes)
+        close(decode_results(outcome), result)
+
+
+def test_what_jobs_must_have_in_common(model: Any) -> None:
+    def kind(block: Callable[[Any], None] = lambda tracer: None, *, of: Any = model, call: str = "trace", **options: Any) -> Any:
+        catch = Catch()
+        given = options.pop("ids", ids(model, PROMPTS[0]))
+        with getattr(of, call)(given, backend=catch, **options) as tracer:
+            block(tracer)
+            of.lm_head.output.save()
+        return kind_of(of, catch.payload)
+
+    base = kind()
+    assert base is not None
+    assert kind(ids=ids(model, *PROMPTS)) == base  # the number of rows may differ
+    assert kind(ids=ids(model, PROMPTS[0])[:, :4]) not in (base, None)  # their length may not
+    assert kind(use_cache=False) not in (base, None)
+    assert kind(lambda tracer: model.transformer.h[0].skip(model.transformer.h[0].input)) is None
+    padded = torch.tensor([[0, 1, 1, 1, 1]])
+    assert kind(attention_mask=padded) not in (base, None)  # a model has no mask where nothing is padded
+    net = NNsight(torch.nn.Linear(2, 2))
+    catch = Catch()
+    with net.trace(torch.ones(1, 2), backend=catch):
+        net.output.save()
+    assert kind_of(net, catch.payload) is None  # nobody knows how its inputs are joined
+    with pytest.raises(InvalidProgramError):
+        kind_of(model, b"no payload at all")
+
+
+#: Ends of sequences, to which some of the generations below come.
+ENDS = [7, 18, 32, 44]
+TOKENS = 6
+
+
+@functools.cache
+def recorded(model: Any, rows: int, strength: float) -> bytes:
+    catch = Catch()
+    direction = torch.randn(model.config.n_embd, generator=torch.Generator().manual_seed(1))
+    with model.generate(backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
+        with tracer.invoke(ids(model, *range(rows))):
+            hidden = nnsight.save([])
+            chosen = nnsight.save([])
+            for _ in tracer.iter[:TOKENS]:
+                model.transformer.h[1].output[:, -1] += strength * direction
+                hidden.append(model.transformer.h[2].output)
+                chosen.append(model.lm_head.output[:, -1].argmax(dim=-1))
+        with tracer.invoke():
+            made = model.generator.output.save()
+            result = tracer.result.save()
+    del hidden, chosen, made, result
+    return catch.payload
+
+
+def generating(model: Any, *seeds: int, strength: float = 0.0, **options: Any) -> bytes:
+    """A job that steers each step of a generation, and keeps what it sees on the way and in the end."""
+    job = decode(recorded(model, len(seeds), strength))
+    given = dict(job.runs[0]["kwargs"]["dict"])
+    job.tensors[given["input_ids"]["tensor"]] = ids(model, *seeds)
+    job.runs[0]["kwargs"]["dict"] = [[name, tree] for name, tree in (given | options).items()]
+    return encode(job)
+
+
+def test_generations_run_together_and_each_ends_as_it_does_alone(model: Any, forwards: list[int]) -> None:
+    payloads = [generating(model, seed) for seed in range(1, 9)]
+    payloads += [generating(model, seed, strength=3.0) for seed in range(1, 5)]
+    payloads += [generating(model, 20, 1), generating(model, 2, 3)]
+    assert len({kind_of(model, payload) for payload in payloads}) == 1 and kind_of(model, payloads[0]) is not None
+    expected = [alone(model, payload) for payload in payloads]
+    lengths = {result["made"].shape[1] for result in expected}
+    assert len(lengths) > 2 and max(lengths) == 5 + TOKENS  # some end early, at several steps, and some do not
+    forwards.clear()
+    outcomes = execute_payloads(model, payloads)
+    assert forwards == [16] * TOKENS
+    for outcome, wanted in zip(outcomes, expected, strict=True):
+        assert isinstance(outcome, bytes), outcome
+        found = decode_results(outcome)
+        assert len(found["hidden"]) == found["made"].shape[1] - 5
+        same([found[name] for name in ("made", "result", "chosen")], [wanted[name] for name in ("made", "result", "chosen")])
+        close(found["hidden"], wanted["hidden"])
+    for seed, outcome in zip(range(1, 9), outcomes[:8], strict=True):
+        assert isinstance(outcome, bytes)
+        plain = model._module.generate(input_ids=ids(model, seed), max_new_tokens=TOKENS, eos_token_id=ENDS, pad_token_id=0)
+        same(decode_results(outcome)["made"], plain)
+
+
+def test_a_step_that_comes_for_others_only_is_not_seen(model: Any, forwards: list[int]) -> None:
+    ended = next(seed for seed in range(1, 20) if alone(model, generating(model, seed))["made"].shape[1] < 4 + TOKENS)
+    catch = Catch()
+    with model.generate(backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
+        with tracer.invoke(ids(model, ended)):
+            seen = nnsight.save([])
+            for _ in tracer.iter[TOKENS - 1]:
+                seen.append(model.transformer.h[2].output)
+        with tracer.invoke():
+            made = tracer.result.save()
+    del seen, made
+    payloads = [generating(model, 3), catch.payload]
+    expected = [alone(model, payload) for payload in payloads]
+    assert expected[0]["made"].shape[1] == 5 + TOKENS and expected[1]["seen"] == []
+    forwards.clear()
+    found = [decode_results(result) for result in execute_payloads(model, payloads) if isinstance(result, bytes)]
+    assert forwards == [2] * TOKENS
+    close(found, expected)
+
+
+def test_a_generation_that_fails_fails_alone(model: Any) -> None:
+    catch = Catch()
+    with model.generate(ids(model, 1), backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
+        for _ in tracer.iter[1]:
+            rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 1000
+            picked = model.transformer.wte.weight.index_select(0, rows).save()
+    del picked
+    good = [generating(model, seed, strength=3.0) for seed in (1, 2)]
+    expected = [alone(model, payload) for payload in good]
+    first, bad, second = execute_payloads(model, [good[0], catch.payload, good[1]])
+    assert isinstance(bad, ExecutionFailedError) and "outside of its tensor" in str(bad)
+    assert isinstance(first, bytes) and isinstance(second, bytes)
+    same([decode_results(first), decode_results(second)], expected)  # bit by bit: they ran alone
+
+
+def test_which_generations_run_alone(model: Any) -> None:
+    def kind(seed: int = 1, **options: Any) -> Any:
+        return kind_of(model, generating(model, seed, **options))
+
+    base = kind()
+    assert base is not None
+    assert kind(2, strength=1.0) == base
+    assert kind(max_new_tokens=TOKENS + 1) not in (base, None)
+    assert kind(eos_token_id=3) not in (base, None)
+    assert kind(repetition_penalty=1.5) not in (base, None)
+    assert kind(do_sample=True) is None
+    assert kind(num_beams=2) is None
+    assert kind(eos_token_id=None) is None
+
+    def replacing(tracer: Any) -> None:
+        model.generator.output[:, -1] = 1
+
+    catch = Catch()
+    with model.generate(ids(model, 1), backend=catch, max_new_tokens=2) as tracer:
+        replacing(tracer)
+        made = tracer.result.save()
+    del made
+    assert kind_of(model, catch.payload) is None
+    bad = decode(generating(model, 1))
+    bad.runs[0]["kwargs"]["dict"].append(["temperature", {"str": "high"}])
+    with pytest.raises(InvalidProgramError, match="temperature"):
+        kind_of(model, encode(bad))
+
+
+def test_the_options_of_the_model_that_runs_decide(model: Any, forwards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway may know a model without weights and its own options; what it calls alike is looked at once more."""
+    payloads = [generating(model, seed) for seed in (1, 2)]
+    expected = [alone(model, payload) for payload in payloads]
+    monkeypatch.setattr(model._module.generation_config, "max_time", 60.0)
+    assert kind_of(model, payloads[0]) is None
+    forwards.clear()
+    close([decode_results(result) for result in execute_payloads(model, payloads)], expected)  # type: ignore[arg-type]
+    assert set(forwards) == {1}
+
+
+class Shares(torch.nn.Module):
+    """Hands on a tensor that was computed of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.nn.Identity()
+        self.scale = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean(x.mean(0))
+        return self.scale(x)
+
+
+def test_what_is_computed_of_all_rows_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Rows(Shares())
+    rows: list[int] = []
+    model._module.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+    secret, own = torch.full((1, 4), 1000.0), torch.ones(2, 4)
+
+    def read(x: torch.Tensor, mean: bool) -> bytes:
+        catch = Catch()
+        with model.trace(x, backend=catch):
+            if mean:
+                seen = model.mean.output.save()
+            out = model.scale.output.save()
+        return catch.payload
+
+    payloads = [read(secret, False), read(own, True)]
+    assert kind_of(model, payloads[0]) == kind_of(model, payloads[1])
+    rows.clear()
+    first, second = (decode_results(result) for result in execute_payloads(model, payloads) if isinstance(result, bytes))
+    assert rows[-2:] == [1, 2]  # in the end, each ran alone
+    same(second["seen"], torch.ones(4))
+    close(second["out"], model._module.scale(own).detach())
+    rows.clear()
+    both = execute_payloads(model, [payloads[0], read(own, False)])
+    assert rows == [3] and all(isinstance(result, bytes) for result in both)
+
+
+def test_one_program_that_fails_fails_alone(model: Any, forwards: list[int]) -> None:
+    catch = Catch()
+    with model.trace(ids(model, PROMPTS[0]), backend=catch):
+        rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 1000
+        picked = model.transformer.wte.weight.index_select(0, rows).save()
+    good = [steering(model, 0), steering(model, 1)]
+    expected = [alone(model, payload) for payload in good]
+    first, bad, second, malformed = execute_payloads(model, [good[0], catch.payload, good[1], b"nothing"])
+    assert isinstance(bad, ExecutionFailedError) and "outside of its tensor" in str(bad)
+    assert isinstance(malformed, InvalidProgramError)
+    assert isinstance(first, bytes) and isinstance(second, bytes)
+    same([decode_results(first), decode_results(second)], expected)  # bit by bit: they ran alone
+
+
+def test_a_short_job_is_read_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+
+    def counting(payload: bytes, limits: Limits) -> Any:
+        read.append(payload)
+        return decode_known(payload, limits)
+
+    monkeypatch.setattr(together, "decode_known", counting)
+    payloads = [steering(model, number) for number in range(2)]
+    for payload in payloads:
+        kind_of(model, payload)
+    assert all(isinstance(result, bytes) for result in execute_payloads(model, payloads))
+    assert read == payloads
+    execute_payloads(model, payloads)
+    assert read == 2 * payloads  # nothing is kept of jobs that have run
+
+
+def test_jobs_with_one_header_share_what_it_says(model: Any) -> None:
+    job = decode(steering(model, 1))
+    other = {name: -tensor if tensor.is_floating_point() else tensor for name, tensor in job.tensors.items()}
+    payloads = [encode(job), encode(dataclasses.replace(job, tensors=other))]
+    first, second = (decode_known(payload) for payload in payloads)
+    assert first.nodes is second.nodes and first.facts is second.facts
+    assert any(not torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+    assert decode(payloads[1]).content() == second.content() and decode(payloads[1]).nodes is not second.nodes
+    for payload in payloads:  # one after the other, which finds out what is known of the header only once
+        torch.testing.assert_close(alone(model, payload)["logits"], decode_results(execute_payloads(model, [payload])[0])["logits"])  # type: ignore[arg-type]
+    assert not torch.equal(alone(model, payloads[0])["logits"], alone(model, payloads[1])["logits"])
+
+
+@pytest.mark.parametrize("change", [lambda payload: payload[:-1], lambda payload: payload + b"\0", lambda payload: payload[:9]])
+def test_a_known_header_lets_no_other_payload_in(model: Any, change: Any) -> None:
+    payload = steering(model, 0)
+    decode_known(payload)
+    with pytest.raises(InvalidProgramError):
+        decode_known(change(payload))
+    with pytest.raises(InvalidProgramError, match="bytes; the limit"):
+        decode_known(payload, Limits(payload_bytes=len(payload) - 1))
+
+
+def test_a_known_header_is_checked_against_each_limit(model: Any) -> None:
+    payload = steering(model, 0)
+    decode_known(payload)
+    with pytest.raises(InvalidProgramError):
+        decode_known(payload, Limits(nodes=1))
+
+
+def test_known_headers_take_no_more_room_than_they_may(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_module, "_known", OrderedDict())
+    monkeypatch.setattr(payload_module, "_KEPT_BYTES", 4000)
+    for number in range(6):
+        decode_known(steering(model, number))
+    assert 0 < sum(len(header) for header, _ in payload_module._known) <= 4000
+    monkeypatch.setattr(payload_module, "_LONGEST", 10)
+    before = list(payload_module._known)
+    decode_known(steering(model, 7))
+    assert list(payload_module._known) == before
+
+
+def test_jobs_that_wait_take_no_more_room_than_they_may(model: Any) -> None:
+    first, second = (steering(model, number) for number in range(2))
+    waiting = together._Waiting(most=len(second), longest=len(second))
+    jobs = [waiting.read(payload, Limits()) for payload in (first, second)]
+    assert waiting.take(second, Limits()) is jobs[1]
+    assert waiting.take(first, Limits()) is not jobs[0]  # the oldest is read anew
+    waiting = together._Waiting(longest=len(first) - 1)
+    long = waiting.read(first, Limits())
+    assert waiting.take(first, Limits()) is not long
+
+
+def test_limits_hold_for_the_group_and_for_each(model: Any, forwards: list[int]) -> None:
+    payloads = [steering(model, number) for number in range(3)]
+    assert all(isinstance(result, bytes) for result in execute_payloads(model, payloads, Limits(rows=2)))
+    assert forwards[-3:] == [1, 1, 1]
+    outcomes = execute_payloads(model, payloads, Limits(result_bytes=10))
+    assert all(isinstance(outcome, (ExecutionFailedError, InvalidProgramError)) for outcome in outcomes)
+
+
+def held_back(engine: Any) -> tuple[threading.Event, threading.Event]:
+    """Let jobs that run alone wait; returns what is set when one has started, and what is to be set for it to go on."""
+    started, gate = threading.Event(), threading.Event()
+    run = engine._run
+
+    def held(payload: bytes, log: Any) -> bytes:
+        started.set()
+        assert gate.wait(20)
+        return run(payload, log)
+
+    engine._run = held
+    return started, gate
+
+
+def test_a_server_runs_waiting_jobs_together(tmp_path: Path, forwards: list[int], model: Any) -> None:
+    engine = engine_of(model)
+    payloads = [steering(model, number) for number in range(5)]
+    expected = [alone(model, payload) for payload in payloads]
+    started, gate = held_back(engine)
+    with running(engine, tmp_path, key=ModelKey("nnsight/demo")) as server:
+        jobs = [server.submit(payloads[0], model_key="nnsight/demo")]
+        until(started.is_set)
+        jobs += [server.submit(payload, model_key="nnsight/demo") for payload in payloads[1:]]
+        forwards.clear()
+        gate.set()
+        ended = [server.finished(job) for job in jobs]
+        assert [message["meta"]["together"] for message in ended] == [1, 4, 4, 4, 4]
+        assert forwards == [1, 4]
+        for job, wanted in zip(jobs, expected, strict=True):
+            close(decode_results(server.get(f"/result/{job}").content), wanted)
+
+
+def test_a_group_is_given_up_quietly_only_to_run_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong with the group as such, each job still runs."""
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError
+
+    monkeypatch.setattr(together, "find_batch_dims", broken)
+    payloads = [steering(model, number) for number in range(2)]
+    same([decode_results(result) for result in execute_payloads(model, payloads)], [alone(model, payload) for payload in payloads])  # type: ignore[arg-type]
+
+
+# -- compiled models -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled(model: Any) -> LanguageModel:
+    return LanguageModel(model._module, compile={"backend": "eager"})
+
+
+def patching(model: Any, seed: int, rows: int = 1, layer: int = 1, shape: int = 5, prints: bool = False) -> bytes:
+    """A program that reads, computes with values and tensors of its own, edits and saves: the same for all seeds."""
+    catch = Catch()
+    generator = torch.Generator().manual_seed(seed)
+    direction, mask = torch.randn(16, generator=generator), torch.rand(16, generator=generator) > 0.5
+    prompts = torch.randint(1, 64, (rows, shape), generator=generator)
+    with model.trace(prompts, backend=catch):
+        early = model.transformer.h[0].output
+        model.transformer.h[layer].output[:, -1] += torch.where(mask, direction, early[:, 0])
+        model.transformer.h[2].output = model.transformer.h[2].output * 0.5
+        logits = model.lm_head.output[:, -1].save()
+        if prints:
+            print("seen", logits.shape, logits.argmax())
+        mean = early.mean(-1).save()
+    del logits, mean
+    return catch.payload
+
+
+def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """Return what a function returns, and what the compiler did meanwhile."""
+    names = ("captures", "recordings", "splices", "compiles", "loads", "breaks")
+    before = {name: getattr(counters, name) for name in names}
+    result = function()
+    return result, {name: getattr(counters, name) - count for name, count in before.items()}
+
+
+def run_group(model: Any, payloads: list[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+    assert len({kind_of(model, payload) for payload in payloads}) == 1 and kind_of(model, payloads[0]) is not None
+    printed: list[str] = []
+    logs = [lambda line, number=number: printed.append(f"{number}: {line}") for number in range(len(payloads))]
+    outcomes = execute_payloads(model, payloads, logs=logs)
+    return [decode_results(outcome) for outcome in outcomes if isinstance(outcome, bytes)], printed
+
+
+@pytest.mark.parametrize(
+    ("rows", "backend"), [(1, "eager"), (2, "eager"), pytest.param(1, "inductor", marks=[pytest.mark.slow])]
+)
+def test_equal_programs_share_a_pass_of_a_compiled_model(model: Any, rows: int, backend: str) -> None:
+    compiled = LanguageModel(model._module, compile={"backend": backend})
+    seeds = itertools.count(100 * rows)
+
+    def group(size: int) -> dict[str, int]:
+        payloads = [patching(model, next(seeds), rows) for _ in range(size)]
+        expected = [alone(model, payload) for payload in payloads]
+        (found, _), done = counted(lambda: run_group(compiled, payloads))
+        close(found, expected)
+        return done
+
+    first = [group(size)["recordings"] for size in (2, 4, 8, 2)]
+    assert first in ([1, 1, 1, 0], [1, 1, 1, 1])  # the first graph may be for its number of rows only, the next is for any
+    for size in (2, 3, 4, 5, 6, 7, 8, 3, 2, 5):  # other data, and numbers that are filled up: nothing is recorded or compiled anew
+        assert not any(group(size).values())
+
+
+def test_what_jobs_of_a_compiled_model_print_is_their_own(model: Any, compiled: Any) -> None:
+    payloads = [patching(model, seed, prints=True) for seed in range(3)]
+    expected = [alone(model, payload) for payload in payloads]
+    found, printed = run_group(compiled, payloads)
+    close(found, expected)
+    assert printed == [f"{number}: seen torch.Size([1, 64]) {wanted['logits'].argmax()!s}" for number, wanted in enumerate(expected)]
+
+
+def test_which_jobs_of_a_compiled_model_share_a_pass(model: Any, compiled: Any) -> None:
+    base = kind_of(compiled, patching(model, 1))
+    assert base is not None and base == kind_of(compiled, patching(model, 2))
+    for other in ({"rows": 2}, {"layer": 0}, {"shape": 4}):
+        assert kind_of(compiled, patching(model, 3, **other)) not in (base, None)
+    assert kind_of(compiled, generating(model, 1)) is None  # some would end before others
+
+
+def test_jobs_of_a_compiled_model_are_run_alone_where_they_have_to(model: Any, compiled: Any) -> None:
+    def read(seed: int) -> bytes:
+        catch = Catch()
+        with model.trace(ids(model, seed), backend=catch):
+            positions = model.transformer.wpe.output.save()  # one for all rows, so it may be computed of all of them
+            logits = model.lm_head.output.save()
+        del positions, logits
+        return catch.payload
+
+    payloads = [read(seed) for seed in PROMPTS]
+    found, _ = run_group(compiled, payloads)
+    close(found, [alone(model, payload) for payload in payloads])
+
+
+def test_what_a_compiled_model_computes_of_all_rows_is_not_handed_out() -> None:
+    model = Rows(Shares(), compile={"backend": "eager"})
+
+    def read(x: torch.Tensor, mean: bool) -> bytes:
+        catch = Catch()
+        with model.trace(x, backend=catch):
+            if mean:
+                seen = model.mean.output.save()
+            model.scale.input[:, 0] += 1.0
+            out = model.scale.output.save()
+        if mean:
+            del seen
+        del out
+        return catch.payload
+
+    inputs = [torch.full((2, 4), 1000.0), torch.ones(2, 4), torch.zeros(2, 4)]
+    for _ in range(2):
+        for mean, size in itertools.product((True, False), (2, 3)):
+            found, _ = run_group(model, [read(x, mean) for x in inputs[:size]])
+            for x, values in zip(inputs, found, strict=False):
+                if mean:
+                    close(values["seen"], x.mean(0))
+                close(values["out"], model._module.scale(x + torch.tensor([1.0, 0, 0, 0])).detach())
+
+
+def test_a_job_of_a_compiled_model_that_fails_fails_alone(model: Any, compiled: Any) -> None:
+    def picking(row: int) -> bytes:
+        catch = Catch()
+        with model.trace(ids(model, 10), backend=catch):
+            picked = model.transformer.wte.weight.index_select(0, torch.tensor([row]) + 0).save()
+            logits = model.lm_head.output.save()
+        del picked, logits
+        return catch.payload
+
+    payloads = [picking(3), picking(1000), picking(5)]
+    assert len({kind_of(compiled, payload) for payload in payloads}) == 1
+    first, bad, second = execute_payloads(compiled, payloads)
+    assert isinstance(bad, Exception) and "outside" in str(bad), bad
+    for outcome, payload in ((first, payloads[0]), (second, payloads[2])):
+        assert isinstance(outcome, bytes)
+        close(decode_results(outcome), alone(model, payload))
+
+
+def test_a_server_of_a_compiled_model_runs_equal_programs_together(model: Any, compiled: Any, tmp_path: Path) -> None:
+    engine = engine_of(compiled)
+    payloads = [patching(model, number, layer=number == 3) for number in range(5)]
+    expected = [alone(model, payload) for payload in payloads]
+    started, gate = held_back(engine)
+    with running(engine, tmp_path, key=ModelKey("test/model")) as server:
+        jobs = [server.submit(payloads[0])]
+        until(started.is_set)
+        jobs += [server.submit(payload) for payload in payloads[1:]]
+        gate.set()
+        ended = [server.finished(job) for job in jobs]
+        assert [message["meta"]["together"] for message in ended] == [1, 3, 3, 1, 3]
+        for job, wanted in zip(jobs, expected, strict=True):
+            close(decode_results(server.get(f"/result/{job}").content), wanted)

@@ -1,0 +1,261 @@
+"""Interception: installed for a run and gone after it, and what it sees is what a caller of the module sees."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight import NNsight
+from nnsight.runtime import Instrumentation
+
+from ..conftest import Hooks, assert_no_instrumentation, both, close
+
+X = torch.ones(2, 3)
+
+
+class Keywords(torch.nn.Module):
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor, flag: bool = True) -> dict[str, torch.Tensor]:
+        return {"scaled": x * scale, "plain": x if flag else -x}
+
+
+class Nested(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.keywords = Keywords()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.keywords(self.linear(x), scale=x, flag=False)
+        return out["scaled"], out["plain"]
+
+
+@pytest.fixture
+def model() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Nested(), compile={"backend": "eager"})
+
+
+@both
+def test_nothing_is_installed_outside_a_run(model: NNsight, compile: bool) -> None:
+    assert_no_instrumentation(model._module)
+    with model.trace(X, compile=compile):
+        model.linear.output  # noqa: B018
+        installed = ["_call_impl" in model._module.linear.__dict__].save()
+    assert installed == [True]
+    assert_no_instrumentation(model._module)
+
+
+@both
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_nothing_is_left_after_an_error(model: NNsight, compile: bool, kind: type[BaseException]) -> None:
+    with pytest.raises(kind):
+        with model.trace(X, compile=compile):
+            model.linear.output  # noqa: B018
+            raise kind
+    assert_no_instrumentation(model._module)
+    with pytest.raises(RuntimeError):
+        with model.trace(torch.ones(5, 99), compile=compile):
+            model.output.save()
+    assert_no_instrumentation(model._module)
+    assert torch.equal(model._module(X)[1], -model._module.linear(X))
+
+
+@both
+def test_arguments_and_results_by_keyword(model: NNsight, compile: bool) -> None:
+    reference = Hooks(model._module)
+    reference.input("keywords", lambda a, k: ((a[0] + 1,), {**k, "scale": k["scale"] * 3}))
+    reference.output("keywords", lambda out: {**out, "plain": out["plain"] - 5})
+    expected = reference(X)
+    with model.trace(X, compile=compile):
+        args, kwargs = model.keywords.inputs
+        flag = kwargs["flag"].save()
+        model.keywords.inputs = ((args[0] + 1,), {**kwargs, "scale": kwargs["scale"] * 3})
+        out = model.keywords.output
+        model.keywords.output = {**out, "plain": out["plain"] - 5}
+        scaled, plain = model.output
+        scaled.save(), plain.save()
+    assert flag is False
+    assert torch.equal(scaled, expected[0])
+    assert torch.equal(plain, expected[1])
+    assert not torch.equal(plain, model._module(X)[1])
+
+
+@both
+def test_an_item_of_a_result_assigned_in_place(model: NNsight, compile: bool) -> None:
+    with model.trace(X, compile=compile):
+        model.keywords.output["plain"] = torch.zeros(2, 3)
+        plain = model.output[1].save()
+    assert torch.equal(plain, torch.zeros(2, 3))
+
+
+@both
+def test_input_of_a_module_called_by_keyword_only(compile: bool) -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keywords = Keywords()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.keywords(x=x, scale=x)["scaled"]
+
+    model = NNsight(Outer(), compile={"backend": "eager"})
+    with model.trace(X, compile=compile):
+        given = model.keywords.input.clone().save()
+        model.keywords.input = model.keywords.input * 2
+        out = model.output.save()
+    assert torch.equal(given, X)
+    assert torch.equal(out, X * 2)
+
+
+def test_users_forward_hooks_are_part_of_the_module(model: NNsight) -> None:
+    """A read sees what the caller of the module gets: after the user's hooks; inputs are as passed, before them."""
+    linear = model._module.linear
+    pre = linear.register_forward_pre_hook(lambda _, args: (args[0] * 10,))
+    post = linear.register_forward_hook(lambda _, __, out: out + 100)
+    expected = model._module(X)
+    with model.trace(X, compile=False):
+        given = model.linear.input.clone().save()
+        value = model.linear.output.clone().save()
+        out = model.output[1].save()
+    assert torch.equal(given, X)
+    assert torch.equal(value, linear.forward(X * 10) + 100)
+    assert torch.equal(out, expected[1])
+    assert len(linear._forward_hooks) == len(linear._forward_pre_hooks) == 1
+    pre.remove()
+    post.remove()
+
+
+def test_users_forward_hooks_when_compiled(model: NNsight) -> None:
+    linear = model._module.linear
+    handle = linear.register_forward_hook(lambda _, __, out: out + 100)
+    with model.trace(X, compile=True):
+        value = model.linear.output.clone().save()
+    assert torch.equal(value, linear.forward(X) + 100)
+    handle.remove()
+    with model.trace(X, compile=True):
+        value = model.linear.output.clone().save()
+    assert torch.equal(value, linear.forward(X))
+
+
+@both
+def test_a_forward_set_on_the_instance(model: NNsight, compile: bool) -> None:
+    """As accelerate and peft do."""
+    linear = model._module.linear
+    original = linear.forward
+    linear.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
+    with model.trace(X, compile=compile):
+        value = model.linear.output.save()
+    assert torch.equal(value, original(X) * 2)
+    del linear.forward
+    assert_no_instrumentation(model._module)
+
+
+@both
+def test_several_wrappers_of_one_module(model: NNsight, compile: bool) -> None:
+    other = NNsight(model._module, compile={"backend": "eager"})
+    with model.trace(X, compile=compile):
+        first = model.linear.output.save()
+    with other.trace(X, compile=compile):
+        other.linear.output[:] = 0
+        second = other.output[1].save()
+    with model.trace(X, compile=compile):
+        third = model.linear.output.save()
+    assert torch.equal(first, third)
+    assert torch.equal(first, model._module.linear(X))
+    assert torch.equal(second, torch.zeros(2, 3))
+
+
+@both
+def test_a_wrapper_of_a_part(model: NNsight, compile: bool) -> None:
+    part = NNsight(model._module.keywords, compile={"backend": "eager"})
+    with part.trace(X, scale=X, compile=compile):
+        out = part.output["scaled"].save()
+    assert torch.equal(out, X)
+    assert part.path == "model"
+
+
+@both
+def test_deepcopy_and_pickle_after_a_trace(model: NNsight, compile: bool) -> None:
+    with model.trace(X, compile=compile):
+        model.output  # noqa: B018
+    for made in (copy.deepcopy(model._module), pickle.loads(pickle.dumps(model._module))):
+        assert torch.equal(made(X)[0], model._module(X)[0])
+        assert_no_instrumentation(made)
+        wrapped = NNsight(made)
+        with wrapped.trace(X):
+            wrapped.linear.output[:] = 1.0
+            value = wrapped.output[1].save()
+        assert torch.equal(value, -torch.ones(2, 3))
+
+
+def test_deepcopy_during_a_trace_takes_no_interception_along(model: NNsight) -> None:
+    with model.trace(X):
+        model.linear.output  # noqa: B018
+        copied = nnsight_copy(model._module).save()
+    assert_no_instrumentation(model._module)
+    assert torch.equal(copied(X)[0], model._module(X)[0])
+
+
+def nnsight_copy(module: torch.nn.Module) -> Any:
+    return copy.deepcopy(module)
+
+
+def test_entering_nests() -> None:
+    module = torch.nn.Linear(3, 3)
+    instrumentation = Instrumentation({"model": module})
+    with instrumentation:
+        with instrumentation:
+            assert "_call_impl" in module.__dict__
+        assert "_call_impl" in module.__dict__
+        assert torch.equal(module(X), module.forward(X))
+    assert_no_instrumentation(module)
+
+
+def test_an_interception_of_another_library_is_put_back() -> None:
+    module = torch.nn.Linear(3, 3)
+    calls: list[int] = []
+    original = module._call_impl
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    module._call_impl = theirs  # type: ignore[method-assign]
+    with Instrumentation({"model": module}):
+        module(X)
+    assert calls == [1]
+    assert module.__dict__["_call_impl"] is theirs
+
+
+@both
+def test_a_trace_inside_a_block_is_a_run_of_its_own(model: NNsight, compile: bool) -> None:
+    other = NNsight(torch.nn.Sequential(torch.nn.Linear(3, 3)), compile={"backend": "eager"})
+    with model.trace(X, compile=compile):
+        hidden = model.linear.output.clone().save()
+        with other.trace(torch.ones(1, 3), compile=compile):
+            inner = other[0].output.save()
+        plain = model.output[1].save()
+    assert torch.equal(hidden, model._module.linear(X))
+    assert torch.equal(inner, other._module(torch.ones(1, 3)))
+    assert torch.equal(plain, -hidden)
+
+
+@both
+def test_an_encoder_that_torch_computes_in_one_kernel(compile: bool) -> None:
+    """Without gradients torch passes by the modules of an encoder's layer, unless they have hooks; a trace sees them as hooks do."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    net, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 8)
+    seen: list[torch.Tensor] = []
+    handle = net.layers[1].linear1.register_forward_hook(lambda _, __, out: seen.append(out))
+    model = NNsight(net, compile={"backend": "eager"} if compile else False)
+    with torch.no_grad():
+        net(x)
+        handle.remove()
+        with model.trace(x):
+            found = model.layers[1].linear1.output.save()
+    close(found, seen[0])
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -1,0 +1,538 @@
+"""Invokes: blocks side by side in one run, what they share, and how they wait for each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import nnsight
+from nnsight import CONFIG, NNsight
+from nnsight.runtime import OutOfOrderError
+
+from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
+
+
+@pytest.fixture
+def model() -> Rows:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    return Rows(net, compile={"backend": "eager"})
+
+
+# -- the order of things ----------------------------------------------------------------------------------------------
+
+
+@both
+def test_blocks_take_turns_in_the_order_of_their_definition(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    order: list[str] = []
+    with model.trace(compile=compile) as tracer:
+        order.append("before")
+        with tracer.invoke(a):
+            order.append("first starts")
+            model[0].output  # noqa: B018
+            order.append("first at 0")
+            model[2].output  # noqa: B018
+            order.append("first at 2")
+        order.append("between")
+        with tracer.invoke(b):
+            order.append("second starts")
+            model[0].output  # noqa: B018
+            order.append("second at 0")
+            model[2].output  # noqa: B018
+            order.append("second at 2")
+        order.append("after")
+    expected = ["before", "between", "after", "first starts", "second starts"]
+    assert order == [*expected, "first at 0", "second at 0", "first at 2", "second at 2"]
+
+
+@both
+def test_code_that_reads_after_the_invokes_sees_the_whole_batch(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    """Without input the block of the trace only opens invokes; what it reads needs an invoke of its own."""
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            pass
+        with tracer.invoke(b):
+            pass
+        with tracer.invoke():
+            whole = model.output.save()
+    same(whole, model._module(torch.cat([a, b])))
+
+
+@both
+def test_invokes_opened_in_a_loop(model: Rows, compile: bool) -> None:
+    inputs = [torch.randn(1, 4) for _ in range(4)]
+    with model.trace(compile=compile) as tracer:
+        outs = [].save()
+        for x in inputs:
+            with tracer.invoke(x):
+                outs.append(model.output)
+    same(torch.cat(outs), model._module(torch.cat(inputs)))
+
+
+@both
+def test_invokes_may_be_opened_in_a_helper(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def doubled(tracer: Any, x: torch.Tensor, name: str) -> None:
+        with tracer.invoke(x):
+            model[0].output = model[0].output * 2.0
+            kept[name] = model.output
+
+    with model.trace(compile=compile) as tracer:
+        doubled(tracer, a, "a")
+        doubled(tracer, b, "b")
+    expected = Hooks(model._module).output("0", lambda h: h * 2.0)(torch.cat([a, b]))
+    same(torch.cat([kept["a"], kept["b"]]), expected)
+
+
+@both
+def test_the_input_of_an_invoke_is_evaluated_once_and_in_order(model: Rows, compile: bool) -> None:
+    made: list[int] = []
+
+    def make(number: int) -> torch.Tensor:
+        made.append(number)
+        return torch.full((1, 4), float(number))
+
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(make(1)):
+            one = model.input.save()
+        with tracer.invoke(make(2)):
+            two = model.input.save()
+    assert made == [1, 2]
+    assert one.unique().tolist() == [1.0] and two.unique().tolist() == [2.0]
+
+
+@both
+def test_only_saved_names_are_bound_afterwards(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    def run() -> set[str]:
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                kept_one = model.output.save()
+                lost_one = kept_one + 1
+            with tracer.invoke(b):
+                kept_two = model.output.save()
+                lost_two = 3
+        return set(locals())
+
+    assert run() >= {"kept_one", "kept_two", "tracer"}
+    assert not run() & {"lost_one", "lost_two"}
+
+
+# -- variables of other invokes -----------------------------------------------------------------------------------
+
+
+def test_a_value_of_an_earlier_location_goes_to_another_invoke(model: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
+    hooked = Hooks(model._module)
+    hooked.output("0", hooked.keep("hidden", lambda h: h[:2]))
+    hooked.output("2", lambda out: torch.cat([out[:2], out[2:] + hooked.seen["hidden"]]))
+    expected = hooked(torch.cat([a, b]))
+
+    def run(compile: bool) -> tuple[Any, Any]:
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                hidden = model[0].output
+            with tracer.invoke(b):
+                model[2].output = model[2].output + hidden
+                out = model.output.save()
+        return out, tracer
+
+    agree(run, expected[2:])
+    assert not torch.equal(expected[2:], model._module(b)), "the reference itself was changed"
+
+
+@both
+def test_a_value_of_the_same_location_needs_a_barrier(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with pytest.raises(NameError, match="hidden") as caught:
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                model[0].input  # noqa: B018
+                hidden = model[0].output
+            with tracer.invoke(b):
+                model[0].output = hidden
+    assert re.search(r"`hidden` is assigned in the invoke at .*test_invoker.py:\d+", str(caught.value))
+    assert "`barrier = tracer.barrier(2)`" in str(caught.value) and "`barrier()`" in str(caught.value)
+    assert "different names" not in str(caught.value)
+    assert_no_instrumentation(model._module)
+
+
+@both
+def test_a_variable_that_two_invokes_assign_needs_two_names(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with pytest.raises(NameError, match="`hidden` is assigned in the invoke at .* different names"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                hidden = model[0].output
+            with tracer.invoke(b):
+                hidden = hidden + model[1].output
+
+
+@both
+def test_a_name_that_no_invoke_binds_is_an_error_of_python(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with pytest.raises(NameError) as caught:
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                hidden = model[0].output
+            with tracer.invoke(b):
+                model[0].output = missing  # noqa: F821
+    assert str(caught.value) == "name 'missing' is not defined"
+
+
+def test_a_barrier_hands_a_value_over_at_one_location(model: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
+    patched = Hooks(model._module).output("0", lambda h: torch.cat([h[:2], h[:2] * 2.0]))
+    expected = patched(torch.cat([a, b]))
+
+    def run(compile: bool) -> tuple[Any, Any]:
+        with model.trace(compile=compile) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(a):
+                hidden = model[0].output
+                barrier()
+                one = model.output.save()
+            with tracer.invoke(b):
+                barrier()
+                model[0].output = hidden * 2.0
+                two = model.output.save()
+        return (one, two), tracer
+
+    agree(run, (expected[:2], expected[2:]))
+
+
+def test_a_barrier_may_be_used_again(model: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
+    hooked = Hooks(model._module)
+    hooked.output("0", lambda h: torch.cat([h[:2], h[:2]]))
+    hooked.output("2", lambda out: torch.cat([out[2:] + 1.0, out[2:]]))
+    expected = hooked(torch.cat([a, b]))
+
+    def run(compile: bool) -> tuple[Any, Any]:
+        with model.trace(compile=compile) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(a):
+                there = model[0].output
+                barrier()
+                barrier()
+                model[2].output = back + 1.0  # noqa: F821 - bound by the other invoke
+                one = model.output.save()
+            with tracer.invoke(b):
+                barrier()
+                model[0].output = there
+                back = model[2].output
+                barrier()
+                two = model.output.save()
+        return (one, two), tracer
+
+    agree(run, (expected[:2], expected[2:]))
+
+
+def test_a_barrier_of_three(model: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
+    c = torch.randn(2, 4)
+    expected = Hooks(model._module).output("0", lambda h: torch.cat([h[:2]] * 3))(torch.cat([a, b, c]))
+
+    def run(compile: bool) -> tuple[Any, Any]:
+        with model.trace(compile=compile) as tracer:
+            barrier = tracer.barrier(3)
+            with tracer.invoke(a):
+                hidden = model[0].output
+                barrier()
+            with tracer.invoke(b):
+                barrier()
+                model[0].output = hidden
+            with tracer.invoke(c):
+                barrier()
+                model[0].output = hidden
+            with tracer.invoke():
+                out = model.output.save()
+        return out, tracer
+
+    agree(run, expected)
+
+
+@both
+def test_a_barrier_of_one_lets_through(model: Rows, a: torch.Tensor, compile: bool) -> None:
+    with model.trace(compile=compile) as tracer:
+        barrier = tracer.barrier(1)
+        with tracer.invoke(a):
+            barrier()
+            out = model.output.save()
+    same(out, model._module(a))
+
+
+@both
+def test_a_barrier_that_is_never_completed(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    with pytest.raises(OutOfOrderError, match=r"barrier\(3\)"):
+        with model.trace(compile=compile) as tracer:
+            barrier = tracer.barrier(3)
+            with tracer.invoke(a):
+                kept = model[0].output.save()
+                barrier()
+                lost = model.output.save()
+            with tracer.invoke(b):
+                barrier()
+    assert "lost" not in locals()
+    same(kept, model._module[0](torch.cat([a, b]))[:2])
+    assert_no_instrumentation(model._module)
+
+
+def test_barriers_belong_inside_invokes(model: Rows) -> None:
+    with model.trace(torch.zeros(1, 4)) as tracer:
+        barrier = tracer.barrier(1)
+        model.output.save()
+    with pytest.raises(ValueError, match="inside an invoke only"):
+        tracer.barrier(1)()
+    with pytest.raises(ValueError, match="at least one participant, not 0"):
+        tracer.barrier(0)
+
+
+class Box:
+    """Something with attributes."""
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_invokes_fill_one_container(model: Rows, a: torch.Tensor, b: torch.Tensor, where: str) -> None:
+    """What one invoke puts into a dict, a list or an object is there for the others, and is left after the trace."""
+    edit = Hooks(model._module).output("0", lambda h: torch.cat([h[:2] * 2.0, h[2:]]))
+    edit.output("0", edit.keep("hidden"))
+    out = edit(torch.cat([a, b]))
+    hidden = edit.seen["hidden"]
+    assert not torch.equal(hidden, model._module[0](torch.cat([a, b])))
+
+    def run(compile: bool) -> tuple[Any, Any]:
+        table, items, box = {}, [], Box()
+        with model.trace(compile=compile) as tracer:
+            if where == "inside":
+                table, items, box = {}.save(), [].save(), nnsight.save(Box())
+            with tracer.invoke(a):
+                model[0].output *= 2.0
+                table["a"] = model[0].output.save()
+                table["of both"] = {"a": table["a"].sum()}
+                items.append(model[2].output)
+                box.a = model.output
+            with tracer.invoke(b):
+                table["b"] = model[0].output.save()
+                table["of both"]["b"] = table["b"].sum()
+                items.append(model[2].output)
+                box.b = items[-1] * 1.0
+        return (table, items, box.a, box.b), tracer
+
+    agree(
+        run,
+        (
+            {"a": hidden[:2], "of both": {"a": hidden[:2].sum(), "b": hidden[2:].sum()}, "b": hidden[2:]},
+            [out[:2], out[2:]],
+            out[:2],
+            out[2:],
+        ),
+    )
+
+
+@both
+def test_an_invoke_uses_what_another_put_into_a_container(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    expected = Hooks(model._module).output("2", lambda h: h + model._module[0](torch.cat([a, a])))
+    patched = expected(torch.cat([a, b]))[2:]
+    assert not torch.equal(patched, model._module(b))
+    table: dict[str, torch.Tensor] = {}
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            table["hidden"] = model[0].output
+        with tracer.invoke(b):
+            model[2].output += table["hidden"]
+            out = model.output.save()
+    same(out, patched)
+
+
+@pytest.fixture
+def _isolated() -> Iterator[None]:
+    CONFIG.APP.CROSS_INVOKER = False
+    yield
+    CONFIG.APP.CROSS_INVOKER = True
+
+
+@both
+@pytest.mark.usefixtures("_isolated")
+def test_isolated_invokes_do_not_see_each_others_variables(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with pytest.raises(NameError, match="hidden.*CROSS_INVOKER is off"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                hidden = model[0].output
+            with tracer.invoke(b):
+                model[2].output = hidden
+
+
+@both
+@pytest.mark.usefixtures("_isolated")
+def test_isolated_invokes_still_see_what_is_around_them_and_save(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    scale, log = 2.0, []
+    with model.trace(compile=compile) as tracer:
+        offset = 1.0
+        with tracer.invoke(a):
+            model[0].output = model[0].output * scale
+            offset = 100.0
+            one = model.output.save()
+            log.append("one")
+        with tracer.invoke(b):
+            model[0].output = model[0].output + offset
+            two = model.output.save()
+            log.append("two")
+    edit = Hooks(model._module).output("0", lambda h: torch.cat([h[:2] * 2.0, h[2:] + 1.0]))
+    same(torch.cat([one, two]), edit(torch.cat([a, b])))
+    assert log == ["one", "two"]
+
+
+# -- ends and mistakes ------------------------------------------------------------------------------------------------
+
+
+@both
+def test_an_error_in_one_invoke_ends_the_run_at_its_line(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with pytest.raises(KeyError, match="mistake") as caught:
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                kept = model[0].output.save()
+                model[1].output  # noqa: B018
+                raise KeyError("mistake")
+            with tracer.invoke(b):
+                lost = model.output.save()
+    assert caught.traceback[-1].path.name == "test_invoker.py"
+    assert "raise KeyError" in str(caught.traceback[-1].statement)
+    if not compile:  # compiled, the failure comes before the graph runs
+        same(kept, model._module[0](torch.cat([a, b]))[:2])
+    assert "lost" not in locals()
+    assert_no_instrumentation(model._module)
+
+
+@both
+def test_out_of_order_within_an_invoke_and_in_order_across(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            late = model[2].output.save()
+        with tracer.invoke(b):
+            early = model[0].output.save()
+    whole = torch.cat([a, b])
+    same((late, early), (model._module(whole)[:2], model._module[0](whole)[2:]))
+    with pytest.raises(OutOfOrderError, match="Value was missed"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                model[2].output  # noqa: B018
+                model[0].output  # noqa: B018
+            with tracer.invoke(b):
+                pass
+
+
+@both
+def test_invokes_do_not_nest(model: Rows, a: torch.Tensor, compile: bool) -> None:
+    with pytest.raises(ValueError, match="Cannot invoke during an active model execution"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                with tracer.invoke(a):
+                    pass
+    with pytest.raises(ValueError, match="Cannot invoke during an active model execution"):
+        with model.trace(a, compile=compile) as tracer:
+            with tracer.invoke(a):
+                pass
+    assert_no_instrumentation(model._module)
+
+
+@both
+def test_a_value_read_before_the_invokes_has_no_model_to_come_from(model: Rows, a: torch.Tensor, compile: bool) -> None:
+    opened: list[str] = []
+    with pytest.raises(ValueError, match="The model did not execute"):
+        with model.trace(compile=compile) as tracer:
+            model[0].output  # noqa: B018
+            opened.append("never")
+            with tracer.invoke(a):
+                pass
+    assert not opened
+
+
+@both
+def test_invokes_without_any_input(model: Rows, compile: bool) -> None:
+    ran: list[str] = []
+    with pytest.raises(ValueError, match="The model did not execute"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke():
+                ran.append("never")
+    assert not ran
+
+
+@both
+def test_an_invoke_after_its_trace(model: Rows, a: torch.Tensor, compile: bool) -> None:
+    with model.trace(a, compile=compile) as tracer:
+        model.output.save()
+    with pytest.raises(ValueError, match="Cannot invoke"):
+        with tracer.invoke(a):
+            pass
+
+
+@both
+def test_a_stop_in_one_invoke_ends_the_run_for_all(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    reached: list[str] = []
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            first = model[0].output.save()
+            other = model[1].output.save()
+            tracer.stop()
+            reached.append("after the stop")
+        with tracer.invoke(b):
+            second = model[0].output.save()
+            model.output.save()
+            reached.append("the end of the model")
+    hidden = model._module[0](torch.cat([a, b]))
+    same((first, second, other), (hidden[:2], hidden[2:], hidden.tanh()[:2]))
+    assert not reached
+    assert_no_instrumentation(model._module)
+
+
+@both
+def test_a_model_with_its_own_way_to_join(compile: bool) -> None:
+    """The contract of ``_prepare_input`` and ``_batch``, with arguments by name and options."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(3, 3)
+
+        def forward(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return self.inner(rows) * scale
+
+    class Lists(NNsight):
+        def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return (), {**kwargs, "rows": torch.tensor(args[0])}
+
+        def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+            rows = kwargs["rows"]
+            if batched is not None:
+                kwargs = {**kwargs, "rows": torch.cat([batched[1]["rows"], rows])}
+            return (args, kwargs), len(rows)
+
+    model = Lists(Scaled(), compile={"backend": "eager"})
+    one, two = [[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
+    with model.trace(scale=2.0, compile=compile) as tracer:
+        with tracer.invoke(one):
+            first = model.output.save()
+        with tracer.invoke(two):
+            second = model.output.save()
+    expected = model._module(torch.tensor(one + two), 2.0)
+    same((first, second), (expected[:1], expected[1:]))

@@ -1,0 +1,42 @@
+"""The module tree: paths, and noticing that modules changed."""
+
+from __future__ import annotations
+
+import torch
+
+from nnsight.runtime.modules.tree import ModuleTree
+
+
+def test_paths_are_those_of_named_modules() -> None:
+    root = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.ReLU()))
+    tree = ModuleTree(root, "model")
+    assert list(tree.names()) == ["model", "model.0", "model.1", "model.1.0"]
+    assert tree.paths[root[1][0]] == "model.1.0"
+
+
+def test_it_notices_changes_once() -> None:
+    root = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential())
+    tree = ModuleTree(root)
+    instrumentation = tree.instrumentation
+    version = tree.refresh()
+    assert tree.instrumentation is instrumentation
+    assert tree.refresh() == version
+    for change in (
+        lambda: root[1].append(torch.nn.ReLU()),
+        lambda: setattr(root, "0", torch.nn.Linear(1, 1)),
+        lambda: root.register_module("extra", torch.nn.ReLU()),
+        lambda: root[1][0].register_module("deep", torch.nn.ReLU()),
+        lambda: root.__delitem__(0),
+    ):
+        change()
+        assert tree.refresh() == version + 1
+        version = tree.refresh()
+        assert version == tree.version
+        assert set(tree.paths) == set(root.modules())
+    assert tree.instrumentation is not instrumentation
+
+
+def test_a_module_with_two_paths_has_the_first() -> None:
+    shared = torch.nn.ReLU()
+    root = torch.nn.Sequential(shared, torch.nn.Sequential(shared))
+    assert ModuleTree(root).paths[shared] == "model.0"

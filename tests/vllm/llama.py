@@ -1,0 +1,62 @@
+"""A small Llama with random weights and a tokenizer of its own, as a folder that vLLM and transformers load; and what its tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .. import ROOT
+
+HIDDEN, LAYERS = 128, 4
+
+PROMPTS = ["The Eiffel Tower is in the city of", "A block", "def trace(self, prompt, temperature=0.0):"]
+#: Of the engine, and of a request.
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert equality to a relative 1e-5 of the largest value."""
+    assert found.shape == expected.shape
+    assert expected.numel()
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
+
+
+def tokens(result: Any) -> list[int]:
+    """Return the ids that vLLM generated for a request."""
+    return list(result.outputs[0].token_ids)
+
+
+def save_tiny_llama(folder: Path) -> Path:
+    """Write model and tokenizer to ``folder`` and return it. Heads have 32 channels, which vLLM's attention on CPUs wants."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(ROOT / "LICENSE")], trainer)  # of whose words no test depends on an edit
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=HIDDEN,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder

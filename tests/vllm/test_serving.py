@@ -1,0 +1,430 @@
+"""The server: ``nnsight vllm serve`` as a program of its own, asked over HTTP, against transformers and the engine of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from nnsight import LanguageModel
+from nnsight.cli import main
+from nnsight.vllm import VLLM
+
+from .llama import HIDDEN, ROOT
+from .test_traces import GREEDY, OPTIONS, PROMPTS, generated_by_hand, tokens, without
+from .test_vectors import gguf
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
+
+KEY = "a-key"
+START_SECONDS = 400
+
+
+def direction(seed: int) -> torch.Tensor:
+    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+HAPPY = {1: direction(1), 2: direction(2)}
+ANY = direction(3)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("vectors")
+    (place / "happy.gguf").write_bytes(gguf({f"direction.{layer}": tensor for layer, tensor in HAPPY.items()}))
+    save_file({"direction": ANY}, place / "any.safetensors")
+    return {"happy": place / "happy.gguf", "any": place / "any.safetensors"}
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.address, self.process, self.log = f"http://127.0.0.1:{port}", process, log
+
+    def open(self, method: str, path: str, data: bytes | None = None, key: str | None = KEY) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        return urllib.request.urlopen(
+            urllib.request.Request(self.address + path, data=data, method=method, headers=headers), timeout=120
+        )
+
+    def ask(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
+        """Return status and answer."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        try:
+            with self.open(method, path, data, **options) as answer:
+                text, status = answer.read(), answer.status
+        except urllib.error.HTTPError as error:
+            text, status = error.read(), error.code
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text.decode()
+
+    def complete(self, prompt: Any, xargs: dict[str, Any] | None = None, **options: Any) -> tuple[int, Any]:
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+        body |= {"return_token_ids": True, **options}
+        return self.ask("POST", "/v1/completions", body if xargs is None else {**body, "vllm_xargs": xargs})
+
+    def tokens(self, prompt: Any, xargs: dict[str, Any] | None = None, **options: Any) -> list[int]:
+        status, answer = self.complete(prompt, xargs, **options)
+        assert status == 200, answer
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
+
+    def refusal(self, xargs: dict[str, Any] | None, **options: Any) -> str:
+        """Return the message of a refused request."""
+        status, answer = self.complete(PROMPTS[0], xargs, **options)
+        assert status == 400, answer
+        message: str = answer["error"]["message"]
+        return message
+
+    def metric(self, name: str) -> float:
+        _, text = self.ask("GET", "/metrics")
+        (line,) = [line for line in text.splitlines() if line.startswith(name + " ")]
+        return float(line.split()[1])
+
+
+def command(folder: Path, *options: Any) -> list[str]:
+    given = ["vllm", "serve", folder, "--served-model-name", "tiny", "--edits", "model.layers.*", *options]
+    return [sys.executable, "-m", "nnsight.cli", *map(str, given)]
+
+
+@contextmanager
+def serving(folder: Path, log: Path, *options: Any) -> Iterator[Server]:
+    """Run a server of ``folder`` that writes to ``log``."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    given = ["--dtype", "float32", "--max-model-len", 256, "--kv-cache-memory-bytes", 64 << 20]
+    given += ["--host", "127.0.0.1", "--port", port, "--api-key", KEY, *options]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command(folder, *given), stdout=out, stderr=out, cwd=ROOT)
+    server = Server(port, process, log)
+    try:
+        for _ in range(START_SECONDS):
+            assert process.poll() is None, log.read_text()[-8000:]
+            try:
+                server.open("GET", "/health").close()
+                break
+            except OSError:
+                time.sleep(1)
+        else:
+            raise AssertionError(log.read_text()[-8000:])
+        yield server
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    options = ["--slots", 3, "--enable-prompt-tokens-details", "--chat-template", template]
+    options += ["--vectors", *(f"{name}={path}" for name, path in files.items())]
+    with serving(folder, tmp_path_factory.mktemp("server") / "log.txt", *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def offline(folder: Path, files: dict[str, Path]) -> VLLM:
+    """An engine in this process, that stops between all modules."""
+    model = VLLM(folder, **OPTIONS)
+    for name, path in files.items():
+        model.vectors.load(path, name)
+    return model
+
+
+def plain_by_hand(reference: LanguageModel, ids: list[int], count: int = 6) -> list[int]:
+    return generated_by_hand(reference, ids, lambda hidden: hidden, count)
+
+
+def added_by_hand(reference: LanguageModel, ids: list[int], vectors: dict[int, torch.Tensor], count: int = 6) -> list[int]:
+    """Return the tokens that follow greedily when a vector is added after each of some layers."""
+
+    def adds(vector: torch.Tensor) -> Any:
+        return lambda module, args, output: output + vector
+
+    handles = [
+        reference._module.model.layers[layer].register_forward_hook(adds(vector)) for layer, vector in vectors.items()
+    ]
+    try:
+        return plain_by_hand(reference, ids, count)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_unsteered_answers_are_plain(server: Server, offline: VLLM, reference: LanguageModel) -> None:
+    for prompt in PROMPTS:
+        ids = offline.tokenizer(prompt)["input_ids"]
+        assert server.tokens(prompt) == plain_by_hand(reference, ids) == tokens(offline(prompt, **GREEDY))
+
+
+def test_steered_answers_are_those_of_transformers_and_of_the_engine_here(
+    server: Server, offline: VLLM, reference: LanguageModel
+) -> None:
+    ids = offline.tokenizer(PROMPTS[0])["input_ids"]
+
+    def from_position(hidden: torch.Tensor) -> torch.Tensor:
+        edited = hidden.clone()
+        edited[:, 5:] += 2 * ANY
+        return edited
+
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({"vector": "happy"}, added_by_hand(reference, ids, HAPPY)),
+        ({"vector": "happy", "scale": -2.0}, added_by_hand(reference, ids, {layer: -2 * found for layer, found in HAPPY.items()})),
+        ({"vector": "happy", "layers": "2"}, added_by_hand(reference, ids, {2: HAPPY[2]})),
+        ({"vector": "any", "scale": 3, "layers": [0, 3]}, added_by_hand(reference, ids, {0: 3 * ANY, 3: 3 * ANY})),
+        (
+            {"vector": ["happy", "any"], "scale": [1.0, 2.0], "layers": "1-2"},
+            added_by_hand(reference, ids, {layer: found + 2 * ANY for layer, found in HAPPY.items()}),
+        ),
+        ({"remove": "any", "layers": 2}, generated_by_hand(reference, ids, lambda hidden: without(hidden, ANY[None]), 6)),
+        ({"vector": "any", "scale": 2, "layers": 2, "start": 5}, generated_by_hand(reference, ids, from_position, 6)),
+    ]  # fmt: skip
+    unsteered = plain_by_hand(reference, ids)
+    different = 0
+    for chosen, expected in cases:
+        found = server.tokens(PROMPTS[0], {f"nnsight_{name}": value for name, value in chosen.items()})
+        with offline.trace(PROMPTS[0], **GREEDY) as tracer:
+            offline.steer(**chosen)
+            here = tracer.result.save()
+        assert found == expected == tokens(here), chosen
+        different += found != unsteered
+    assert different >= len(cases) - 1  # a direction that is removed need not change the words
+
+
+def test_chats_streams_and_several_answers(server: Server, reference: LanguageModel, offline: VLLM) -> None:
+    ids = offline.tokenizer(PROMPTS[0])["input_ids"]
+    steered, unsteered = added_by_hand(reference, ids, HAPPY), plain_by_hand(reference, ids)
+    assert steered != unsteered
+    xargs = {"nnsight_vector": "happy"}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 6, "temperature": 0.0}
+    chat |= {"ignore_eos": True, "return_token_ids": True, "add_special_tokens": False}
+    for extra, expected in (({"vllm_xargs": xargs}, steered), ({}, unsteered)):
+        status, answer = server.ask("POST", "/v1/chat/completions", {**chat, **extra})
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == expected
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True, **extra}
+        with server.open("POST", "/v1/completions", json.dumps(body).encode()) as answer:
+            events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+        assert [token for event in events for token in event["choices"][0]["token_ids"]] == expected
+    status, answer = server.complete(PROMPTS[0], xargs, n=2, temperature=1.0, top_k=1)
+    assert status == 200 and [choice["token_ids"] for choice in answer["choices"]] == [steered] * 2
+    status, answer = server.complete([PROMPTS[0], PROMPTS[1]], xargs)
+    other = added_by_hand(reference, offline.tokenizer(PROMPTS[1])["input_ids"], HAPPY)
+    assert [choice["token_ids"] for choice in answer["choices"]] == [steered, other]
+
+
+def test_requests_with_different_edits_at_a_time(server: Server, reference: LanguageModel, offline: VLLM) -> None:
+    cases = [(prompt, scale) for scale in (0.0, 1.0, -1.0, 2.0) for prompt in PROMPTS]
+    expected = []
+    for prompt, scale in cases:
+        ids = offline.tokenizer(prompt)["input_ids"]
+        expected.append(added_by_hand(reference, ids, {layer: scale * found for layer, found in HAPPY.items()}, 24))
+
+    def ask(case: tuple[str, float]) -> list[int]:
+        xargs = {"nnsight_vector": "happy", "nnsight_scale": case[1]} if case[1] else None
+        return server.tokens(case[0], xargs, max_tokens=24)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        assert list(pool.map(ask, cases)) == expected
+
+
+def test_cached_prefixes_do_not_cross_edits(server: Server, reference: LanguageModel) -> None:
+    prompt = [7 + number % 400 for number in range(3, 203)]
+    expected = {
+        scale: added_by_hand(reference, prompt, {layer: scale * found for layer, found in HAPPY.items()}, 3)
+        for scale in (0.0, 1.0, 2.0)
+    }
+    cached = []
+    for scale in (1.0, 0.0, 1.0, 2.0, 0.0):
+        xargs = {"nnsight_vector": "happy", "nnsight_scale": scale} if scale else None
+        status, answer = server.complete(prompt, xargs, max_tokens=3)
+        assert status == 200 and answer["choices"][0]["token_ids"] == expected[scale]
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert cached == [False, False, True, False, True]
+    for salt in ("mine", "yours", "mine"):
+        status, answer = server.complete(prompt, {"nnsight_vector": "happy"}, max_tokens=3, cache_salt=salt)
+        assert status == 200 and answer["choices"][0]["token_ids"] == expected[1.0]
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert cached[5:] == [False, False, True]  # a salt of the user's own is kept
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("xargs", "message"),
+    [
+        ({"nnsight_vector": "hapy"}, "There is no vector 'hapy'. Registered: happy, any"),
+        ({"nnsight_vectors": "happy"}, "nnsight_vectors: unknown"),
+        ({"nnsight-slot": 1, "nnsight-start": 0}, "nnsight-slot, nnsight-start: unknown"),
+        ({"NNsight_vector": "happy"}, "NNsight_vector: unknown"),
+        ({"nnsight_scale": 2.0}, "nnsight_vector or nnsight_remove is missing"),
+        ({"nnsight_vector": "happy", "nnsight_scale": "much"}, "nnsight_scale is a finite number"),
+        ({"nnsight_vector": "happy", "nnsight_layers": "one"}, "nnsight_layers is a number"),
+        ({"nnsight_vector": "happy", "nnsight_layers": "3"}, "'happy' has no direction for layer 3"),
+        ({"nnsight_vector": "any", "nnsight_layers": "3-4"}, "Layer 4 cannot be steered"),
+        ({"nnsight_vector": "any"}, "nnsight_layers is missing"),
+        ({"nnsight_remove": "happy,any"}, "room for 1 at a layer"),
+        ({"nnsight_vector": "happy", "nnsight_start": -1}, "nnsight_start is a position"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(server: Server, xargs: dict[str, Any], message: str) -> None:
+    before = server.metric("nnsight:refused_requests_total")
+    assert message in server.refusal(xargs)
+    assert message in server.refusal(xargs, stream=True)
+    assert server.metric("nnsight:refused_requests_total") == before + 2
+
+
+def test_what_would_be_ignored_is_refused(server: Server) -> None:
+    assert "belong into `vllm_xargs`" in server.refusal(None, nnsight_vector="happy")
+    assert "Beam search cannot be steered" in server.refusal({"nnsight_vector": "happy"}, use_beam_search=True)
+    status, answer = server.ask(
+        "POST", "/tokenize", {"model": "tiny", "prompt": "a", "vllm_xargs": {"nnsight_vector": "happy"}}
+    )
+    assert status == 400 and "/tokenize cannot be steered" in answer["error"]["message"]
+    assert server.complete(PROMPTS[0], {"of_others": "nnsight"})[0] == 200
+    assert server.ask("POST", "/v1/completions", {"nnsight_vector": "happy"}, key=None)[0] == 401  # authentication comes first
+
+
+def test_more_edits_than_there_is_room_for(server: Server, reference: LanguageModel, offline: VLLM) -> None:
+    """Three streams hold the three entries; a fourth edit is refused until one has ended."""
+    body = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": 240, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    streams = []
+    try:
+        for scale in (1.0, 2.0, 3.0):
+            xargs = {"nnsight_vector": "happy", "nnsight_scale": scale}
+            streams.append(server.open("POST", "/v1/completions", json.dumps({**body, "vllm_xargs": xargs}).encode()))
+        _, answer = server.ask("GET", "/v1/nnsight/vectors")
+        assert answer["entries"]["in_use"] == 3
+        message = server.refusal({"nnsight_vector": "happy", "nnsight_scale": 4.0})
+        assert "All 3 entries for different edits are in use" in message
+    finally:
+        for stream in streams:
+            stream.close()
+    for _ in range(100):
+        if server.ask("GET", "/v1/nnsight/vectors")[1]["entries"]["in_use"] == 0:
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("entries are not given back")
+    ids = offline.tokenizer(PROMPTS[0])["input_ids"]
+    expected = added_by_hand(reference, ids, {layer: 4 * found for layer, found in HAPPY.items()})
+    assert server.tokens(PROMPTS[0], {"nnsight_vector": "happy", "nnsight_scale": 4.0}) == expected
+
+
+# -- vectors ----------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_come_and_go_at_run_time(server: Server, reference: LanguageModel, offline: VLLM) -> None:
+    path, xargs = "/v1/nnsight/vectors/new", {"nnsight_vector": "new"}
+    ids = offline.tokenizer(PROMPTS[0])["input_ids"]
+    assert "no vector 'new'" in server.refusal(xargs)
+    for sign in (1, -1):
+        kept = {"layers.0": sign * direction(8), "layers.3": sign * direction(9)}
+        assert server.ask("PUT", path, save(kept)) == (200, {"name": "new", "layers": [0, 3]})
+        assert server.metric("nnsight:vectors_registered") == 3
+        status, answer = server.ask("GET", "/v1/nnsight/vectors")
+        assert status == 200 and answer["layers"] == [0, 1, 2, 3] and answer["entries"]["count"] == 3
+        assert {"name": "new", "layers": [0, 3]} in answer["vectors"]
+        assert {"name": "any", "layers": None} in answer["vectors"]
+        before = server.metric("nnsight:steered_requests_total")
+        expected = added_by_hand(reference, ids, {0: sign * direction(8), 3: sign * direction(9)})
+        assert server.tokens(PROMPTS[0], xargs) == expected
+        assert server.metric("nnsight:steered_requests_total") == before + 1
+        status, answer = server.ask("PUT", path, save(kept))
+        assert status == 409 and "There is a vector 'new' already" in answer["error"]["message"]
+        assert server.ask("DELETE", path) == (200, {"name": "new"})
+        assert "no vector 'new'" in server.refusal(xargs)
+    assert server.ask("DELETE", path)[0] == 404
+    assert server.metric("nnsight:vectors_registered") == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"something else", 400, "neither a safetensors file nor one in GGUF"),
+        (save({"layers.1": torch.ones(HIDDEN + 1)}), 400, "has 129 channels, and the model's hidden state has 128"),
+        (save({"layers.1": torch.full((HIDDEN,), float("nan"))}), 400, "'layers.1' has values that are not finite"),
+        (save({"layers.1": torch.ones(1 << 19)}), 413, "bytes, which no vector of this model needs"),
+    ],
+)
+def test_files_that_are_refused(server: Server, data: bytes, status: int, message: str) -> None:
+    found, answer = server.ask("PUT", "/v1/nnsight/vectors/wrong", data)
+    assert found == status and message in answer["error"]["message"]
+    assert server.ask("GET", "/v1/nnsight/vectors", key=None)[0] == 401
+    assert server.ask("PUT", "/v1/nnsight/vectors/wrong", b"x", key="another")[0] == 401
+
+
+def test_a_server_that_compiles_nothing(
+    folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path: Path
+) -> None:
+    options = ["--enforce-eager", "--vectors", f"happy={files['happy']}"]
+    with serving(folder, tmp_path / "log.txt", *options) as server:
+        ids = [9, 10, 11, 12]
+        assert server.tokens(ids, {"nnsight_vector": "happy"}) == added_by_hand(reference, ids, HAPPY)
+        assert server.tokens(ids) == plain_by_hand(reference, ids) != added_by_hand(reference, ids, HAPPY)
+
+
+def test_a_server_on_two_devices(folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path: Path) -> None:
+    options = ["--tensor-parallel-size", 2, "--vectors", f"happy={files['happy']}"]
+    with serving(folder, tmp_path / "log.txt", *options) as server:
+        ids = [9, 10, 11, 12]
+        assert server.tokens(ids, {"nnsight_vector": "happy"}) == added_by_hand(reference, ids, HAPPY)
+        assert server.tokens(ids) == plain_by_hand(reference, ids) != added_by_hand(reference, ids, HAPPY)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vectors", "happy.gguf"], "as in `--vectors happy=happy.gguf`"),
+        (["--vectors", "happy=nowhere.gguf"], "No such file or directory: 'nowhere.gguf'"),
+        (["--slots", "0"], "--slots is a number from 1"),
+        (["--api-server-count", "2"], "--api-server-count cannot be had together with --edits"),
+        (["--enable-lora"], "LoRA cannot be had together with --edits"),
+        (["--pipeline-parallel-size", "2"], "pipeline parallelism cannot be had together with --edits"),
+    ],
+)
+def test_wrong_options(
+    folder: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    assert main(command(folder, *options)[3:]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_second_model_runner_has_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    assert main(command(folder, "--watermark-config", '{"key": 1}')[3:]) == 2
+    assert "model runner V2 with a watermark (`watermark_config`) is not implemented" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""The zoo: every feature on every model in every mode, against plain hooks and autograd.
+
+By default a sample runs. The slow tests run some of the cells that are recorded to work (``tests/zoo/outcomes.json``): a cell that compiles
+takes 5 to 60 seconds of a processor, and all of them 18 hours. Compiled, cells with several features in one block are preferred.
+``ZOO=all make test-slow`` runs all that are recorded, and ``python -m tests.zoo`` any.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from .features import FEATURES
+from .models import specimens
+from .runner import MODES, Cell, Keeper
+from .table import BEGIN, END, PAGE, outcomes, with_table
+
+SPECIMENS = specimens()
+KEPT = outcomes()
+#: Models and modes that run by default, and which features they run then.
+SAMPLE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("gpt2", "eager"): tuple(FEATURES),
+    ("resnet", "eager"): tuple(FEATURES),
+    ("dicts", "aot_eager"): ("edit", "everything", "invokes", "skip", "source-edit", "gradients", "second-backward"),
+    ("llama", "aot_eager"): ("generate", "one-gradient"),
+    ("mistral", "aot_eager"): ("skip-result", "generate-skip"),
+    ("shared", "inductor"): ("edit", "one-gradient"),
+}
+#: Of how many features that work eagerly the slow tests run one, for each model.
+EAGER_SHARE = 6
+#: Of how many models they run one in each compiled mode, with one feature.
+COMPILED_SHARE = 3
+
+
+def share(model: str, mode: str) -> tuple[str, ...]:
+    """Return the features that the slow tests run: others for the next model."""
+    start = list(SPECIMENS).index(model)
+    worked = [feature for feature, modes in KEPT.get(model, {}).items() if modes.get(mode) == "ok"]
+    if os.environ.get("ZOO") == "all":
+        return tuple(worked)
+    if mode == "eager":
+        return tuple(worked[start % EAGER_SHARE :: EAGER_SHARE])
+    covered = {name for feature in FEATURES.values() for name in feature.covers}
+    worked = [feature for feature in worked if feature not in covered]
+    number, rest = divmod(start + list(MODES).index(mode), COMPILED_SHARE)
+    return () if rest or not worked else (worked[7 * number % len(worked)],)
+
+
+CELLS = [(model, mode) for model in SPECIMENS for mode in MODES if share(model, mode)]
+
+
+@pytest.fixture(autouse=True)
+def _lean() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def run(model: str, mode: str, features: tuple[str, ...]) -> list[Cell]:
+    """Run cells that share a wrapped model; return those that failed."""
+    keeper = Keeper(SPECIMENS[model], count=1)
+    chosen = [FEATURES[name] for name in features if FEATURES[name].fits(SPECIMENS[model])]
+    cells = [keeper.run(feature, mode) for feature in chosen]
+    return [cell for cell in cells if cell.result == "FAIL"]
+
+
+@pytest.mark.parametrize(("model", "mode"), SAMPLE)
+def test_a_sample_does_what_hooks_do(model: str, mode: str) -> None:
+    failed = run(model, mode, SAMPLE[model, mode])
+    assert not failed, "\n".join(map(str, failed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mode"), CELLS)
+def test_what_worked_still_does_what_hooks_do(model: str, mode: str) -> None:
+    failed = run(model, mode, share(model, mode))
+    assert not failed, "\n".join(map(str, failed))
+
+
+def test_the_table_is_current() -> None:
+    page = PAGE.read_text()
+    assert BEGIN in page and END in page
+    assert page == with_table(page), "run `python -m tests.zoo.table`"
+
+
+def test_there_are_enough_of_each_kind() -> None:
+    ours = [name for name, one in SPECIMENS.items() if type(one.build()).__module__.startswith("transformers")]
+    assert len(SPECIMENS) >= 40
+    assert len(ours) >= 30
+
+
+def test_every_cell_has_been_run_eagerly() -> None:
+    for name, specimen in SPECIMENS.items():
+        missing = [one.name for one in FEATURES.values() if one.fits(specimen) and "eager" not in KEPT[name].get(one.name, {})]
+        assert not missing, f"{name}: {missing}"
+
+
+def test_every_model_has_met_every_feature_compiled() -> None:
+    for name, specimen in SPECIMENS.items():
+        worked = {
+            one
+            for feature in FEATURES.values()
+            if any(mode != "eager" and not said.startswith("fails") for mode, said in KEPT[name].get(feature.name, {}).items())
+            for one in (feature.name, *feature.covers)
+        }
+        missing = [one.name for one in FEATURES.values() if one.fits(specimen) and one.name not in worked]
+        assert not missing, f"{name}: {missing}"

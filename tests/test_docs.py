@@ -46,7 +46,7 @@ from .conftest import CACHE
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: The documents, those whose code runs elsewhere being marked so.
 RUNNING = [pytest.param(path, marks=pytest.mark.vllm) if path.stem == "vllm" else path for path in DOCUMENTS]
-LANGUAGES = {"python", "text", "sh"}
+LANGUAGES = {"python", "text", "sh", "mermaid"}
 OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

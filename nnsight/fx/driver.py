@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
 import threading
 import types
@@ -37,7 +36,7 @@ from ..runtime.tracer import Driver
 from . import progress
 from .capturing.captures import MAX_CAPTURES, Captures
 from .capturing.compiled_calls import NotCompiled, caller_of_compiled
-from .capturing.dynamo import tensors_were_compared, watch_captures
+from .capturing.dynamo import new_caller, tensors_were_compared, watch_captures
 from .capturing.graph import CapturedGraph
 from .lowering.backends import BackendCallable, resolve_backend
 from .lowering.regions import KnownRegions
@@ -75,7 +74,6 @@ _routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", def
 #: fail again at the next step, after seconds. ``None`` outside of such functions.
 _given_up: ContextVar[list[str] | None] = ContextVar("nnsight_fx_given_up", default=None)
 
-_numbers = itertools.count()
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -129,7 +127,7 @@ class CompiledDriver:
         self._regions = KnownRegions() if options.get("regions", is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
-        self._code = _call_model.__code__  # of what the function was compiled from
+        self._code = new_caller(tree.root).__code__  # of what the function was compiled from
         self._call_compiled: Callable[..., Any] | None = None  # the function, if dynamo has compiled code for the arguments
         self._captures = Captures(self._code)
         self._told: set[str] = set()  # reasons for which a call ran uncompiled
@@ -300,17 +298,13 @@ class CompiledDriver:
             return function
         with self._lock:
             if self._function is None or version != self._version or self._captures.forgotten >= _MANY_FORGOTTEN:
-                # Dynamo keeps its cache on the code object, and what it calls in the function's globals: each model
-                # gets its own of both, which go away with it. By the name of the code it remembers which sizes and
-                # numbers have changed between calls, so that has to be one of its own, too.
-                name = f"call_{type(self.tree.root).__name__}_{next(_numbers)}"
-                code = _call_model.__code__.replace(co_name=name)
-                function = types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
+                function = new_caller(self.tree.root)
+                code = function.__code__
                 self._code, self._captures, self._call_compiled = code, self._new_captures(code, version), None
                 self._function = torch.compile(
                     function,
                     backend=_CaptureBackend(
-                        self._lower_with, self.fullgraph, self._regions, self._background, name, self._captures
+                        self._lower_with, self.fullgraph, self._regions, self._background, code.co_name, self._captures
                     ),
                     dynamic=self.options.get("dynamic"),
                     fullgraph=self.fullgraph,
@@ -440,7 +434,3 @@ def _not_whole(report: Report) -> Break:
     found = Break("model", reason, filename, line)
     logger.info("%s", found)
     return found
-
-
-def _call_model(the_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return the_model._call_impl(*args, **kwargs)  # past a compiled call that was set on the module

@@ -8,9 +8,9 @@ Calls of modules are intercepted while a run is active: dynamo has to see the ta
 Python the interception itself offers values. To install and remove it costs as much as the rest of a call of a small
 model. Somebody who waits at no location, such as a replay, can do without it if nothing but one captured graph is going to run.
 
-That is so if dynamo has compiled code for the arguments (:mod:`~nnsight.fx.capturing.compiled_calls` asks for no more than that), each of its
-captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only
-in calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
+That is so if dynamo has compiled code for the arguments (:mod:`~nnsight.fx.capturing.compiled_calls` asks for no more than that), each of
+its captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only in
+calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
 
 A call that fails while dynamo looks at it (a string instead of a tensor, a hook that raises) says nothing of calls that succeed. But to
 dynamo it is a break of the graph: it compiles the function around the model to "call the model as Python", for want of anything read

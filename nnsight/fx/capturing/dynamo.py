@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ...runtime.rows.fakes import quiet_fakes
 from ...shared_changes import replaced
@@ -30,6 +33,8 @@ from ..torch_compat import (
     symbolic_convert,
     variables_of_wrapper,
 )
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -151,3 +156,18 @@ def _failed_guard(manager: Any, variables: dict[str, Any]) -> tuple[int, str]:
     except Exception as error:  # what looks at the arguments may be code of theirs
         parts = [f"{type(error).__name__} in a guard"]
     return checked, _LOCAL.sub(r"\1", parts[0].partition("\n")[0].partition("  # ")[0].strip()) if parts else ""
+
+
+def new_caller(root: torch.nn.Module) -> types.FunctionType:
+    """Return a new function ``(root, args, kwargs)`` that calls ``root``, for ``torch.compile``.
+
+    Dynamo keeps its cache on the code object, and what it calls in the function's globals: each model gets its own of both, which go away
+    with it. By the name of the code dynamo remembers which sizes and numbers have changed between calls, so that has to be one of its own,
+    too.
+    """
+    code = _call_model.__code__.replace(co_name=f"call_{type(root).__name__}_{next(_numbers)}")
+    return types.FunctionType(code, {"__builtins__": __builtins__}, code.co_name)
+
+
+def _call_model(the_model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return the_model._call_impl(*args, **kwargs)  # past a compiled call that was set on the module

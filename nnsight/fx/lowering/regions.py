@@ -1,9 +1,10 @@
 """Regional lowering: equal parts of a graph are lowered once.
 
 Compiling a whole model takes long, and most of it is the same block over and over. So a spliced graph is cut at the borders of repeated
-modules (:mod:`~nnsight.fx.lowering.repeated_modules`) into *regions*, as far as its effects allow (:mod:`~nnsight.fx.lowering.region_plan`).
-Equal regions (:mod:`~nnsight.fx.lowering.region_graph`) are lowered once and called with the parameters of the one or the other, for
-parameters are inputs of captured graphs. What an edit does not touch has been lowered before: a new edit lowers the regions it stands in.
+modules (:mod:`~nnsight.fx.lowering.repeated_modules`) into *regions*, as far as its effects allow
+(:mod:`~nnsight.fx.lowering.region_plan`). Equal regions (:mod:`~nnsight.fx.lowering.region_graph`) are lowered once and called with the
+parameters of the one or the other, for parameters are inputs of captured graphs. What an edit does not touch has been lowered before: a new
+edit lowers the regions it stands in.
 
 Calls of regions follow one another in a generated function. It goes straight to the generated code of each
 (:mod:`~nnsight.fx.capturing.direct`), and hands over each value for the last time, so that its memory is free again within the call.

@@ -9,9 +9,9 @@ Calls that differ in numbers alone form a :class:`Family`. A loop that changes s
 trace at a time. So the state that a number led to knows its *twin*, the state that the constant led to, and what the twin's
 families hold counts as seen.
 
-Nothing relies on a number being free: what a backend assumes about it (its sign, that an index is in range, or all of its
-value, where it is a dimension) becomes a condition of the lowering, see :mod:`~nnsight.fx.lowering.lowering`. A call whose result has another
-structure under another number, such as ``chunk(n)``, keeps its constants.
+Nothing relies on a number being free: what a backend assumes about it (its sign, that an index is in range, or all of its value, where it
+is a dimension) becomes a condition of the lowering, see :mod:`~nnsight.fx.lowering.lowering`. A call whose result has another structure
+under another number, such as ``chunk(n)``, keeps its constants.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ taps, a look-up for each operation. For most blocks that can be left out. When
   with each other and with the model's inputs in the same way, and the same settings of torch that calls depend on,
 * and dynamo calls the same captured graph with the same sizes,
 
-then it asks the same locations, makes the same calls and ends in the same program. So the variant found then is called
-with the externals of now. The calls that the block made on tensors from outside, which are not part of the program, were
-written down by a :class:`~nnsight.fx.recording.journal.Journal`, and are made again, in their order. What the block saved is put together from
-the results.
+then it asks the same locations, makes the same calls and ends in the same program. So the variant found then is called with the externals
+of now. The calls that the block made on tensors from outside, which are not part of the program, were written down by a
+:class:`~nnsight.fx.recording.journal.Journal`, and are made again, in their order. What the block saved is put together from the results.
 
 If one of the conditions does not hold, the block runs as always, before anything else has happened, and its run is written down
 anew. A replay is therefore never guessed: whatever no rule covers runs.

@@ -116,6 +116,11 @@ class SplicedGraph:
     marks: dict[str, str]
     passes: tuple[PassRun, ...] = ()
 
+    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return those of ``inputs`` that the graph takes: some of the piece's, and all externals and numbers behind them."""
+        own = sum(node.op == "placeholder" for node in self.graph_module.graph.nodes) - len(self.inputs)
+        return [inputs[index] for index in self.inputs] + list(inputs[len(inputs) - own :])
+
     def copy(self) -> torch.fx.GraphModule:
         """Return a copy of the graph module, for a backend to consume."""
         graph = torch.fx.Graph()

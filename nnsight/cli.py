@@ -86,10 +86,10 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(parsed: argparse.Namespace) -> None:
     scaling = _scaling(parsed)
     try:
-        from .remote.server.gateway import Settings
         from .remote.server.keys import Account, OpenDoor
         from .remote.server.models import engine_of, load
         from .remote.server.serve import door_for, serve
+        from .remote.server.settings import Settings
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"Serving needs further packages ({error.name}): pip install 'nnsight[server]'."

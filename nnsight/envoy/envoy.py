@@ -10,12 +10,10 @@ keeps its name, and the envoy's attribute moves to ``nns_<name>``.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -30,6 +28,7 @@ from ..runtime.modules.located import Located
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
 from ..tracing.source import calls_for_with
+from .attributes import DERIVED, unknown_attribute, with_child_named
 from .source import Source, source_of
 
 #: Which class the envoys of a tree have.
@@ -198,7 +197,7 @@ class Envoy(Located):
             return list(self._children.values())[key]
         if isinstance(key, str):
             if key not in self._children:
-                raise KeyError(self._unknown(key))
+                raise KeyError(unknown_attribute(self, key))
             return self._children[key]
         children = list(self._children.values())
         try:
@@ -264,9 +263,9 @@ class Envoy(Located):
         try:
             value = getattr(module, name)
         except AttributeError:
-            if name in _DERIVED:
-                return _DERIVED[name](module)
-            raise AttributeError(self._unknown(name)) from None
+            if name in DERIVED:
+                return DERIVED[name](module)
+            raise AttributeError(unknown_attribute(self, name)) from None
         if isinstance(value, torch.nn.Module):
             self._sync()
             if name in self._children:
@@ -316,7 +315,7 @@ class Envoy(Located):
             return
         run = active_interleaver()
         if run is not None and run.current is not None and name not in self.__dict__ and not hasattr(type(self), name):
-            raise AttributeError(f"{self._unknown(name)} Assigning to it would do nothing to the run.")
+            raise AttributeError(f"{unknown_attribute(self, name)} Assigning to it would do nothing to the run.")
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
@@ -340,14 +339,6 @@ class Envoy(Located):
             shown.__dict__["extra_repr"] = lambda: "\n".join([own, *added] if own else added)
         return shown
 
-    def _unknown(self, name: str) -> str:
-        candidates = [*self._children, *(key for key in dir(type(self)) if not key.startswith("_"))]
-        near = difflib.get_close_matches(name, candidates, n=3)
-        hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
-        children = ", ".join(list(self._children)[:8]) + (", …" if len(self._children) > 8 else "")
-        inside = f" Its child modules: {children}." if children else ""
-        return f"`{self._path}` ({type(self._module).__name__}) has no attribute `{name}`.{hint}{inside}"
-
     # -- keeping up with the module ------------------------------------------------------------------------------
 
     def _adopt(self, name: str, child: torch.nn.Module, known: dict[torch.nn.Module, Envoy]) -> None:
@@ -358,7 +349,7 @@ class Envoy(Located):
             envoy = self._class_for(child, path)(child, path=path, tree=self._tree, known=known, envoys=self._envoys)
         self._children[name] = envoy
         if hasattr(type(self), name) and not hasattr(type(self), f"nns_{name}"):
-            self.__class__ = _with_child_named(type(self), name)
+            self.__class__ = with_child_named(type(self), name)
         self.__dict__[name] = envoy
 
     def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
@@ -456,31 +447,3 @@ class Envoy(Located):
                 envoy._mirror(known, version)
 
 
-def _device(module: torch.nn.Module) -> torch.device | None:
-    """Return where the first parameter is, or the first buffer; None without any."""
-    return next((tensor.device for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
-
-
-def _devices(module: torch.nn.Module) -> set[torch.device]:
-    """Return where the parameters are, or, without any, the buffers."""
-    return {parameter.device for parameter in module.parameters()} or {buffer.device for buffer in module.buffers()}
-
-
-#: Attributes of envoys whose modules have none of that name.
-_DERIVED: dict[str, Callable[[torch.nn.Module], Any]] = {"device": _device, "devices": _devices}
-
-
-def _with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
-    """Return ``base`` with its attribute ``name`` moved to ``nns_<name>``, to make room for a child module."""
-    moved = getattr(base, name)
-    warnings.warn(
-        f"A child module is called `{name}`, as is an attribute of envoys: `.{name}` is the child, `.nns_{name}` the attribute.",
-        UserWarning,
-        stacklevel=2,
-    )
-
-    def child(self: Envoy) -> Envoy:
-        return self._children[name]
-
-    namespace = {name: property(child), f"nns_{name}": moved, "__module__": base.__module__, "_moved": name}
-    return type(base.__name__, (base,), namespace)

@@ -42,8 +42,9 @@ from .lowering.backends import BackendCallable, resolve_backend
 from .lowering.regions import KnownRegions
 from .lowering.repeated_modules import mark_stretches
 from .recording.deferred_outputs import returned
+from .recording.execution import run_plain, suspended
 from .recording.journal import journal_of_run
-from .recording.recording import Recording, run_plain, suspended
+from .recording.recording import Recording
 from .replay.playback import Playback
 from .replay.replay import Replays
 from .show.stages import LIBRARIES, position_of

@@ -42,11 +42,11 @@ from ..runtime.uncompiled import leave_frame
 from ..shared_changes import replaced
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
+from .dynamo_variables import as_dict, constant, guard_closures, tuple_of, unsupported
 from .torch_compat import (
     AttributeMutationNew,
     AttrSource,
     DictGetItemSource,
-    GetItemSource,
     GuardBuilder,
     TracingContext,
     ValueMutationNew,
@@ -103,10 +103,10 @@ def _offer(run: Any, location: str, value: Any) -> Any:
     if not location.endswith(".input"):
         return run.handle(location, value)
     args, kwargs = value
-    named = {_constant(name): argument for name, argument in kwargs.items()}
-    pair = _tuple([_tuple(list(args)), variables.ConstDictVariable(named, mutation_type=ValueMutationNew())])
+    named = {constant(name): argument for name, argument in kwargs.items()}
+    pair = tuple_of([tuple_of(list(args)), variables.ConstDictVariable(named, mutation_type=ValueMutationNew())])
     positional, by_name = run.handle(location, pair).unpack_var_sequence(run.tx)
-    return tuple(positional.unpack_var_sequence(run.tx)), _as_dict(by_name)
+    return tuple(positional.unpack_var_sequence(run.tx)), as_dict(by_name)
 
 
 def _check_replacement(location: str, old: VariableTracker, new: VariableTracker) -> None:
@@ -151,7 +151,7 @@ class _TracedMediator(compat.Mediator):
             self._set_grad_enabled(before)
 
     def leave_loop(self) -> None:
-        raise _unsupported("An edit loops over more steps than the call of the model has: bound it, as in `tracer.iter[:1]`.")
+        raise unsupported("An edit loops over more steps than the call of the model has: bound it, as in `tracer.iter[:1]`.")
 
     def cancel(self) -> None:
         with self._own_frames():
@@ -193,7 +193,7 @@ class _CallEdited(VariableTracker):
         positional, named = args[1:]
         root: Any = args[0].realize()
         if active_interleaver() is not None:
-            raise _unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
+            raise unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
         tree: Any = root.var_getattr(tx, "_tree").realize()
         tree.value.refresh()
         for edit in root.value._edits:
@@ -205,15 +205,15 @@ class _CallEdited(VariableTracker):
         run = _TracedRun(mediators, tx, tree)
         try:
             with _intercepting(run, tree.value), run:
-                output = module.call_function(tx, positional.unpack_var_sequence(tx), _as_dict(named))
+                output = module.call_function(tx, positional.unpack_var_sequence(tx), as_dict(named))
                 if run.failure is not None:  # the model caught what a block raised
                     raise run.failure
                 run.handle("result", output)
                 run.finish()
                 return output
-            raise _unsupported("An edit ended the run, so the call of the model has no output to return.")
+            raise unsupported("An edit ended the run, so the call of the model has no output to return.")
         except (ValueError, TypeError) as error:
-            raise _unsupported(f"{type(error).__name__}: {error}") from error
+            raise unsupported(f"{type(error).__name__}: {error}") from error
         finally:
             run.failure = None
 
@@ -237,8 +237,8 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
     bound: VariableTracker = root
     if isinstance(value.block.target, tuple):
         controls = AttrSource(tx.import_source(__name__), "_CONTROLS")
-        bound = _tuple([VariableTracker.build(tx, _CONTROLS, controls), root])
-    own = {TRACER_NAME: bound, SCOPE_NAME: _constant(None), SAVE_NAME: VariableTracker.build(tx, _unchanged)}
+        bound = tuple_of([VariableTracker.build(tx, _CONTROLS, controls), root])
+    own = {TRACER_NAME: bound, SCOPE_NAME: constant(None), SAVE_NAME: VariableTracker.build(tx, _unchanged)}
     cells_source = AttrSource(AttrSource(source, "scope"), "cells")
     closure = []
     function = value.function()
@@ -258,12 +258,12 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
             continue
         tx.output.side_effects.store_cell(made, content)
     return _Block(
-        _constant(function.__name__),
+        constant(function.__name__),
         VariableTracker.build(tx, function.__code__),
         function.__globals__,
         None,
         None,
-        _tuple(closure),
+        tuple_of(closure),
     )
 
 
@@ -288,12 +288,12 @@ class _Handle(VariableTracker):
         if name == "interleaver":
             return _Handle(found)
         if name == "current":
-            return _constant(None) if found is None else _Handle(found)
+            return constant(None) if found is None else _Handle(found)
         if name == "tree":
             return self.value.tree_variable
         if callable(found):
             return variables.GetAttrVariable(self, name)
-        return _constant(found)
+        return constant(found)
 
     def call_method(
         self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -306,8 +306,8 @@ class _Handle(VariableTracker):
         try:
             found = getattr(self.value, name)(*plain)
         except (ValueError, TypeError) as error:
-            raise _unsupported(f"{type(error).__name__}: {error}") from error
-        return found if isinstance(found, VariableTracker) else _constant(found)
+            raise unsupported(f"{type(error).__name__}: {error}") from error
+        return found if isinstance(found, VariableTracker) else constant(found)
 
 
 class _ActiveRun(VariableTracker):
@@ -315,7 +315,7 @@ class _ActiveRun(VariableTracker):
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         run = active_interleaver()
-        return _Handle(run) if isinstance(run, _TracedRun) else _constant(None)
+        return _Handle(run) if isinstance(run, _TracedRun) else constant(None)
 
 
 class _LeaveFrame(VariableTracker):
@@ -324,7 +324,7 @@ class _LeaveFrame(VariableTracker):
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         what = args[0].as_python_constant()
         if tx.one_graph or tx.error_on_graph_break:
-            raise _unsupported(
+            raise unsupported(
                 f"`{what}` cannot be part of a graph of torch.compile, and fullgraph=True asks for one graph. Its block runs "
                 "beside the model. Keep the block with `model.edit()` and call the edited model in the compiled function; or leave "
                 "the trace outside of it and compile the model, as in `model.compile()`; or compile without fullgraph=True."
@@ -364,37 +364,11 @@ def _call_with_operations(
     layers = layers_of(forward_of(value)[1], path)
     hooked = value._forward_hooks or value._forward_pre_hooks or value._backward_hooks or value._backward_pre_hooks
     if hooked or "forward" in value.__dict__:
-        raise _unsupported(f"`{path}.source`: a module with hooks, or with a forward of its own, cannot be part of a graph.")
+        raise unsupported(f"`{path}.source`: a module with hooks, or with a forward of its own, cannot be part of a graph.")
     guard_to_detect_forward_monkeypatching(module.source, value)
     rewritten = operations.intercept(path, layers[0])
-    _guard_closures(tx, layers, module.get_source_by_walking_mro(tx, "forward"))
+    guard_closures(tx, layers, module.get_source_by_walking_mro(tx, "forward"))
     return variables.UserFunctionVariable(rewritten).call_function(tx, [module, *args], kwargs)
-
-
-def _guard_closures(tx: Any, layers: list[types.FunctionType], source: Any) -> None:
-    """Tell dynamo where the values come from that a function and those that it decorates have in their closures.
-
-    The rewritten function shares these cells. Dynamo does not know where that function itself comes from, and so would not
-    guard what it reads of them.
-
-    Args:
-        tx: The frame of dynamo that makes the call.
-        layers: The decorators' functions, outermost first, and the function that they decorate.
-        source: Where dynamo finds the first.
-    """
-    for layer, decorated in zip(layers, [*layers[1:], object()], strict=True):
-        within = None
-        for number, cell in enumerate(layer.__closure__ or ()):
-            cell_source: Any = GetItemSource(AttrSource(source, "__closure__"), number)
-            content_source = AttrSource(cell_source, "cell_contents")
-            if not is_bound(cell):
-                continue
-            if cell.cell_contents is decorated:
-                within = content_source
-            elif cell not in tx.output.side_effects:
-                content = VariableTracker.build(tx, cell.cell_contents, content_source)
-                tx.output.side_effects.track_cell_existing(cell_source, cell, content)
-        source = within
 
 
 class _OfferCall(VariableTracker):
@@ -407,7 +381,7 @@ class _OfferCall(VariableTracker):
             return function.call_function(tx, list(args), kwargs)
 
         path = location.as_python_constant().removesuffix(".input")
-        return intercepted(path, None)(call, *positional.unpack_var_sequence(tx), **_as_dict(named))
+        return intercepted(path, None)(call, *positional.unpack_var_sequence(tx), **as_dict(named))
 
 
 class _SourceOf(VariableTracker):
@@ -433,26 +407,9 @@ class _SourceVariable(VariableTracker):
         try:
             operation = getattr(self.value, name)
         except (AttributeError, SourceError) as error:
-            raise _unsupported(f"{type(error).__name__}: {error}") from error
+            raise unsupported(f"{type(error).__name__}: {error}") from error
         kind: Any = AttrSource(tx.import_source(OperationEnvoy.__module__), OperationEnvoy.__qualname__)
         return variables.UserDefinedObjectVariable(operation, cls_source=kind, mutation_type=AttributeMutationNew())
-
-
-def _constant(value: Any) -> VariableTracker:
-    return variables.ConstantVariable.create(value)
-
-
-def _tuple(items: list[VariableTracker]) -> VariableTracker:
-    return variables.TupleVariable(items, mutation_type=ValueMutationNew())
-
-
-def _as_dict(mapping: VariableTracker) -> dict[str, VariableTracker]:
-    found: Any = mapping.realize()
-    return {key.vt.as_python_constant(): value for key, value in found.items.items()}
-
-
-def _unsupported(message: str) -> Exception:
-    return exc.Unsupported(message)
 
 
 VariableBuilder._id_dispatch()[id(active_interleaver)] = lambda builder, value: _ActiveRun()

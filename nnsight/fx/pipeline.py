@@ -32,7 +32,7 @@ from .lowering.backends import resolve_backend
 from .lowering.lowering import lower as lower_graph
 from .program import Input, Program, Value
 from .recording.recording import Recording
-from .splicing.splice import Piece, SplicedGraph, as_argument
+from .splicing.pieces import Piece, SplicedGraph, as_argument
 from .splicing.splice import splice as splice_graph
 
 

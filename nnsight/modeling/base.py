@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -14,18 +12,18 @@ import torch
 from ..envoy.envoy import Envoy, EnvoyClasses
 from ..late_binding import late
 from ..runtime.eager import EagerDriver
-from ..runtime.editing import Edit, EditingTracer
+from ..runtime.editing import Edit
 from ..runtime.gradients import add_tensor_methods
 from ..runtime.interleaver import active_interleaver
 from ..runtime.modules.interception import is_compiling
-from ..runtime.modules.mentions import Chains
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
+from .editable import Editable
 from .methods import TracedFunction, TracedMethod
 from .scanning import ScannedModules, ScanningTracer
-from .tracing import ModelTracer, session_backend, tracer_class
+from .tracing import ModelNames, ModelTracer, session_backend, tracer_class
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 _BACKGROUND = "background"
 
 
-class NNsight(Envoy):
+class NNsight(Editable):
     """A model whose internals can be read and edited while it runs.
 
     Args:
@@ -99,19 +97,6 @@ class NNsight(Envoy):
         self._alias(self._rename)
         if compile_options is not None:
             self._make_driver(compile_options)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
-        kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
-        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_path", "_aliases"}
-        state = {
-            name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)
-        }
-        from .edit_files import PortableEdits
-
-        state["_edits"] = PortableEdits(self)
-        options = None if self._compiled is None else self._compiled.options
-        return _rebuild, (kind, self._module, self._envoys, options, state)
 
     def compile(self, **options: Any) -> None:
         """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
@@ -238,7 +223,7 @@ class NNsight(Envoy):
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         kind = ModelTracer if tracer_cls is None else tracer_class(tracer_cls)
-        return kind(choose, self._scanned, function, args, kwargs, backend, _Names(self), **options)
+        return kind(choose, self._scanned, function, args, kwargs, backend, ModelNames(self), **options)
 
     @property
     def _scanned(self) -> ScannedModules:
@@ -281,7 +266,7 @@ class NNsight(Envoy):
         """
         leave_to_python("model.scan(...)")
         self._sync()
-        return ScanningTracer(self._scanned, self, args, kwargs, backend, _Names(self))
+        return ScanningTracer(self._scanned, self, args, kwargs, backend, ModelNames(self))
 
     @uncompiled
     def session(
@@ -302,113 +287,6 @@ class NNsight(Envoy):
         """
         leave_to_python("model.session()")
         return tracer_cls(self._remote_backend(remote, backend, blocking))
-
-    @uncompiled
-    def edit(self, *, inplace: bool = False) -> EditingTracer:
-        """Keep a block and run it in every later trace and call of the model.
-
-        Args:
-            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds. The copy shares modules,
-                weights and compiled graphs with this object.
-
-        Example:
-            >>> model = NNsight(torch.nn.Linear(2, 2))
-            >>> with model.edit() as edited:
-            ...     model.output[:] = 0
-        """
-        leave_to_python("model.edit()")
-        edited = self if inplace else self._edited_copy()
-        return EditingTracer(edited._edits, edited)
-
-    def _edited_copy(self) -> NNsight:
-        """Return a copy with edits of its own, which shares modules, weights and compiled graphs with this object."""
-        edited = object.__new__(type(self))
-        edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
-        edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
-        if self in self._tree.roots:  # one that stands for a part of a model is not
-            edited._tree.roots.add(edited)
-        return edited
-
-    def apply(self, program: Any) -> Any:
-        """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
-
-        Args:
-            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``, which returns this model.
-
-        Raises:
-            InvalidProgramError: If this model lacks a part that the program names.
-        """
-        if not hasattr(program, "apply_to"):
-            self._module.apply(program)
-            return self
-        return program.apply_to(self)
-
-    def clear_edits(self) -> None:
-        """Forget the blocks of :meth:`edit`."""
-        self._edits.clear()
-
-    def export_edits(
-        self,
-        name: str | os.PathLike[str] | None = None,
-        export_dir: str | os.PathLike[str] | None = None,
-        variant: str = "__default__",
-    ) -> Path:
-        """Write the edits of this model to a file, to be imported by another process or somebody else.
-
-        An edit is written as the text of its block, with the values that its variables and the globals it uses have now:
-        tensors, plain data, parts of this model (as their paths), and functions, classes and Python modules (as the names
-        they are imported by). The file is a safetensors file; nothing is pickled.
-
-        Args:
-            name: What the edits belong to; by default the repository the model was loaded from, else the name of its
-                class. A path, or a name that ends in ``.safetensors``, is the file itself.
-            export_dir: Folder of exports; by default ``nnsight/edits`` in the user's cache folder.
-            variant: Name of this set of edits among those of ``name``.
-
-        Returns:
-            The file: ``export_dir/name/variant.safetensors``.
-
-        Raises:
-            ValueError: If the model has no edits.
-            TypeError: If an edit uses a value that cannot be written; the message names the variable.
-
-        Example:
-            >>> with model.edit() as edited:
-            ...     model.transformer.h[5].output[:] += 4.0 * direction
-            >>> edited.export_edits("steering.safetensors")
-            >>> model.import_edits("steering.safetensors")
-        """
-        from .edit_files import edit_file, write_edits
-
-        path = edit_file(self, name, export_dir, variant)
-        write_edits(self, path)
-        return path
-
-    def import_edits(
-        self,
-        name: str | os.PathLike[str] | None = None,
-        export_dir: str | os.PathLike[str] | None = None,
-        variant: str = "__default__",
-    ) -> None:
-        """Add exported edits to this model, in place, after those it has.
-
-        An edit is Python code, which runs in every later trace; modules that it names are imported right away. Import
-        edits only from people you would take a Python script from.
-
-        Args:
-            name: As in :meth:`export_edits`.
-            export_dir: Likewise.
-            variant: Likewise.
-
-        Raises:
-            FileNotFoundError: If there is no such export.
-            ValueError: If the file is damaged, or an edit names a part that this model does not have. Nothing is imported
-                then.
-            ImportError: If an edit uses a function, class or module that cannot be imported here. Likewise.
-        """
-        from .edit_files import edit_file, read_edits
-
-        self._edits.extend(read_edits(self, edit_file(self, name, export_dir, variant)))
 
     def _driver(self, compile: bool | str | None, function: Callable[..., Any] | None = None) -> Driver:
         """Return what runs the model, compiled or not.
@@ -475,7 +353,7 @@ class NNsight(Envoy):
             must_run: Whether the edits have to find what they ask for even if ``function`` calls no module at all.
         """
         driver = self._driver(None, function)
-        return InterleavingTracer(driver, self, args, kwargs, named=_Names(self)).call_edited(must_run)
+        return InterleavingTracer(driver, self, args, kwargs, named=ModelNames(self)).call_edited(must_run)
 
     def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the module with the edits of this object; those of every module, such as ``to``, without."""
@@ -550,46 +428,6 @@ def _check_options(compile: Any, rename: Any, envoys: Any) -> None:
     for kind in envoys.values() if isinstance(envoys, Mapping) else () if envoys is None else [envoys]:
         if not (isinstance(kind, type) and issubclass(kind, Envoy)):
             raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")
-
-
-def _rebuild(
-    kind: type[NNsight],
-    module: torch.nn.Module,
-    envoys: EnvoyClasses,
-    compile_options: dict[str, Any] | None,
-    state: dict[str, Any],
-) -> NNsight:
-    """Return the wrapper that :meth:`NNsight.__reduce_ex__` took apart."""
-    made = kind.__new__(kind)
-    made.__dict__.update(state, _compiled=None)
-    made._mount(module, envoys, compile_options)
-    made.__dict__["_edits"] = state["_edits"](made)
-    return made
-
-
-class _Names:
-    """What a trace asks about the names and edits of a model."""
-
-    def __init__(self, model: NNsight) -> None:
-        self.edits = model._edits
-        self._model = model
-
-    @property
-    def modules(self) -> ModuleTree:
-        return self._model._tree
-
-    def location_paths(self) -> Iterable[str]:
-        return self._model._tree.names()
-
-    def open_mentioned(self, chains: Chains) -> None:
-        self._model._tree.open_mentioned(chains)
-
-    def alias_paths(self) -> dict[str, str]:
-        """Return the path behind each further name that ``rename`` gave."""
-        found: dict[str, str] = {}
-        for envoy in Envoy.modules(self._model):
-            found.update({f"{envoy._path}.{name}": envoy.__dict__[name]._path for name in envoy._aliases})
-        return found
 
 
 def _traced_call(

@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..envoy.envoy import Envoy
 from ..runtime.interleaver import Interleaver
+from ..runtime.modules.mentions import Chains
+from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
 from ..tracing.block import is_bound, names_of
 from ..tracing.saving import saves
 from .scanning import ScannedModules, ScanningTracer, scan_alone
+
+if TYPE_CHECKING:
+    from .base import NNsight
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
@@ -211,3 +217,28 @@ def _container_copy(value: Any, copies: dict[int, Any]) -> Any:
         for index, item in enumerate(made):
             made[index] = _container_copy(item, copies)
     return made
+
+
+class ModelNames:
+    """What a trace asks about the names and edits of a model."""
+
+    def __init__(self, model: NNsight) -> None:
+        self.edits = model._edits
+        self._model = model
+
+    @property
+    def modules(self) -> ModuleTree:
+        return self._model._tree
+
+    def location_paths(self) -> Iterable[str]:
+        return self._model._tree.names()
+
+    def open_mentioned(self, chains: Chains) -> None:
+        self._model._tree.open_mentioned(chains)
+
+    def alias_paths(self) -> dict[str, str]:
+        """Return the path behind each further name that ``rename`` gave."""
+        found: dict[str, str] = {}
+        for envoy in Envoy.modules(self._model):
+            found.update({f"{envoy._path}.{name}": envoy.__dict__[name]._path for name in envoy._aliases})
+        return found

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..envoy.envoy import Envoy
-from ..modeling.base import _Names
 from ..modeling.forms import describe
 from ..modeling.language import _folder_or_name
 from ..modeling.mixins import MetaMixin
+from ..modeling.tracing import ModelNames
 from ..runtime.uncompiled import leave_to_python
 from .request_tracing import ExplainingTracer, RequestTracer
 from .steering.choices import Choice
@@ -231,7 +231,7 @@ class VLLM(MetaMixin):
             if backend is not None:
                 raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
             backend = AsyncBackend(self)
-        return RequestTracer(self, args, kwargs, backend, _Names(self))
+        return RequestTracer(self, args, kwargs, backend, ModelNames(self))
 
     def explain(self, *args: Any, **kwargs: Any) -> ExplainingTracer:
         """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as of a trace.
@@ -245,7 +245,7 @@ class VLLM(MetaMixin):
             **kwargs: Likewise.
         """
         leave_to_python("model.explain(...)")
-        return ExplainingTracer(self, args, kwargs, None, _Names(self))
+        return ExplainingTracer(self, args, kwargs, None, ModelNames(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
@@ -254,7 +254,7 @@ class VLLM(MetaMixin):
             *args: The prompt, as for :meth:`trace`.
             **kwargs: Sampling parameters.
         """
-        tracer = RequestTracer(self, args, kwargs, None, _Names(self))
+        tracer = RequestTracer(self, args, kwargs, None, ModelNames(self))
         if self._mode == "async":
             from .asynchronous import AsyncBackend
 

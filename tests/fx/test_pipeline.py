@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import nnsight.demo
 from nnsight import fx
 from nnsight.fx.pipeline import Values
-from nnsight.fx.recording.recording import GraphBreakError
+from nnsight.fx.recording.execution import GraphBreakError
 from nnsight.runtime.errors import OutOfOrderError
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)

@@ -12,7 +12,8 @@ from nnsight.fx.capturing.taps import tapped
 from nnsight.fx.lowering.backends import resolve_backend
 from nnsight.fx.lowering.lowering import lower
 from nnsight.fx.program import Call, Constant, Declare, External, Input, Nest, Program, State, Step, Value, Visit, Write
-from nnsight.fx.splicing.splice import Piece, splice
+from nnsight.fx.splicing.pieces import Piece
+from nnsight.fx.splicing.splice import splice
 
 X = torch.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnsight import LanguageModel, fx
-from nnsight.fx.recording.recording import GraphBreakError
+from nnsight.fx.recording.execution import GraphBreakError
 
 from ..conftest import assert_no_instrumentation, same
 from ..contract.guide import PARIS, ROME, new_language_model

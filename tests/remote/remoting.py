@@ -19,9 +19,10 @@ from websockets.sync.client import ClientConnection, connect
 
 from nnsight.remote.protocol import CONTENT_TYPE, ModelKey
 from nnsight.remote.server.engine import ThreadEngine
-from nnsight.remote.server.gateway import Gateway, Settings
+from nnsight.remote.server.gateway import Gateway
 from nnsight.remote.server.keys import Account, Door, OpenDoor, hash_of
 from nnsight.remote.server.serve import GatewayServer
+from nnsight.remote.server.settings import Settings
 from nnsight.remote.server.spool import Spool
 from nnsight.remote.wire.errors import ExecutionFailedError, InvalidProgramError
 

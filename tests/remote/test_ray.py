@@ -20,7 +20,7 @@ import nnsight
 from nnsight.remote.client.client import Client
 from nnsight.remote.protocol import ModelKey
 from nnsight.remote.server.engine import ThreadEngine
-from nnsight.remote.server.gateway import Settings
+from nnsight.remote.server.settings import Settings
 from nnsight.remote.wire.errors import InvalidProgramError
 
 from .. import ROOT

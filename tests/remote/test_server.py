@@ -27,10 +27,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from nnsight import cli
 from nnsight.remote.protocol import JobStatus, ModelKey, join_packet, split_packet
 from nnsight.remote.server import sessions
-from nnsight.remote.server.gateway import Gateway, Settings
+from nnsight.remote.server.gateway import Gateway
 from nnsight.remote.server.jobs import Job
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
 from nnsight.remote.server.queues import FairQueue
+from nnsight.remote.server.settings import Settings
 from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
 

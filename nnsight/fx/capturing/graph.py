@@ -23,13 +23,14 @@ from ...runtime.report import Break
 from ..effects import Memory, all_edited, edits_of_inputs
 from ..program import State
 from .nested import NestedGraph, unnest
+from .structures import parse_structure
 from .switches import Switched, switched_at
-from .taps import OPAQUE_MARK, Opaque, parse_structure, tap
+from .taps import OPAQUE_MARK, Opaque, tap
 
 if TYPE_CHECKING:
     from ..lowering.backends import BackendCallable
     from ..lowering.regions import KnownRegions
-    from ..splicing.splice import Piece
+    from ..splicing.pieces import Piece
 
 
 @dataclass(frozen=True, eq=False)

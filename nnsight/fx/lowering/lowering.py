@@ -19,19 +19,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .. import progress
 from ..capturing.direct import Direct
 from ..counters import counters
 from ..effects import Kind, Memory, kind_of
-from ..program import Number, Symbol
-from ..splicing.splice import edited_by
+from ..splicing.nodes import edited_by
 from ..torch_compat import (
-    ConstantSource,
     TracingContext,
     compile_lock,
     forget_fixed_floats,
@@ -43,7 +38,7 @@ from ..torch_compat import (
     without_view_replay,
 )
 from .backends import BackendCallable, without_fusion
-from .strides import are_equal, layout_of, now, strides_in
+from .symbols import Symbols
 
 
 class Placement(NamedTuple):
@@ -111,170 +106,6 @@ def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
     first: dict[int, int] = {}
     found = tuple(first.setdefault(storage, position) for position, storage in enumerate(storages))
     return found if len(first) < len(found) else ()
-
-
-def wanting_grad(fake: Any, is_leaf: bool) -> torch.Tensor:
-    """Let autograd follow ``fake``; a leaf may not be edited in place, and what other operations have made may be."""
-    if is_leaf:
-        return fake.requires_grad_()
-    with fake.fake_mode, torch.enable_grad():  # in place, because a copy has strides of its own
-        seed = torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True)
-        return fake.copy_(seed)
-
-
-class Symbols:
-    """Symbolic sizes for one lowering, in a shape environment of their own.
-
-    Args:
-        names: The symbols these stand for.
-        binding: The size each of them has now, and the numbers behind them.
-        free: Those of ``names`` about which nothing may be assumed, not even that they are positive.
-        fixed: Kinds of numbers that are constants.
-
-    Attributes:
-        environment: The shape environment; notes what is assumed about the symbols.
-        mode: Mode of the fakes of this lowering.
-        fresh: A symbolic number for each of ``names``.
-        numbers: The numbers behind, symbolic or fixed.
-        symbols: The symbols of all these.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[Any],
-        binding: Sequence[int | float],
-        free: Collection[Any] = (),
-        fixed: Collection[type] = (),
-    ) -> None:
-        self.environment = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.environment, static_shapes=False)
-        self._binding = tuple(binding)
-        self.fresh: dict[Any, Any] = {}
-        for number, (name, size) in enumerate(zip(names, binding, strict=False)):
-            source = ConstantSource(f"size_{number}")
-            # Among sizes 0 and 1 are not symbols. Numbers that the model is called with may be 0 or 1 and are.
-            is_number = name in free or size in (0, 1)
-            create = self.environment.create_unspecified_symbol if is_number else self.environment.create_symbol
-            self.fresh[name] = self.environment.create_symintnode(
-                create(size, source, DimDynamic.DYNAMIC), hint=size, source=source
-            )
-        self.numbers: list[Any] = []
-        self._assumed: list[Any] = []
-        symbols = [number.node.expr for number in self.fresh.values()]
-        for position, value in enumerate(binding[len(names) :]):
-            if type(value) in fixed:
-                symbols.append(sympy.Symbol(f"fixed_{position}"))
-                self._assumed.append(sympy.Eq(symbols[-1], value))
-                self.numbers.append(value)
-            else:
-                self.numbers.append(self._number(position, value))
-                symbols.append(self.numbers[-1].node.expr)
-        self.symbols = tuple(symbols)
-
-    @property
-    def number_symbols(self) -> tuple[Any, ...]:
-        """The symbols of :attr:`numbers`."""
-        return self.symbols[len(self.fresh) :]
-
-    def fix(self, binding: Sequence[int | float]) -> None:
-        """Assume that sizes and numbers are always those of ``binding``."""
-        self._assumed += [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, binding, strict=True)]
-
-    def specialize_sizes(self) -> None:
-        """Let the sizes be constants: from here on the environment puts their values in place of the symbols."""
-        for size in self.fresh.values():
-            int(size)
-
-    def _number(self, index: int, value: int | float) -> Any:
-        """Return a symbolic number about which nothing is assumed."""
-        source = ConstantSource(f"number_{index}")
-        symbol = self.environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-        if isinstance(value, int):
-            return self.environment.create_symintnode(symbol, hint=value, source=source)
-        return self.environment.create_symfloatnode(symbol, hint=value, source=source)
-
-    def conditions(self) -> tuple[Any, ...]:
-        """Return what has been assumed so far, as expressions over ``symbols``."""
-        conditions = [*self._assumed, *(self._over_symbols(guard.expr) for guard in self.environment.guards)]
-        for symbol in self.symbols:
-            replaced = self.environment.replacements.get(symbol)
-            if replaced is not None and replaced != symbol:
-                conditions.append(sympy.Eq(symbol, replaced))
-        return tuple(conditions)
-
-    def _over_symbols(self, assumed: Any) -> Any:
-        """Return an assumption over ``symbols`` alone; a backend makes other symbols, too, for numbers that it finds equal or divides."""
-        others = assumed.free_symbols.difference(self.symbols)
-        known = {symbol: self.environment.replacements[symbol] for symbol in others if symbol in self.environment.replacements}
-        found = assumed.xreplace(known)
-        if found.free_symbols.issubset(self.symbols):
-            return found
-        # Nothing is known of the others but what they are now.
-        return sympy.And(*(sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, self._binding, strict=True)))
-
-    def fake(self, example: Any, actual: Any) -> Any:
-        """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""
-        if not isinstance(actual, torch.Tensor):
-            return self.renewed(example) if isinstance(example, torch.SymInt) else actual
-        symbolic = isinstance(example, torch.Tensor) and any(
-            isinstance(number, torch.SymInt) for number in (*example.shape, *example.stride())
-        )
-        if not symbolic:
-            return self.mode.from_tensor(actual, static_shapes=True)
-        size = [self.renewed(number) for number in example.shape]
-        stride = [self.renewed(number) for number in example.stride()]
-        if not are_equal(actual.shape, actual.stride(), [now(number) for number in stride]):
-            layout = layout_of(actual)
-            if layout is None:
-                return self.mode.from_tensor(actual, static_shapes=True)
-            stride = strides_in(layout, size)
-        return self.fake_like(actual, size, stride)
-
-    def declared(self, size: Any) -> Any:
-        """Return a size, or a stride, of the declaration of an external."""
-        if isinstance(size, Symbol):
-            return list(self.fresh.values())[size.position]
-        return self.numbers[size.index] if isinstance(size, Number) else size
-
-    def fake_of_placeholder(self, node: torch.fx.Node, actual: Any) -> Any:
-        """Return the fake input for a placeholder of a spliced graph that is about to be called with ``actual``."""
-        declaration = node.meta.get("declaration")
-        if declaration is not None and any(
-            isinstance(size, (Symbol, Number)) for size in (*declaration.shape, *(declaration.stride or ()))
-        ):
-            sizes = [self.declared(size) for size in declaration.shape]
-            stride = declaration.stride and [self.declared(size) for size in declaration.stride]
-            return self.fake_like(actual, sizes, stride)
-        if "number" not in node.meta:
-            return self.fake(node.meta.get("example_value"), actual)
-        number = self.numbers[node.meta["number"].index]
-        if not isinstance(number, torch.SymFloat):
-            return number
-        fake: Any = self.mode.from_tensor(actual, static_shapes=True)
-        fake.item_memo = number  # what `item` of the fake returns
-        return fake
-
-    def fake_like(self, actual: torch.Tensor, size: list[Any], stride: list[Any] | None) -> torch.Tensor:
-        """Return a fake of ``actual`` with the given sizes; contiguous without ``stride``."""
-        with self.mode, torch.no_grad():
-            if stride is None:
-                fake = torch.empty(size, dtype=actual.dtype, device=actual.device)
-            else:
-                fake = torch.empty_strided(size, stride, dtype=actual.dtype, device=actual.device)
-        return wanting_grad(fake, actual.is_leaf) if actual.requires_grad else fake
-
-    def renewed(self, number: Any) -> Any:
-        """Return ``number`` with the symbols it is made of replaced by the fresh ones."""
-        if not isinstance(number, torch.SymInt):
-            return number
-        expression = number.node.expr
-        if expression.is_number:  # dynamo found out while tracing that the size is fixed
-            return int(expression)
-        if expression.is_symbol:
-            return self.fresh[expression]
-        hints = {symbol: new.node.hint for symbol, new in self.fresh.items()}
-        renamed = expression.xreplace({symbol: new.node.expr for symbol, new in self.fresh.items()})
-        return self.environment.create_symintnode(renamed, hint=int(expression.xreplace(hints)))
 
 
 @dataclass(frozen=True, eq=False)

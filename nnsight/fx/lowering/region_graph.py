@@ -15,8 +15,9 @@ import torch
 from torch.fx.node import map_arg
 
 from ...runtime.switching.modes import process_state, thread_state
-from .lowering import Prepared, Symbols, wanting_grad
+from .lowering import Prepared
 from .region_plan import Like, Plan, Region, attribute_at, memory_of
+from .symbols import Symbols, wanting_grad
 
 #: Constants that are compared, together with their type.
 _COMPARABLE = (

@@ -27,15 +27,17 @@ from ..effects import Kind, edits_of_inputs, kind_of, may_fail, writes_to_inputs
 from ..profiling import stage
 from ..program import External, Input, Program, Value
 from ..splicing.passes import copy_edited_values, copy_for_backward, replace_unseen_edits
-from ..splicing.splice import Piece, Result, splice
+from ..splicing.pieces import Piece, Result
+from ..splicing.splice import splice
 from . import background
 from .backends import BackendCallable
 from .gradient_borders import mark_borders, partial_results
-from .lowering import Lowered, Placement, Prepared, Symbols, lower_prepared, prepare, run_as_is, sharing_of
+from .lowering import Lowered, Placement, Prepared, lower_prepared, prepare, run_as_is, sharing_of
 from .region_plan import Plan
 from .regions import KnownRegions, lower_in_regions
 from .repeated_modules import copy_stretches
 from .strides import Layout, layout_of
+from .symbols import Symbols
 
 logger = logging.getLogger("nnsight.fx")
 

@@ -23,12 +23,12 @@ import torch
 
 from ..effects import Kind, all_edited, kind_of, written
 from ..program import Call, Cut, External, Input, Outcome, Reference, Results, State, Value
-from ..splicing.splice import references
+from ..splicing.nodes import references
 from .functions import edits_in_place
 
 if TYPE_CHECKING:
     from ..capturing.graph import CapturedGraph
-    from .calls import CallRecorder
+    from .events import EventRecorder
     from .recording import Recording
 
 #: How the names of calls end or begin whose results require no gradient, whatever they are given.
@@ -55,7 +55,7 @@ class Followed:
     gained: dict[Any, bool | None] = field(default_factory=dict)
 
 
-def wants_grad(recorder: CallRecorder, item: Reference | torch.Tensor) -> bool | None:
+def wants_grad(recorder: EventRecorder, item: Reference | torch.Tensor) -> bool | None:
     """Whether a tensor requires a gradient where the program is; ``None`` if that is not known."""
     wants: bool | None
     if isinstance(item, Value):
@@ -71,7 +71,7 @@ def wants_grad(recorder: CallRecorder, item: Reference | torch.Tensor) -> bool |
     return some([wants, gained.get(_root(recorder, item), False)]) if gained else wants
 
 
-def _may_gain_from_model(recorder: CallRecorder, item: Input | External | torch.Tensor) -> bool:
+def _may_gain_from_model(recorder: EventRecorder, item: Input | External | torch.Tensor) -> bool:
     """Whether the model may edit the memory of an input since the piece began, so that a tensor there requires a gradient."""
     graph = recorder.graph
     with torch._C.DisableTorchFunction():
@@ -91,19 +91,19 @@ def some(answers: Iterable[bool | None]) -> bool | None:
     return True if True in found else None if None in found else False
 
 
-def is_edited(recorder: CallRecorder, tensor: torch.Tensor) -> bool:
+def is_edited(recorder: EventRecorder, tensor: torch.Tensor) -> bool:
     """Whether autograd has another function for a tensor from outside than it had when the piece began."""
     return _root(recorder, tensor) in _follow(recorder).gained
 
 
-def _real(recorder: CallRecorder, item: Input | External | torch.Tensor) -> torch.Tensor:
+def _real(recorder: EventRecorder, item: Input | External | torch.Tensor) -> torch.Tensor:
     if isinstance(item, torch.Tensor):
         return item
     found: torch.Tensor = (recorder.inputs if isinstance(item, Input) else recorder.externals)[item.index]
     return found
 
 
-def _root(recorder: CallRecorder, item: Reference | torch.Tensor) -> Any:
+def _root(recorder: EventRecorder, item: Reference | torch.Tensor) -> Any:
     """Return what is equal for tensors that autograd knows as views of one."""
     if isinstance(item, Value):
         return _follow(recorder).roots.get(item.index, item.index)
@@ -113,7 +113,7 @@ def _root(recorder: CallRecorder, item: Reference | torch.Tensor) -> Any:
     return "outside", id(tensor if base is None else base)
 
 
-def _follow(recorder: CallRecorder) -> Followed:
+def _follow(recorder: EventRecorder) -> Followed:
     """Bring up to date what is known of the views; return it."""
     followed = recorder.followed
     if followed.state is recorder.state:
@@ -136,7 +136,7 @@ def _follow(recorder: CallRecorder) -> Followed:
     return followed
 
 
-def _take(recorder: CallRecorder, followed: Followed, event: Call, outcome: Outcome) -> None:
+def _take(recorder: EventRecorder, followed: Followed, event: Call, outcome: Outcome) -> None:
     used = references(event)
     if not used:
         return

@@ -8,33 +8,23 @@ raises at the user's line. Which tensors there are, and what happens when a valu
 
 from __future__ import annotations
 
-import linecache
-import sysconfig
-import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...runtime.interleaver import Interleaver
-from ...runtime.rows.fakes import quiet_fakes
 from ...runtime.switching.mode_stacks import ModeStacks
-from ...runtime.switching.modes import Modes
-from ...tracing.errors import user_position_now
 from ...tracing.saving import keep_mark
-from ..capturing.graph import CapturedGraph, Tap
-from ..program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, Reference, State, Symbol, Value
-from ..splicing.splice import Piece, references
+from ..program import Call, Value
+from ..splicing.nodes import references
 from . import control
-from .autograd_state import Followed, is_apart, is_edited, some, wants_grad
-from .control import ControlOperator, Inside
+from .autograd_state import is_edited, wants_grad
+from .control import ControlOperator
 from .cut_reasons import name_of
+from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
 from .exception_scopes import handler, may_fail_by_values
-from .exposed_memory import Shown
 from .functions import (
     ABOUT_GRADIENTS,
     ABOUT_STRIDES,
@@ -42,31 +32,18 @@ from .functions import (
     DEMANDS,
     DRAWN_LIKE,
     METADATA,
-    PLAIN,
     RANDOM,
     READ_AS,
     SCRIPTED,
     SPECIAL,
-    TAKES_SCALAR_TENSORS,
     UNANSWERABLE,
     edits_in_place,
     has_tensor,
-    is_numpy_scalar,
     is_own,
-    path_step,
 )
-from .lazy import LazyTensor, become, is_filled, make_lazy, real_of
-from .numbers import Lifted, keep_constant, lift, same_structure, twin_of
-from .trial_calls import arguments, error_on_values, is_possible
-
-if TYPE_CHECKING:
-    from .journal import Journal
-
-#: For how many sizes and integers a call's fake result is kept.
-_KEPT_SIZES = 256
-
-#: Types of scalar tensors that index as the integer in them does.
-_INDEX_TYPES = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+from .lazy import LazyTensor, become, is_filled, real_of
+from .numbers import Lifted, keep_constant, lift
+from .trial_calls import error_on_values, is_possible
 
 #: Message about a lazy tensor that outlived its trace.
 NEVER_COMPUTED = (
@@ -74,95 +51,9 @@ NEVER_COMPUTED = (
     "and run it again."
 )
 
-#: Where code is that a user has not written: torch, the standard library, installed packages.
-_LIBRARIES = (
-    torch.__file__.rsplit("/", 1)[0],
-    *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    "<frozen ",
-)
 
-
-class _NotLowerable(Exception):
-    """A call has an argument that no graph can hold."""
-
-
-class CallRecorder(TorchFunctionMode):
-    """Turns torch calls into events of a program for ``graph``.
-
-    Args:
-        graph: The captured graph.
-        inputs: Its inputs.
-        journal: What the run is written down in, if it is.
-
-    Attributes:
-        binding: The sizes that the graph's symbols have for these inputs.
-        modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
-        stacks: Its other modes.
-        state: The program so far.
-        tap: The tap at which the block stands.
-        recorded: Whether an event was new.
-        relaid: Whether a replacement has other strides than the captured value, so that what is computed from it may have, too.
-        closed: Whether the run is over.
-        run: The run.
-        piece: The piece of the graph that is being recorded.
-        lifted: Tensors that stand for Python floats.
-        filled: Lazy tensors that have a value but could not become it.
-        shown: Memory that is seen outside of torch.
-        inside: The function of an operator, such as ``torch.cond``, that is being recorded, if one is.
-    """
-
-    run: Interleaver
-    piece: Piece
-
-    def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...], journal: Journal | None = None) -> None:
-        super().__init__()
-        self.graph = graph
-        self.journal = journal
-        self.binding = graph.binding(inputs)
-        self.symbol_of_size = {
-            size: Symbol(position) for position, size in reversed(list(enumerate(self.binding))) if size > 1
-        }
-        self.modes = Modes.now()
-        self.stacks = ModeStacks.now()
-        self.grad_enabled = self.modes.grad
-        self.state = graph.start
-        self.tap: Tap | None = None
-        self.modes_at_tap: Modes | None = None  # if the model has switched autocast on the way
-        self.recorded = False
-        self.random = False
-        self.relaid = False
-        self.closed = False
-        self.filled: list[LazyTensor] = []
-        self.shown = Shown()
-        self.inside: Inside | None = None
-        self.start_tables(list(inputs))
-
-    def start_tables(self, inputs: list[Any]) -> None:
-        """Forget all values: a piece of the graph begins, with ``inputs``."""
-        self.inputs = inputs
-        self.fakes: list[torch.Tensor] = []
-        self.requires_grad: list[bool | None] = []
-        self.followed = Followed()
-        self.lazies: list[weakref.ref[LazyTensor] | None] = []
-        self.externals: list[torch.Tensor] = []
-        self.external_index: dict[int, int] = {}
-        self.lifted: list[torch.Tensor] = []
-        self.numbers: tuple[int | float, ...] = ()
-        self.sizes = self.binding  # and behind them the integers among the numbers
-        self.used_storages: set[int] = set()
-        self._input_storages: set[int] | None = None
-
-    def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Make values concrete and then call ``function`` on them."""
-        raise NotImplementedError
-
-    def compute_for_nested(self) -> None:
-        """Make the lazy tensors real, because the block of a run inside this one uses one of them."""
-        raise NotImplementedError
-
-    def _object(self, reference: Reference) -> torch.Tensor:
-        """Return the tensor the block gets for ``reference``."""
-        raise NotImplementedError
+class CallRecorder(EventRecorder):
+    """Turns torch calls into events of a program for ``graph``, see :class:`~.events.EventRecorder`."""
 
     def _is_shown(self, edited: Any) -> bool:
         """Whether an edit of a tensor, or of several in a list, may be seen out of sight of torch."""
@@ -285,7 +176,7 @@ class CallRecorder(TorchFunctionMode):
         if reason is None:
             try:
                 event = self._event(function, args, kwargs)
-            except _NotLowerable as error:
+            except NotLowerableError as error:
                 reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
@@ -293,7 +184,7 @@ class CallRecorder(TorchFunctionMode):
         alone = self.inside is not None and self.inside.is_graph
         lifted = Lifted(event, (), event) if alone else lift(self.state, event, len(self.numbers))
         known = self.state.edges.get(lifted.event)
-        sizes = self.sizes + _integers(lifted.values)
+        sizes = self.sizes + integers(lifted.values)
         outcome = None if known is None else known.outcomes.get(sizes)
         if outcome is None:
             answered, result = self._try_on_fakes(event)
@@ -314,52 +205,6 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(result, LazyTensor) and args and result is not args[0] and edits_in_place(function):
             keep_mark(args[0], result)  # `h += 1` binds the name to another object than eagerly
         return result
-
-    def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
-        """Go on to the state after a call, and return what the block gets for it."""
-        self.fakes += outcome.fakes
-        self.lazies += [None] * len(outcome.fakes)
-        self.requires_grad += outcome.requires_grad
-        outcomes = self.step_lifted(lifted).outcomes
-        if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
-            outcomes.clear()
-        outcomes.setdefault(sizes, outcome)
-        if not outcome.structure.is_leaf():
-            self.step(outcome.results)
-        leaves = [
-            self.lazy(leaf)
-            if isinstance(leaf, int)
-            else self._object(leaf)
-            if isinstance(leaf, (Input, External))
-            else leaf[0]
-            for leaf in outcome.leaves
-        ]
-        return pytree.tree_unflatten(leaves, outcome.structure)
-
-    def take(self, event: Event, fakes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Go on to the state after an event whose results are like ``fakes``; return them."""
-        known = self.state.edges.get(event)
-        outcome = None if known is None else known.outcomes.get(self.sizes)
-        if outcome is None:
-            structure = pytree.tree_structure(tuple(fakes))
-            leaves = tuple(range(len(self.fakes), len(self.fakes) + len(fakes)))
-            paths = tuple((number,) for number in range(len(fakes)))
-            outcome = Outcome(structure, leaves, paths, tuple(fakes), (False,) * len(fakes))
-        taken: tuple[torch.Tensor, ...] = self._take(outcome, Lifted(event, (), event), self.sizes)
-        return taken
-
-    def fake_of(self, reference: Reference) -> torch.Tensor:
-        """Return the fake of a tensor."""
-        with self.graph.fake_lock, torch._C.DisableTorchFunction(), self.graph.fake_mode:
-            return self._fake(reference)
-
-    def memory_of(self, value: Value) -> int:
-        """Return what is equal for values that share memory."""
-        return storage_of(self.fakes[value.index])
-
-    def wants_grad(self, reference: Reference) -> bool:
-        """Whether a tensor may require a gradient."""
-        return wants_grad(self, reference) is not False
 
     def _needs_values(self, function: Any) -> str | None:
         """Return why a call of ``function`` needs values, empty if that is what it is for; ``None`` if it need not."""
@@ -426,23 +271,12 @@ class CallRecorder(TorchFunctionMode):
         finally:
             del failure, failed  # whose traceback has this frame
 
-    def tables(self) -> tuple[Any, ...]:
-        """Return what there is by now, for :meth:`go_back`."""
-        return (self.state, len(self.fakes), len(self.externals), len(self.lifted), self.numbers, self.sizes, self.random)
-
-    def go_back(self, tables: tuple[Any, ...]) -> None:
-        """Forget what has been recorded since ``tables``."""
-        self.state, values, externals, lifted, self.numbers, self.sizes, self.random = tables
-        del self.fakes[values:], self.requires_grad[values:], self.lazies[values:]
-        del self.externals[externals:], self.lifted[lifted:]
-        self.external_index = {key: index for key, index in self.external_index.items() if index < externals}
-
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Answer a call that needs no event; return whether it was answered, and the answer."""
         if function in METADATA:
             (tensor,) = args
             with self.graph.fake_lock, torch._C.DisableTorchFunction():
-                return True, function(_fake_or_self(tensor))
+                return True, function(fake_or_self(tensor))
         if function in ABOUT_GRADIENTS:
             return True, self._about_gradients(function, args, kwargs)
         if function in CARRIED:
@@ -492,7 +326,7 @@ class CallRecorder(TorchFunctionMode):
     def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers like a lazy tensor at once, so that a seed gives the numbers it gives eagerly."""
         like, *others = args
-        fake = _fake_or_self(like)
+        fake = fake_or_self(like)
         with self.graph.fake_lock, torch._C.DisableTorchFunction():
             size, stride, dtype, device = fake.size(), fake.stride(), fake.dtype, fake.device
         call = (_drawn, (function, tuple(size), tuple(stride), dtype, device, *others), kwargs)
@@ -501,213 +335,6 @@ class CallRecorder(TorchFunctionMode):
             self.journal.outside(*call, result)
         return result
 
-    def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        name = getattr(function, "__name__", "")
-        if name in TAKES_SCALAR_TENSORS or name == "__setitem__":
-            args = tuple(argument.item() if is_numpy_scalar(argument) else argument for argument in args)
-            args, kwargs = self._lift_floats(name, args, kwargs)
-        if name in ("__getitem__", "__setitem__"):
-            args = (args[0], self._index(args[1]), *args[2:])
-        grad = torch.is_grad_enabled()
-        return Call(
-            function,
-            tuple(self._argument(argument) for argument in args),
-            tuple((key, self._argument(value)) for key, value in kwargs.items()),
-            None if grad == self.grad_enabled else grad,
-        )
-
-    def _index(self, index: Any) -> Any:
-        """Return an index with what torch makes of its arrays and scalar tensors."""
-        if isinstance(index, tuple):
-            return tuple(self._index(item) for item in index)
-        if type(index).__module__ == "numpy" and hasattr(index, "__len__"):
-            return torch.tensor(index)
-        if (
-            isinstance(index, torch.Tensor)
-            and not isinstance(index, LazyTensor)
-            and index.dim() == 0
-            and index.device.type == "cpu"
-            and index.dtype in _INDEX_TYPES
-            and storage_of(index) not in self.used_storages  # else an edit of it may be recorded, and not done yet
-        ):
-            return int(index)
-        return index
-
-    def _lift_floats(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn Python floats into scalar tensors where torch gives both the same result."""
-        given = (*args, *kwargs.values())
-        if not any(isinstance(argument, float) for argument in given):
-            return args, kwargs
-        fakes = [_fake_or_self(argument) for argument in given if isinstance(argument, torch.Tensor)]
-        if name == "where":
-            fakes = [fake for fake in fakes if fake.dtype != torch.bool]  # the condition takes no part in promotion
-        dtypes = {fake.dtype for fake in fakes if name[:11] != "masked_fill" or fake.dtype != torch.bool}
-        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
-            return args, kwargs
-        if name == "__setitem__":
-            if not isinstance(args[2], float):
-                return args, kwargs
-            return (args[0], args[1], self._scalar_tensor(args[2], next(iter(dtypes)))), kwargs
-        if all(fake.dim() == 0 for fake in fakes):
-            return args, kwargs  # a zero-dimensional tensor would take part in type promotion
-        if name.startswith(("clamp", "clip")) and any(isinstance(argument, int) for argument in given):
-            return args, kwargs  # it takes two numbers or two tensors
-        kinds = {key: value for key, value in kwargs.items() if key != "alpha"}
-        return (
-            tuple(self._scalar_tensor(argument) for argument in args),
-            {**kwargs, **{key: self._scalar_tensor(value) for key, value in kinds.items()}},
-        )
-
-    def _scalar_tensor(self, argument: Any, dtype: torch.dtype = torch.float64) -> Any:
-        """Return ``argument`` as a tensor if it is a float."""
-        if not isinstance(argument, float):
-            return argument
-        self.lifted.append(torch.tensor(argument, dtype=dtype))
-        return self.lifted[-1]
-
-    def _argument(self, argument: Any) -> Any:
-        """Return ``argument`` as it appears in an event."""
-        if isinstance(argument, torch.Tensor):
-            return self.refer(argument)
-        if isinstance(argument, (bool, int, float, complex)):
-            return Constant(type(argument), argument)
-        if isinstance(argument, (tuple, list)):
-            kind = "list" if isinstance(argument, list) else "tuple"
-            return Nest(kind, tuple(self._argument(item) for item in argument))
-        if isinstance(argument, slice):
-            parts = (argument.start, argument.stop, argument.step)
-            return Nest("slice", tuple(self._argument(item) for item in parts))
-        if isinstance(argument, PLAIN):
-            return argument
-        if is_numpy_scalar(argument):
-            return self._argument(argument.item())
-        raise _NotLowerable(f"an argument of type {type(argument).__name__}")
-
-    def refer(self, tensor: torch.Tensor) -> Value | Input | External:
-        """Return the reference to a tensor, declaring it as an external when it is new."""
-        tensor = real_of(tensor)
-        if isinstance(tensor, LazyTensor):
-            if tensor._recording is self:
-                return Value(tensor._index)
-            tensor._recording.compute_for_nested()  # the tensor is real now, and comes from outside
-        index = self.external_index.get(id(tensor))
-        if index is not None:
-            return External(index)
-        self.used_storages.add(storage_of(tensor))
-        for position, item in enumerate(self.inputs):
-            if item is tensor:
-                return Input(position)
-        if tensor.layout is not torch.strided:
-            raise _NotLowerable(f"a tensor with layout {tensor.layout}")
-        with torch._C.DisableTorchFunction():  # these are no calls of the block
-            stride = None if tensor.is_contiguous() else tensor.stride()
-            declared = Declare(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
-        if stride is None and self.symbol_of_size and declared not in self.state.edges:
-            shape = tuple(self.symbol_of_size.get(size, size) for size in tensor.shape)
-            declared = declared._replace(shape=shape)
-        self.step_lifted(lift(self.state, declared, len(self.numbers)))
-        self.externals.append(tensor)
-        self.external_index[id(tensor)] = len(self.externals) - 1
-        return External(len(self.externals) - 1)
-
-    def _on_fakes(self, call: Call) -> Any:
-        with (
-            self.graph.fake_lock,
-            torch._C.DisableTorchFunction(),
-            self.graph.fake_mode,
-            quiet_fakes,
-            torch.no_grad(),
-        ):
-            args, kwargs = arguments(call, self._fake)
-            return call.function(*args, **kwargs)
-
-    def _fake(self, reference: Reference) -> torch.Tensor:
-        if isinstance(reference, Value):
-            return self.fakes[reference.index]
-        real = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
-        if real.requires_grad:  # what torch remembers of a tensor, or of its base, may be older than that
-            return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
-        return self.graph.fake_mode.from_tensor(real, static_shapes=True)
-
-    def _outcome(self, call: Call, result: Any) -> Outcome:
-        """Number the tensors of a result; a tensor that was there before keeps its number."""
-        flat, structure = pytree.tree_flatten_with_path(result)
-        follows = self._follows(call)
-        leaves: list[Any] = []
-        fresh: list[torch.Tensor] = []
-        edited = call.args[0] if call.args and edits_in_place(call.function) else None
-        # Whether a tensor from outside requires a gradient is seen at a value only, before the graph has run.
-        own = self.fake_of(edited) if isinstance(edited, (Input, External)) and follows is False else None
-        for _, leaf in flat:
-            if not isinstance(leaf, torch.Tensor):
-                leaves.append((leaf,))
-                continue
-            if leaf is own:
-                leaves.append(edited)
-                continue
-            known = next((index for index, fake in enumerate((*self.fakes, *fresh)) if fake is leaf), None)
-            if known is None:
-                known = len(self.fakes) + len(fresh)
-                fresh.append(leaf)
-            leaves.append(known)
-        return Outcome(
-            structure,
-            tuple(leaves),
-            tuple(tuple(path_step(step) for step in path) for path, _ in flat),
-            tuple(fresh),
-            tuple(follows if fake.is_floating_point() or fake.is_complex() else False for fake in fresh),
-            follows if edited is not None else False,
-        )
-
-    def _follows(self, call: Call) -> bool | None:
-        """Whether autograd would follow this call, if that is known."""
-        if not (self.grad_enabled if call.grad is None else call.grad):
-            return False
-        if is_apart(getattr(call.function, "__name__", "")):
-            return ("requires_grad", Constant(bool, True)) in call.kwargs
-        return some(wants_grad(self, reference) for reference in references(call))
-
-    def _is_like(self, outcome: Outcome, known: State | None, lifted: Lifted) -> bool:
-        """Whether a call returned what it returned with other numbers, as far as the program can see."""
-        earlier = known or twin_of(self.state, lifted.event, lifted.like)
-        other = None if earlier is None else next(iter(earlier.outcomes.values()), None)
-        return other is None or same_structure(outcome, other)
-
-    def step_lifted(self, lifted: Lifted) -> State:
-        """Go on to the state after an event with numbers."""
-        found = self.step(lifted.event, lifted.like)
-        if lifted.values:
-            self.numbers += lifted.values
-            self.sizes += _integers(lifted.values)
-        return found
-
-    def step(self, event: Event, like: Event | None = None) -> State:
-        """Go on to the state after ``event``, which is new if no earlier run did the same.
-
-        Args:
-            event: The event.
-            like: The event with the constants that it had first, if it has numbers for them.
-        """
-        found = self.state.edges.get(event)
-        if found is None:
-            self.recorded = True
-            position = -1 if self.tap is None else self.tap.index
-            twin = twin_of(self.state, event, event if like is None else like)
-            made = State(self.state, event, position, stack_trace=_user_line(), twin=twin)
-            found = self.state.edges.setdefault(event, made)
-        self.state = found
-        return found
-
-    def lazy(self, index: int) -> LazyTensor:
-        reference = self.lazies[index]
-        lazy = None if reference is None else reference()
-        if lazy is None:
-            lazy = make_lazy(index, self.fakes[index], self)
-            self.lazies[index] = weakref.ref(lazy)
-        return lazy
-
 
 def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return what ``function`` draws for a tensor like this."""
@@ -715,25 +342,3 @@ def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *a
     return drawn
 
 
-def _integers(numbers: tuple[int | float, ...]) -> tuple[int, ...]:
-    return tuple(number for number in numbers if isinstance(number, int))
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
-
-
-def _fake_or_self(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._fake if isinstance(tensor, LazyTensor) else tensor
-
-
-def user_position() -> tuple[str, int]:
-    """Return file and line of the user's code that is running, whatever libraries it has called."""
-    return user_position_now(skip=_LIBRARIES)
-
-
-def _user_line() -> str:
-    filename, line = user_position()
-    code = linecache.getline(filename, line).strip() or "..."  # torch shows a position with its code, or not at all
-    return f'  File "{filename}", line {line}, in block\n    {code}\n'

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
-from ..capturing.taps import Opaque, leaves_of, unflatten
+from ..capturing.structures import leaves_of, unflatten
+from ..capturing.taps import Opaque
 
 if TYPE_CHECKING:
     from ...runtime.interleaver import Interleaver

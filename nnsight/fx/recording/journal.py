@@ -20,7 +20,7 @@ from .exception_scopes import handler, may_fail_by_values
 from .functions import ABOUT_GRADIENTS, METADATA
 
 if TYPE_CHECKING:
-    from .recording import Recording
+    from .execution import PieceRunner
 
 #: Methods that tell metadata, which is compared.
 _TELLING = frozenset("__len__ dim size numel nelement stride ndimension is_floating_point is_complex is_contiguous".split())
@@ -43,7 +43,7 @@ class Journal:
         self._filled = [(filling, len(filling)) for filling in filled]
         self.reason = ""
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.recording: Recording | None = None
+        self.recording: PieceRunner | None = None
         self.variant: Variant | None = None
         self.alive: tuple[int, ...] = ()
         self.stop = 0
@@ -80,7 +80,7 @@ class Journal:
             self.spoil(f"the block looks at a value from outside, with `{getattr(function, '__name__', function)}`")
         self.calls.append((function, args, kwargs, result))
 
-    def ran(self, recording: Recording, variant: Variant, alive: tuple[int, ...], stop: int) -> None:
+    def ran(self, recording: PieceRunner, variant: Variant, alive: tuple[int, ...], stop: int) -> None:
         """Note that a piece of a graph is about to run."""
         if self.recording is not None or not recording.graph.is_whole:
             self.spoil("the graph was cut, or the model has several")

@@ -19,17 +19,12 @@ known program computes no fakes and makes no nodes.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import operator
-import threading
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from ...runtime import gradients
 from ...runtime.errors import (
     EarlyStopException,
     MissedProviderError,
@@ -37,71 +32,24 @@ from ...runtime.errors import (
     replacement_message,
     uncaptured_message,
 )
-from ...runtime.interleaver import Interleaver
-from ...runtime.report import Break, Report
 from ...runtime.switching.modes import Modes
-from ...tracing.block import Block
-from ...tracing.saving import saves
-from ..capturing.graph import CapturedGraph, Tap
-from ..capturing.taps import Opaque, flatten, unflatten
+from ..capturing.graph import Tap
+from ..capturing.structures import flatten, unflatten
+from ..capturing.taps import Opaque
 from ..counters import counters
-from ..effects import Kind, kind_of
-from ..lowering.variant import Variant
 from ..profiling import stage
-from ..program import Cut, External, Input, Skip, Value, Visit, Write
-from ..show.explaining import RanPiece
-from ..show.stages import run_lowered
-from ..splicing.splice import Piece, as_argument
+from ..program import External, Input, Skip, Value, Visit, Write
 from .autograd_state import wanting_at
-from .calls import NEVER_COMPUTED, CallRecorder, storage_of, user_position
-from .control import StaysOutside
-from .cut_reasons import ABOUT_BACKWARD, instead_of, name_of
+from .cut_reasons import instead_of
 from .deferred_outputs import Promise, is_of_root
-from .lazy import LazyTensor, become, real_of
+from .events import storage_of
+from .execution import PieceRunner
+from .lazy import LazyTensor
 from .opaque_functions import shown
 
-if TYPE_CHECKING:
-    from .journal import Journal
 
-logger = logging.getLogger("nnsight.fx")
-
-
-class GraphBreakError(RuntimeError):
-    """A block needed a concrete value in a trace that must be one graph (``fullgraph=True``)."""
-
-
-class Recording(CallRecorder):
-    """One run of the active blocks over ``graph``.
-
-    Args:
-        graph: The captured graph.
-        inputs: Its inputs.
-        run: The active run.
-        report: What to tell the user.
-        fullgraph: Whether a needed value is an error rather than a cut.
-        journal: What the run is written down in, if it is.
-    """
-
-    def __init__(
-        self,
-        graph: CapturedGraph,
-        inputs: tuple[Any, ...],
-        run: Interleaver,
-        report: Report,
-        fullgraph: bool,
-        journal: Journal | None = None,
-    ) -> None:
-        super().__init__(graph, inputs, journal)
-        self.run = run
-        self.report = report
-        self.fullgraph = fullgraph
-        self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
-        self.failed_to_run = False  # whether a piece raised an error: what it has done by then must not be done again
-        self._differentiates = any(_mentions_backward(mediator.info) for mediator in run.mediators)
-        self.as_captured = True  # whether what the model goes on with is, but for its values, what was captured
-        if graph.whole is None:
-            graph.whole = Piece.of(graph, 0)
-        self._begin(graph.whole)
+class Recording(PieceRunner):
+    """One run of the active blocks over a captured graph, see :class:`~.execution.PieceRunner` for the arguments."""
 
     def __enter__(self) -> Recording:
         shown.__enter__()
@@ -111,17 +59,6 @@ class Recording(CallRecorder):
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
         shown.__exit__()
-
-    def _begin(self, piece: Piece) -> None:
-        """Start a piece of the graph with nothing recorded in it."""
-        self.piece = piece
-        self._edits = iter(self.graph.edits_in(piece))
-        self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
-        self.value_of: dict[torch.fx.Node, int] = {}
-        self.writes: dict[tuple[int, int], Value | Input | External] = {}
-        self.substitutes: dict[torch.fx.Node, Value | Input | External] = {}
-
-    # -- walking the taps ------------------------------------------------------------------------------------------
 
     def walk(self) -> list[Any]:
         """Run the blocks over the graph and then the graph; return the graph's outputs, or stand-ins if nobody sees them."""
@@ -267,37 +204,6 @@ class Recording(CallRecorder):
             promise.stand_in(leaf, number) if isinstance(leaf, Opaque) else leaf for number, leaf in enumerate(leaves)
         ]
 
-    def resolve(self, node: torch.fx.Node) -> Value | Input | External | torch.fx.Node:
-        """Return what stands for a captured node now: a reference, or the node itself if nobody has seen it."""
-        while True:
-            index = self.piece.input_index.get(node)
-            if index is not None:
-                return Input(index)
-            known = self.value_of.get(node)
-            if known is not None:
-                return Value(known)
-            substitute = self.substitutes.get(node)
-            if substitute is not None:
-                return substitute
-            if node in self.graph.identities:
-                node = self.graph.identities[node]
-                continue
-            tapped = self.graph.tapped.get(node)
-            if tapped is None:
-                return node
-            written = self.writes.get(tapped)
-            if written is not None:
-                return written
-            node = self.graph.taps[tapped[0]].leaves[tapped[1]]
-
-    def _object(self, reference: Value | Input | External) -> torch.Tensor:
-        """Return the tensor the block gets for ``reference``."""
-        if isinstance(reference, Value):
-            return self.lazy(reference.index)
-        tensor = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
-        self.used_storages.add(storage_of(tensor))
-        return tensor
-
     def _check_location(self, location: str) -> None:
         """Refuse, at the user's line, a request for an operation that the graph was captured without."""
         function = location.rpartition(".source.")[0]
@@ -363,255 +269,6 @@ class Recording(CallRecorder):
         self.as_captured = self.as_captured and all(_is_like(new, old) for old, new in pairs)
         self.relaid = self.relaid or any(_stride_of(new) != _stride_of(old) for old, new in pairs)
 
-    # -- running what was recorded -----------------------------------------------------------------------------------
-
-    def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Make values concrete and then call ``function`` on them."""
-        assert self.tap is not None
-        if self.inside is not None:
-            raise StaysOutside(reason or f"`{name_of(function)}` in one of its functions needs a value")
-        self.as_captured = False  # the call may be one that changes the shape of what it is called on
-        if self.journal is not None:
-            self.journal.spoil("a value is needed")
-        pending = LazyTensor in map(type, args) or any(
-            isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))
-        )
-        at_start = self.graph.order[self.tap.node] == self.piece.start
-        if pending or not at_start or (self.state.event is not None and not isinstance(self.state.event, Cut)):
-            name = name_of(function)
-            self.cut(reason or f"`{name}` needs a concrete value", instead_of(name), self.grad_enabled and name in ABOUT_BACKWARD)
-        if self.filled:
-            args, kwargs = pytree.tree_map(real_of, (args, kwargs))
-        if function is torch.autograd.grad:
-            args = (args[0], tuple(map(gradients.known_to_autograd, args[1])), *args[2:])
-        result = function(*args, **kwargs)
-        self.shown.note(function, args, result)
-        return result
-
-    def _is_shown(self, edited: Any) -> bool:
-        storages = self.shown.storages()
-        if not storages:
-            return False
-        memory = self.graph.memory
-        inputs = [(node, self.inputs[index]) for node, index in self.piece.input_index.items()]
-        groups = {memory.group(node) for node, item in inputs if _is_in(item, storages)}
-        # Of a tensor without a value this can be told if it is one of the model's, or a view of one.
-        others = {storage_of(self.fakes[index]) for node, index in self.value_of.items() if memory.group(node) not in groups}
-        return any(
-            storage_of(tensor._fake) not in others if isinstance(tensor, LazyTensor) else _is_in(tensor, storages)
-            for tensor in pytree.tree_leaves(edited)
-        )
-
-    def _shows_edits(self, tap: Tap) -> bool:
-        """Whether an edit of the model between the start of the piece and ``tap`` may be seen out of sight of torch."""
-        if not self.shown.storages():
-            return False
-        nodes = self.graph.nodes[self.piece.start : self.graph.order[tap.node]]
-        return any(
-            kind_of(node) is Kind.EFFECT and node not in self.graph.tap_number and node.op != "placeholder" for node in nodes
-        )
-
-    def cut(self, reason: str, instead: str, observed: bool = False) -> None:
-        """Run the graph up to the current tap; every lazy tensor becomes real.
-
-        Args:
-            reason: What needs a value.
-            instead: What a user can write that needs none.
-            observed: Whether autograd has to see all those tensors, because gradients for them will be asked for.
-        """
-        assert self.tap is not None
-        filename, line = user_position()
-        location = self.tap.location
-        if self.fullgraph:
-            raise GraphBreakError(
-                f"{filename}:{line}: {reason} at `{location}`, and this trace was compiled with fullgraph=True. Instead, use "
-                f"{instead}; or compile without fullgraph to let the graph be cut here."
-            )
-        cut = Break(location, reason, filename, line)
-        self.report.breaks.append(cut)
-        counters.add("breaks")
-        self.as_captured = False
-        if cut not in self.graph.cuts:
-            self.graph.cuts.add(cut)
-            logger.info("graph cut: %s", cut)
-        stop = self.graph.order[self.tap.node]
-        if self.state.behind is None:  # the state tells at which tap it is, and all that is resolved
-            piece = Piece.of(self.graph, stop)
-            piece = piece.without_duplicates([self.resolve(node) for node in piece.inputs])
-            self.state.behind = piece, piece.inputs[len(self.graph.placeholders) :]
-        behind, wanted = self.state.behind
-        alive, carried = self._run_piece(stop, wanted, cut, observed)
-        self.state = self.step(Cut(self.tap.index, alive))
-        self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
-        self._begin(behind)
-
-    def compute_for_nested(self) -> None:
-        """Make the lazy tensors real, because the block of a run inside this one uses one of them.
-
-        Raises:
-            GraphBreakError: If this run was compiled with ``fullgraph=True``.
-            RuntimeError: If this run failed, or is not around the one that asks but beside it, in another thread.
-        """
-        if self.closed:
-            raise RuntimeError(NEVER_COMPUTED)
-        if self.suspended_in != threading.get_ident():
-            raise RuntimeError(
-                "This tensor belongs to a compiled trace that is still running in another thread, and has no value yet. "
-                "Use it after that trace."
-            )
-        with suspended():  # the recording of the nested run
-            reason = "a trace inside the block uses a tensor of this one"
-            self.cut(reason, "one trace behind the other, with `.save()` between them")
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Record nothing meanwhile; what runs may still ask for values, by :meth:`compute_for_nested`."""
-        outer, self.suspended_in = self.suspended_in, threading.get_ident()
-        try:
-            with torch.overrides._pop_mode_temporarily():
-                yield
-        finally:
-            self.suspended_in = outer
-
-    def finish(self) -> list[Any]:
-        """Run the rest of the graph; return what the captured graph returns, or stand-ins if nobody sees them."""
-        _, outputs = self._run_piece(len(self.graph.nodes) - 1, self.graph.outputs)
-        return outputs
-
-    def _is_output_unseen(self) -> bool:
-        """Whether nobody is going to see what the model returns, and it would come to be without an error.
-
-        Nobody does if there is no caller to return it to, and no block that waits for something behind the graph. And as long as blocks
-        have changed nothing but values, the rest of the model fits them as it did when it was captured.
-        """
-        run = self.run
-        unseen = self.graph.may_stand_in and not run.returns and not run.waited and self.state is not self.graph.start
-        return unseen and self.as_captured and not any(promise.is_wanted for promise in run.promises or ())
-
-    def _compute_what_is_held(self) -> None:
-        """Run the graph up to where a block failed, as an eager model has run by then: the user may hold tensors from before.
-
-        The nodes run one by one, because nobody should wait for a compiler before an error is shown.
-        """
-        if self.failed_to_run:
-            return
-        self.journal = None
-        stop = len(self.graph.nodes) - 1 if self.tap is None else self.graph.order[self.tap.node]
-        try:
-            self._run_piece(stop, [], lower=False)
-        except Exception as error:
-            logger.warning("what a block held when it failed cannot be computed: %s: %s", type(error).__name__, error)
-
-    def _run_piece(
-        self, stop: int, wanted: Sequence[Any], cut: Break | None = None, observed: bool = False, lower: bool = True
-    ) -> tuple[tuple[int, ...], list[Any]]:
-        """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
-        if self.modes.hold and (cut is None or self.stacks.have_their_lengths):
-            with self.modes.keys():  # a value may be asked for in the middle of an operator
-                return self._run_in_modes(stop, wanted, cut, observed, lower)
-        # The block has switched some of them, or asks from a thread of its own.
-        with self.modes.entered(), self.stacks.entered():
-            return self._run_in_modes(stop, wanted, cut, observed, lower)
-
-    def _run_in_modes(
-        self, stop: int, wanted: Sequence[Any], cut: Break | None, observed: bool, lower: bool
-    ) -> tuple[tuple[int, ...], list[Any]]:
-        """Run the graph from the piece's start to node number ``stop``.
-
-        Args:
-            stop: The first node that does not run.
-            wanted: Captured nodes (or constants) whose values are needed.
-            cut: Why the piece ends there, if it is not its end.
-            observed: Whether gradients will be asked for.
-            lower: Whether it is worth lowering; else its nodes run one by one.
-
-        Returns:
-            The numbers of the values that became real tensors, and the value of each of ``wanted``, or stand-ins if
-            nobody sees them.
-        """
-        alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
-        observed = self.grad_enabled and (observed or self._differentiates)
-        # A trace that stops here wants nothing; one that is cut here wants what the rest of the graph needs.
-        unseen = wanted is self.graph.outputs and self._is_output_unseen()
-        key = (stop, alive, -1 if unseen else len(wanted), observed)
-        variant = self.state.variants.get(key)
-        if variant is None:
-            with stage("splice"), self.graph.lock:
-                variant = self.state.variants.get(key)
-                if variant is None:
-                    resolved = [self.resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
-                    program = self.state.program()
-                    variant = Variant(self.graph, self.piece, program, stop, alive, () if unseen else resolved, observed, unseen)
-                    if unseen and variant.may_hide_errors():
-                        variant = Variant(self.graph, self.piece, program, stop, alive, resolved, observed)
-                    self.state.variants[key] = variant
-        if self.journal is not None:
-            self.journal.ran(self, variant, alive, stop)
-        arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
-        sizes = self.binding + self.numbers
-        arguments += map(as_argument, self.numbers)
-        lowered, made = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
-        self.report.compiles += made
-        ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
-        self.failed_to_run = True
-        computed = run_lowered(self.report, ran, arguments)
-        self.failed_to_run = False
-        self._fill(alive, computed, variant.positions, lowered.partial)
-        for place in lowered.partial:
-            if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
-                gradients.refuse(arguments[~place])
-        return alive, self.graph.stand_ins(self.binding) if variant.unseen else variant.deliver(computed, self.inputs, self.externals)
-
-    def _fill(
-        self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int], partial: frozenset[int]
-    ) -> None:
-        """Turn the lazy tensors into what was computed for them; those at the positions ``partial`` lack gradients."""
-        if not alive:
-            return
-        # Objects that somebody else holds too: the graph's inputs, and a tensor it returns in several places.
-        held = {*map(id, self.inputs), *map(id, self.externals)}
-        places: dict[int, list[int]] = {}
-        for position, real in enumerate(computed):
-            places.setdefault(id(real), []).append(position)
-        for index in alive:
-            reference, self.lazies[index] = self.lazies[index], None
-            lazy = None if reference is None else reference()
-            del reference
-            if lazy is None:
-                continue
-            real = known = computed[positions[index]]
-            if id(real) in held:
-                real = real.view_as(real)
-                computed[positions[index]] = lazy
-            else:
-                for position in places[id(real)]:
-                    computed[position] = lazy
-            if become(lazy, real):
-                held.add(id(lazy))
-                if known is not real and known.requires_grad:
-                    gradients.stand_for(lazy, known)
-                if positions[index] in partial and lazy.requires_grad:
-                    gradients.refuse(lazy)
-            else:
-                self.filled.append(lazy)
-
-    def _abandon(self) -> None:
-        """Forget what was not computed: no name may come home bound to a tensor without a value."""
-        marked = saves.get()
-        for reference in self.lazies:
-            lazy = None if reference is None else reference()
-            if lazy is not None and marked is not None:
-                marked.pop(id(lazy), None)
-
-
-def _mentions_backward(block: Any) -> bool:
-    """Whether a block has a backward pass in its text, for which autograd has to see what the block holds."""
-    return isinstance(block, Block) and "backward" in block.code.co_names
-
-
-def _is_in(tensor: Any, storages: Collection[int]) -> bool:
-    return isinstance(tensor, torch.Tensor) and storage_of(tensor) in storages
-
 
 def _tells_apart(old: Sequence[Any], new: Sequence[Any]) -> bool:
     """Whether tensors among ``old`` that are one object have different objects in their places in ``new``."""
@@ -634,24 +291,3 @@ def _stride_of(value: Any) -> tuple[int, ...] | None:
     return tensor.stride() if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided else None
 
 
-def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
-    """Leave the recording that is going on for a call that must not be recorded, such as a run of another model.
-
-    Args:
-        *values: What the call uses; lazy tensors among it are made real first.
-    """
-    mode = torch.overrides._get_current_function_mode()
-    if not isinstance(mode, Recording):
-        return contextlib.nullcontext()
-    if any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves(values)):
-        mode.cut("a compiled model was called", "one trace behind the other, with `.save()` between them")
-    return mode.set_aside()
-
-
-def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
-    """Run a captured graph without any program in it; a few dictionary look-ups over calling it."""
-    variant = graph.start.variants.get((len(graph.nodes) - 1, (), len(graph.outputs), False))
-    lowered = None if variant is None else variant.find(graph.binding(inputs), variant.placement(inputs))
-    if variant is None or lowered is None:
-        return Recording(graph, inputs, Interleaver([]), Report(), False).finish()
-    return variant.deliver(lowered.function(*inputs), inputs, ())

@@ -45,8 +45,9 @@ from .abstract_values import (
     is_method,
     is_plain_constant,
 )
-from .expressions import Expressions, FunctionVariables
+from .expressions import Expressions
 from .guards import Root, Step, has_global_hooks, is_called_plainly
+from .variables import FunctionVariables
 
 #: Most functions that are followed one inside the other.
 _DEEPEST = 40

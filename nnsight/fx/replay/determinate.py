@@ -40,8 +40,8 @@ from .abstract_values import (
     truth_of,
 )
 from .callees import Calls
-from .expressions import BlockVariables, Findings
 from .guards import LONGEST, Root
+from .variables import BlockVariables, Findings
 
 #: Exceptions that a block may raise where it catches them.
 _BUILT_IN_ERRORS = tuple(

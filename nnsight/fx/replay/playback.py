@@ -27,7 +27,7 @@ from ..recording.functions import DRAWN_LIKE, edits_in_place
 from ..recording.journal import Journal
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
-from ..splicing.splice import as_argument
+from ..splicing.pieces import as_argument
 from ..torch_compat import may_share
 from .abstract_values import Undetermined
 from .guards import kind_of

@@ -23,7 +23,7 @@ from ...runtime.errors import UncompiledWarning
 from ...runtime.report import Report
 from ...tracing.errors import PACKAGE_DIRECTORY, user_position_now
 from ..profiling import stage
-from ..splicing.splice import SplicedGraph
+from ..splicing.pieces import SplicedGraph
 from . import debug
 from .explaining import RanPiece
 

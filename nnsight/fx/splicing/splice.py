@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,114 +42,11 @@ from ..program import (
     Visit,
     Write,
 )
-from ..torch_compat import is_held_by_argument
 from .indexing import select_numbers
-from .passes import PassRun, run_passes
+from .nodes import LIKE_FUNCTIONS, appended_to, edited_by, emit, is_made_of_sizes, numbers, references
+from .passes import run_passes
+from .pieces import Piece, Result, SplicedGraph
 from .subgraphs import Function
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A stretch of a captured graph between two cuts.
-
-    Attributes:
-        start: Number of its first node.
-        inputs: The graph's placeholders, then the nodes of earlier pieces that this or a later piece uses.
-        input_index: Position of each in ``inputs``.
-    """
-
-    start: int
-    inputs: tuple[torch.fx.Node, ...]
-    input_index: dict[torch.fx.Node, int]
-
-    @staticmethod
-    def of(graph: CapturedGraph, start: int) -> Piece:
-        """Return the piece of ``graph`` that begins at node number ``start``."""
-        inputs = list(graph.placeholders)
-        if start:
-            inputs += [
-                node
-                for node in graph.nodes[:start]
-                if node.op != "placeholder"
-                and isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt))
-                and any(graph.order[user] >= start for user in node.users)
-            ]
-        return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)})
-
-    def without_duplicates(self, values: Sequence[Any]) -> Piece:
-        """Return this piece with one input for nodes that stand for one tensor; backends take no tensor twice.
-
-        Args:
-            values: What each input is, equal for inputs that are the same.
-        """
-        inputs: list[torch.fx.Node] = []
-        position: dict[Any, int] = {}
-        index: dict[torch.fx.Node, int] = {}
-        for node, value in zip(self.inputs, values, strict=True):
-            if value not in position:
-                position[value] = len(inputs)
-                inputs.append(node)
-            index[node] = position[value]
-        return Piece(self.start, tuple(inputs), index)
-
-
-#: Something a piece returns: a value of the program, or a node of the captured graph.
-Result = Value | torch.fx.Node
-
-
-@dataclass(frozen=True, eq=False)
-class SplicedGraph:
-    """A piece of a captured graph with a program in it.
-
-    Attributes:
-        graph_module: The new graph; returns a tuple, one tensor for each requested result.
-        inputs: Positions of those inputs of the piece that it takes, before its externals.
-        externals: Number of externals it takes.
-        marks: Names of the nodes that come from the user's block, with the user's line.
-        passes: What the passes over it did.
-    """
-
-    graph_module: torch.fx.GraphModule
-    inputs: tuple[int, ...]
-    externals: int
-    marks: dict[str, str]
-    passes: tuple[PassRun, ...] = ()
-
-    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return those of ``inputs`` that the graph takes: some of the piece's, and all externals and numbers behind them."""
-        own = sum(node.op == "placeholder" for node in self.graph_module.graph.nodes) - len(self.inputs)
-        return [inputs[index] for index in self.inputs] + list(inputs[len(inputs) - own :])
-
-    def copy(self) -> torch.fx.GraphModule:
-        """Return a copy of the graph module, for a backend to consume."""
-        graph = torch.fx.Graph()
-        graph.output(graph.graph_copy(self.graph_module.graph, {}))
-        for new, old in zip(graph.nodes, self.graph_module.graph.nodes, strict=True):
-            new.meta = dict(old.meta)
-        return torch.fx.GraphModule(self.graph_module, graph, class_name="Spliced")
-
-    def code(self) -> str:
-        """Return the graph as Python source, with a comment at each line that comes from the user's block."""
-        source = self.graph_module.graph.python_code("self").src
-        lines = []
-        for line in source.splitlines():
-            name = self.node_of(line)
-            lines.append(f"{line}  # <-- {self.marks[name]}" if name in self.marks else line)
-        return "\n".join(lines).strip()
-
-    def node_of(self, line: str) -> str | None:
-        """Return the name of the node that ``line`` of the generated source computes, if it can be told."""
-        assigned = re.match(r"\s*(\w+)(?: :[^=]*)? = ", line) or re.search(r";\s+(\w+) = None$", line)
-        name = assigned.group(1) if assigned else None
-        if name not in self.marks and "] =" in line:  # an assignment to an index names its node among those that end
-            ended = re.findall(r"\b(\w+) = None\b", line)
-            name = next((other for other in ended if other in self.marks), name)
-        return name
-
-
-def as_argument(number: int | float) -> int | torch.Tensor:
-    """Return a number of a program as the spliced graph takes it."""
-    return number if isinstance(number, int) else torch.tensor(number, dtype=torch.float64)
 
 
 def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
@@ -318,7 +214,7 @@ class _Splicer:
         while node in self.skipped and node not in self.env:
             if not all(user.op == "output" or user in self.skipped for user in node.users):
                 return node  # the rest of the model computes with it
-            edited, former = edited_by(node), _appended_to(node)
+            edited, former = edited_by(node), appended_to(node)
             if edited is None and former is None:
                 self._begin_with(node)
                 return node
@@ -330,7 +226,7 @@ class _Splicer:
         example = node.meta.get("example_value")
         if not isinstance(example, torch.Tensor):
             return
-        if _is_made_of_sizes(node):
+        if is_made_of_sizes(node):
             for made_of in node.all_input_nodes:
                 if made_of in self.skipped and made_of not in self.env:
                     self._begin_with(made_of)
@@ -338,7 +234,7 @@ class _Splicer:
             return
         if node.op != "call_function" or kind_of(node) is not Kind.NEW:
             return
-        make = _LIKE.get(getattr(node.target, "__name__", ""))
+        make = LIKE_FUNCTIONS.get(getattr(node.target, "__name__", ""))
         sizes = {symbol: self.graph.placeholders[position] for position, symbol in self.graph.symbols}
         shape = [sizes.get(size.node.expr) if isinstance(size, torch.SymInt) else size for size in example.shape]
         if make is not None and None not in shape:
@@ -441,7 +337,7 @@ class _Splicer:
                 view = self.writing.call_method("select", (args[0], dimension, self.numbers[number]))
                 self._mark(view, step)
                 args = (view, Ellipsis if rest is None else self._argument(rest), *args[2:])
-        node = _emit(self.writing, call.function, args, kwargs)
+        node = emit(self.writing, call.function, args, kwargs)
         self._mark(node, step)
         if grad != around:
             self._mark(self.writing.call_function(torch._C._set_grad_enabled, (around,)), step)
@@ -483,143 +379,3 @@ class _Splicer:
         self.marks[node.name] = f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else "block"
 
 
-def _appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return what was stored before ``node``.
-
-    That is what ``node`` concatenates with new entries (perhaps it is a part or another layout of that); or, if a cache that the model
-    was given holds it, what it moves to a device or adds to. What was stored before comes from outside, or has no entries yet. Any
-    other concatenation is the module's own.
-    """
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)) and isinstance(node.args[0][0], torch.fx.Node):
-        first = node.args[0][0]
-        example = first.meta.get("example_value")
-        is_empty = isinstance(example, torch.Tensor) and 0 in [size for size in example.shape if isinstance(size, int)]
-        return first if first.op == "placeholder" or is_empty else None
-    source = node.args[0] if node.args else None
-    if not isinstance(source, torch.fx.Node):
-        return None
-    if name in ("to", "add", "iadd") and source.op == "placeholder" and is_held_by_argument(source):
-        return source
-    return source if _passes_on(node) and _appended_to(source) is not None else None
-
-
-def _passes_on(node: torch.fx.Node) -> bool:
-    """Whether ``node`` is a part of its first argument, or the same in another place or layout."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.target is operator.getitem or name in ("contiguous", "clone", "to", "detach")
-
-
-#: What makes the same as functions that take the sizes from another tensor.
-_LIKE: dict[str, Callable[..., Any]] = {"zeros_like": torch.zeros, "ones_like": torch.ones, "empty_like": torch.zeros}
-
-
-def _tensors_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    return [item for item in node.all_input_nodes if isinstance(item.meta.get("example_value"), torch.Tensor)]
-
-
-def _is_made_of_sizes(node: torch.fx.Node) -> bool:
-    """Whether a tensor is made of numbers alone, or is one that is, in another place or layout."""
-    tensors = _tensors_of(node)
-    if tensors:
-        return _passes_on(node) and all(map(_is_made_of_sizes, tensors))
-    return node.op == "call_function" and kind_of(node) is Kind.NEW
-
-
-def edited_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the tensor that ``node`` changes in place and returns, if it does."""
-    if isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return None  # ``+=`` of a number makes another one
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    operates = node.op == "call_function" and name in _IN_PLACE and getattr(operator, name) is node.target
-    if operates or (node.op == "call_method" and name.endswith("_") and not name.endswith("__")):
-        return node.args[0] if isinstance(node.args[0], torch.fx.Node) else None
-    return None
-
-
-#: Operators that change their first argument.
-_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split())
-
-
-def references(event: Any) -> list[Reference]:
-    """Return the tensors an event uses."""
-    if isinstance(event, Write):
-        return [event.source]
-    if isinstance(event, Skip):
-        return [source for _, source in event.sources]
-    if isinstance(event, (Enter, Apply)):
-        return list(event.operands)
-    if isinstance(event, Leave):
-        return list(event.results)
-    if not isinstance(event, Call):
-        return []
-    found: list[Reference] = []
-    pending: list[Any] = [*event.args, *(value for _, value in event.kwargs)]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, (Value, Input, External)):
-            found.append(item)
-        elif isinstance(item, Nest):
-            pending.extend(item.items)
-    return found
-
-
-def numbers(event: Any) -> list[Number]:
-    """Return the numbers of a program that an event uses."""
-    found: list[Number] = []
-    pending: list[Any] = []
-    if isinstance(event, Declare):
-        pending = [*event.shape, *(event.stride or ())]
-    elif isinstance(event, Call):
-        pending = [*event.args, *(value for _, value in event.kwargs)]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Number):
-            found.append(item)
-        elif isinstance(item, Nest):
-            pending.extend(item.items)
-    return found
-
-
-#: Methods that read better as the operator they implement.
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "__add__": operator.add,
-    "__sub__": operator.sub,
-    "__mul__": operator.mul,
-    "__truediv__": operator.truediv,
-    "__floordiv__": operator.floordiv,
-    "__mod__": operator.mod,
-    "__matmul__": operator.matmul,
-    "__pow__": operator.pow,
-    "__neg__": operator.neg,
-    "__invert__": operator.invert,
-    "__and__": operator.and_,
-    "__or__": operator.or_,
-    "__xor__": operator.xor,
-    "__eq__": operator.eq,
-    "__ne__": operator.ne,
-    "__lt__": operator.lt,
-    "__le__": operator.le,
-    "__gt__": operator.gt,
-    "__ge__": operator.ge,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__iadd__": operator.iadd,
-    "__isub__": operator.isub,
-    "__imul__": operator.imul,
-    "__itruediv__": operator.itruediv,
-}
-
-
-def _emit(graph: torch.fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
-    """Add a node for a torch function as ``__torch_function__`` receives it."""
-    name = getattr(function, "__name__", "")
-    if name == "__get__":  # the getter of a property, ``Tensor.T``
-        return graph.call_function(getattr, (args[0], function.__self__.__name__))
-    qualname = getattr(function, "__qualname__", "")
-    is_method = type(function).__name__ in ("method_descriptor", "wrapper_descriptor") or qualname.startswith("Tensor.")
-    if is_method or getattr(function, "__module__", None) == "torch._tensor":
-        if name in _OPERATORS and not kwargs:
-            return graph.call_function(_OPERATORS[name], args)
-        return graph.call_method(name, args, kwargs)
-    return graph.call_function(function, args, kwargs)

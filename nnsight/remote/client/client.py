@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 try:
     import requests
@@ -44,9 +43,8 @@ from ..protocol import (
     VERSION_HEADER,
     JobStatus,
     Message,
-    is_id,
 )
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from .answers import address, checked_id, detail_of, error_of, text_of
 from .sockets import LostError, RemoteConnectionError, RemoteError, Socket, is_message, refusal
 
 __all__ = ["Client", "RemoteConnectionError", "RemoteError", "address", "checked_id", "error_of"]
@@ -56,8 +54,6 @@ _LONG = 4 * 2**20
 _CHUNK = 256 * 1024
 #: How long a WebSocket is kept for the next job, in seconds.
 _IDLE = 60.0
-
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Client:
@@ -304,7 +300,7 @@ class Client:
             raise LostError("the connection ended within the headers of the answer")
         if answer.ok and not answer.is_redirect:
             return answer
-        raise refusal(self.host, answer.status_code, _detail(answer))
+        raise refusal(self.host, answer.status_code, detail_of(answer))
 
     def _headers(self) -> dict[str, str]:
         from ... import __version__
@@ -335,7 +331,7 @@ class Client:
             connection = manager.__enter__()  # and closed by hand: some are kept for the next job
         except InvalidStatus as error:
             if error.response.status_code in (401, 403, 404):
-                detail = _text(bytes(error.response.body or b""))
+                detail = text_of(bytes(error.response.body or b""))
                 raise refusal(self.host, error.response.status_code, detail) from None
             raise LostError(str(error)) from error
         except (OSError, InvalidHandshake, EOFError) as error:  # a timeout is an OSError
@@ -415,56 +411,3 @@ def _envelope(model_key: str) -> dict[str, Any]:
     return {"model_key": model_key, "session_id": "", "compress": False, "env": {}, "nonce": str(uuid.uuid4())}
 
 
-def _detail(answer: requests.Response) -> str:
-    """Return what a server says about its refusal."""
-    if answer.is_redirect:
-        return f"it redirects to {answer.headers['location']!r}, which is not followed, for the key is for this address only"
-    return _text(answer.content) or f"{answer.status_code} {answer.reason}"
-
-
-def _text(body: bytes) -> str:
-    try:
-        detail = json.loads(body)["detail"]
-    except (ValueError, LookupError, TypeError):
-        detail = body.decode("utf-8", "replace")
-    return str(detail)[:2000]
-
-
-def error_of(message: Message) -> Exception:
-    """Return the exception that a message ``ERROR`` stands for."""
-    name = message["data"].get("error") if isinstance(message["data"], dict) else None
-    for kind in (InvalidProgramError, ExecutionFailedError):
-        if name == kind.__name__:
-            return kind(message["description"])
-    return RemoteError(f"{message['description']} (job {message['id']})")
-
-
-def checked_id(job_id: str) -> str:
-    """Return ``job_id``.
-
-    Raises:
-        ValueError: If it is no id.
-    """
-    if not is_id(job_id):
-        raise ValueError(f"{job_id!r} is not the id of a job, such as `backend.job_id` has it.")
-    return job_id
-
-
-def address(host: str) -> str:
-    """Return the address of a server without a slash at its end; other machines are spoken to over https unless ``host`` says so.
-
-    Raises:
-        ValueError: If ``host`` is no address.
-    """
-    text = host if "://" in host else f"//{host}"
-    try:
-        parts = urlsplit(text)
-        name, _ = parts.hostname, parts.port
-    except ValueError:
-        name, parts = None, urlsplit("")
-    if not name or parts.scheme not in ("", "http", "https") or parts.query or parts.fragment or "@" in parts.netloc:
-        raise ValueError(
-            f"{host!r} is not the address of a server, such as 'https://models.example.org' or 'localhost:5001'."
-        )
-    scheme = parts.scheme or ("http" if name in _LOOPBACK else "https")
-    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))

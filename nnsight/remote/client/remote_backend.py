@@ -22,8 +22,9 @@ from ...tracing.block import is_bound
 from ..protocol import JobStatus, Message, model_key_of
 from ..record.recorder import Recorded
 from ..wire.results import decode_results
+from .answers import address, checked_id, error_of
 from .backend import LocalBackend, ProgramBackend, RecordingBackend
-from .client import Client, RemoteError, address, checked_id, error_of
+from .client import Client, RemoteError
 from .display import Progress
 
 _clients: dict[tuple[str, str | None], Client] = {}

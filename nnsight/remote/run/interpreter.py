@@ -14,12 +14,11 @@ import itertools
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from greenlet import GreenletExit
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ...runtime.errors import EarlyStopException, OutOfOrderError
 from ...runtime.gradients import Gradient, differentiate
@@ -34,9 +33,7 @@ from ..wire.payload import Job, fact
 from ..wire.trees import ABSENT, NONE, read_tree, references
 from .draws import check_parameters
 from .fake_runs import leaf_at, tensors_at, with_leaf
-
-#: Attribute of the fake of a constant: its values, where they are indices.
-CONSTANT = "_nnsight_constant"
+from .indices import check_indices
 
 #: Operators whose copy of nothing is nothing.
 _COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
@@ -380,85 +377,3 @@ def _references(value: Any) -> list[int]:
 # -- indices ---------------------------------------------------------------------------------------------------------
 
 
-def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if an operator that looks up entries would look outside of its tensor.
-
-    Raises:
-        IndexError: If an index is out of range.
-        InvalidProgramError: If indices are of a type that cannot index.
-    """
-    rule = _INDEXED.get(operator._schema.name.removeprefix("aten::"))
-    if rule is None:
-        return
-    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
-    for index, size, negative in rule(given):
-        if isinstance(index, torch.Tensor):
-            _check_range(index, size, negative)
-
-
-def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
-    if index.dtype in (torch.bool, torch.uint8):
-        return
-    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
-        raise InvalidProgramError(f"Indices are integers, not {index.dtype}.")
-    values = getattr(index, CONSTANT, index)
-    if isinstance(values, FakeTensor) or values.numel() == 0:
-        return
-    with unset_fake_temporarily():
-        low, high = (int(bound) for bound in torch.aminmax(values))
-    if high >= size or low < (-size if negative else 0):
-        raise IndexError(f"an index points outside of its tensor: from {low} to {high}, for a size of {size}")
-
-
-def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:
-    source = given["self"]
-    size = source.shape[given["dim"]] if source.dim() else 1
-    yield given["index"], size, negative
-
-
-def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
-    source, dim = given["self"], 0
-    for index in given["indices"]:
-        if index is None:
-            dim += 1
-        elif index.dtype in (torch.bool, torch.uint8):
-            dim += index.dim()
-        else:
-            if dim >= source.dim():
-                raise InvalidProgramError("There are more indices than dimensions.")
-            yield index, source.shape[dim], True
-            dim += 1
-
-
-def _rows(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
-    yield given["indices"], given["weight"].shape[0], False
-
-
-def _flat(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
-    yield given["index"], given["self"].numel(), True
-
-
-def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
-    target, source = given["target"], given["self"]
-    target = getattr(target, CONSTANT, target)
-    if isinstance(target, torch.Tensor) and source.dim():
-        if isinstance(target, FakeTensor):
-            return
-        with unset_fake_temporarily():
-            kept = target.masked_fill(target == given["ignore_index"], 0)
-        yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
-
-
-_INDEXED: dict[str, Callable[[dict[str, Any]], Iterator[tuple[Any, int, bool]]]] = {
-    **dict.fromkeys(
-        "gather index_select scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split(), _along
-    ),
-    **dict.fromkeys(
-        "index_add index_add_ index_copy index_copy_ index_fill index_fill_".split(),
-        lambda given: _along(given, given.get("value") is not None),
-    ),
-    **dict.fromkeys("index index_put index_put_".split(), _advanced),
-    "embedding": _rows,
-    "take": _flat,
-    "nll_loss_forward": _classes,
-}

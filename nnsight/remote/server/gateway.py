@@ -18,7 +18,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import IO, Any
 
 from ..protocol import JobStatus, ModelKey
@@ -28,85 +27,16 @@ from .envelopes import RefusedError
 from .jobs import Job
 from .keeping import Keeper
 from .keys import Account
-from .queues import FairQueue
+from .queues import Group, Served
+from .settings import Settings
 from .spool import SHORT, Spool, StorageFullError
 from .telemetry import Metrics
 
 _log = logging.getLogger("nnsight.remote.server")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What an operator chooses.
-
-    Attributes:
-        keep: How long a finished job and its result are kept, in seconds.
-        together: How many jobs may share a run; 1 runs each alone.
-        attempts: How often a job is started if its engine or the process dies.
-        jobs: How many unfinished jobs there may be, of all accounts.
-        sockets: How many WebSockets there may be.
-        inline: Results up to this many bytes are sent through the WebSocket.
-        upload: How long an upload may take, in seconds.
-        send: How long a WebSocket may take to accept a message, in seconds.
-        idle: How long a WebSocket without a key may be open before a job uses it, in seconds.
-        drain: How long running jobs have to end when the server stops, in seconds.
-    """
-
-    keep: float = 3600.0
-    together: int = 8
-    attempts: int = 2
-    jobs: int = 10_000
-    sockets: int = 1024
-    inline: int = 2**20
-    upload: float = 300.0
-    send: float = 60.0
-    idle: float = 30.0
-    drain: float = 60.0
-
-
 class JobCancelledError(Exception):
     """Whoever submitted a job does not want it any more."""
-
-
-@dataclass(eq=False)
-class Group:
-    """Jobs of one kind that run together.
-
-    Attributes:
-        jobs: The jobs; those of a group that fails follow each other.
-        payloads: What the engine has of them.
-    """
-
-    jobs: list[Job]
-    payloads: list[bytes] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Served:
-    """A model that is served.
-
-    Attributes:
-        key: Its name.
-        text: That as text.
-        engine: What runs it.
-        queue: The jobs that wait for it.
-        groups: Those that run, with the task in which they do.
-    """
-
-    key: ModelKey
-    engine: Engine
-    queue: FairQueue = field(default_factory=FairQueue)
-    groups: dict[Group, asyncio.Task[None]] = field(default_factory=dict)
-    text: str = field(init=False)
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.text = str(self.key)
-
-    @property
-    def running(self) -> list[Job]:
-        """The jobs that run."""
-        return [job for group in self.groups for job in group.jobs]
 
 
 class Gateway:

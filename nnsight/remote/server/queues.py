@@ -6,9 +6,13 @@ submits one after them waits for one.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from ..protocol import ModelKey
+from .engine import Engine
 from .jobs import Job
 
 
@@ -68,3 +72,44 @@ class FairQueue:
     def __iter__(self) -> Iterator[Job]:
         for line in self._lines.values():
             yield from line
+
+
+@dataclass(eq=False)
+class Group:
+    """Jobs of one kind that run together.
+
+    Attributes:
+        jobs: The jobs; those of a group that fails follow each other.
+        payloads: What the engine has of them.
+    """
+
+    jobs: list[Job]
+    payloads: list[bytes] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Served:
+    """A model that is served.
+
+    Attributes:
+        key: Its name.
+        text: That as text.
+        engine: What runs it.
+        queue: The jobs that wait for it.
+        groups: Those that run, with the task in which they do.
+    """
+
+    key: ModelKey
+    engine: Engine
+    queue: FairQueue = field(default_factory=FairQueue)
+    groups: dict[Group, asyncio.Task[None]] = field(default_factory=dict)
+    text: str = field(init=False)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.text = str(self.key)
+
+    @property
+    def running(self) -> list[Job]:
+        """The jobs that run."""
+        return [job for group in self.groups for job in group.jobs]

@@ -23,9 +23,10 @@ import uvicorn
 from ..protocol import ModelKey
 from .app import create_app
 from .engine import Engine
-from .gateway import Gateway, Settings
+from .gateway import Gateway
 from .keys import Door, KeyFile, OpenDoor
 from .sessions import LONGEST_FRAME
+from .settings import Settings
 from .spool import Spool
 from .telemetry import JsonLines
 

@@ -13,7 +13,8 @@ from transformers.utils import ModelOutput
 
 import nnsight
 from nnsight import NNsight, fx
-from nnsight.fx.capturing.taps import Opaque, describe, flatten, parse_structure, unflatten
+from nnsight.fx.capturing.structures import describe, flatten, parse_structure, unflatten
+from nnsight.fx.capturing.taps import Opaque
 
 from ...conftest import same
 

@@ -19,7 +19,7 @@ import torch
 
 import nnsight
 from nnsight import NNsight, fx
-from nnsight.fx.recording.recording import GraphBreakError
+from nnsight.fx.recording.execution import GraphBreakError
 
 from ...conftest import Hooks, assert_no_instrumentation, same
 from . import test_breaks, test_cut_reasons

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nnsight import NNsight, UncompiledWarning, fx
-from nnsight.fx.recording.recording import GraphBreakError
+from nnsight.fx.recording.execution import GraphBreakError
 
 from ...conftest import assert_no_instrumentation, same
 

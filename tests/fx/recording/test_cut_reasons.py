@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
-from nnsight.fx.recording.recording import GraphBreakError
+from nnsight.fx.recording.execution import GraphBreakError
 
 from ...conftest import Hooks, assert_no_instrumentation
 

@@ -14,7 +14,7 @@ from greenlet import greenlet
 
 from nnsight import NNsight, fx
 from nnsight.fx.recording.exception_scopes import handler
-from nnsight.fx.recording.recording import GraphBreakError
+from nnsight.fx.recording.execution import GraphBreakError
 
 
 @pytest.fixture

@@ -1,0 +1,160 @@
+"""Edits of a model: blocks that it keeps, runs in every later trace and call, and takes along when it is copied."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..envoy.envoy import Envoy, EnvoyClasses
+from ..runtime.editing import Edit, EditingTracer
+from ..runtime.uncompiled import leave_to_python, uncompiled
+
+if TYPE_CHECKING:
+    from .base import NNsight
+
+
+class Editable(Envoy):
+    """The part of :class:`~.base.NNsight` that keeps edits."""
+
+    _edits: list[Edit]
+
+    @uncompiled
+    def edit(self, *, inplace: bool = False) -> EditingTracer:
+        """Keep a block and run it in every later trace and call of the model.
+
+        Args:
+            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds. The copy shares modules,
+                weights and compiled graphs with this object.
+
+        Example:
+            >>> model = NNsight(torch.nn.Linear(2, 2))
+            >>> with model.edit() as edited:
+            ...     model.output[:] = 0
+        """
+        leave_to_python("model.edit()")
+        edited = self if inplace else self._edited_copy()
+        return EditingTracer(edited._edits, edited)
+
+    def _edited_copy(self) -> Any:
+        """Return a copy with edits of its own, which shares modules, weights and compiled graphs with this object."""
+        edited = object.__new__(type(self))
+        edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
+        edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
+        if self in self._tree.roots:  # one that stands for a part of a model is not
+            edited._tree.roots.add(edited)
+        return edited
+
+    def apply(self, program: Any) -> Any:
+        """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
+
+        Args:
+            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``, which returns this model.
+
+        Raises:
+            InvalidProgramError: If this model lacks a part that the program names.
+        """
+        if not hasattr(program, "apply_to"):
+            self._module.apply(program)
+            return self
+        return program.apply_to(self)
+
+    def clear_edits(self) -> None:
+        """Forget the blocks of :meth:`edit`."""
+        self._edits.clear()
+
+    def export_edits(
+        self,
+        name: str | os.PathLike[str] | None = None,
+        export_dir: str | os.PathLike[str] | None = None,
+        variant: str = "__default__",
+    ) -> Path:
+        """Write the edits of this model to a file, to be imported by another process or somebody else.
+
+        An edit is written as the text of its block, with the values that its variables and the globals it uses have now:
+        tensors, plain data, parts of this model (as their paths), and functions, classes and Python modules (as the names
+        they are imported by). The file is a safetensors file; nothing is pickled.
+
+        Args:
+            name: What the edits belong to; by default the repository the model was loaded from, else the name of its
+                class. A path, or a name that ends in ``.safetensors``, is the file itself.
+            export_dir: Folder of exports; by default ``nnsight/edits`` in the user's cache folder.
+            variant: Name of this set of edits among those of ``name``.
+
+        Returns:
+            The file: ``export_dir/name/variant.safetensors``.
+
+        Raises:
+            ValueError: If the model has no edits.
+            TypeError: If an edit uses a value that cannot be written; the message names the variable.
+
+        Example:
+            >>> with model.edit() as edited:
+            ...     model.transformer.h[5].output[:] += 4.0 * direction
+            >>> edited.export_edits("steering.safetensors")
+            >>> model.import_edits("steering.safetensors")
+        """
+        from .edit_files import edit_file, write_edits
+
+        model: Any = self
+        path = edit_file(model, name, export_dir, variant)
+        write_edits(model, path)
+        return path
+
+    def import_edits(
+        self,
+        name: str | os.PathLike[str] | None = None,
+        export_dir: str | os.PathLike[str] | None = None,
+        variant: str = "__default__",
+    ) -> None:
+        """Add exported edits to this model, in place, after those it has.
+
+        An edit is Python code, which runs in every later trace; modules that it names are imported right away. Import
+        edits only from people you would take a Python script from.
+
+        Args:
+            name: As in :meth:`export_edits`.
+            export_dir: Likewise.
+            variant: Likewise.
+
+        Raises:
+            FileNotFoundError: If there is no such export.
+            ValueError: If the file is damaged, or an edit names a part that this model does not have. Nothing is imported
+                then.
+            ImportError: If an edit uses a function, class or module that cannot be imported here. Likewise.
+        """
+        from .edit_files import edit_file, read_edits
+
+        model: Any = self
+        self._edits.extend(read_edits(model, edit_file(model, name, export_dir, variant)))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
+        kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
+        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_path", "_aliases"}
+        state = {
+            name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)
+        }
+        from .edit_files import PortableEdits
+
+        model: Any = self
+        state["_edits"] = PortableEdits(model)
+        options = None if self._compiled is None else self._compiled.options
+        return _rebuild, (kind, self._module, self._envoys, options, state)
+
+
+def _rebuild(
+    kind: type[NNsight],
+    module: torch.nn.Module,
+    envoys: EnvoyClasses,
+    compile_options: dict[str, Any] | None,
+    state: dict[str, Any],
+) -> NNsight:
+    """Return the wrapper that :meth:`NNsight.__reduce_ex__` took apart."""
+    made = kind.__new__(kind)
+    made.__dict__.update(state, _compiled=None)
+    made._mount(module, envoys, compile_options)
+    made.__dict__["_edits"] = state["_edits"](made)
+    return made

@@ -1,0 +1,74 @@
+"""What a server answers, as text and as exceptions, and the addresses and ids that are sent to it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from ..protocol import (
+    Message,
+    is_id,
+)
+from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from .sockets import RemoteError
+
+if TYPE_CHECKING:
+    import requests
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def detail_of(answer: requests.Response) -> str:
+    """Return what a server says about its refusal."""
+    if answer.is_redirect:
+        return f"it redirects to {answer.headers['location']!r}, which is not followed, for the key is for this address only"
+    return text_of(answer.content) or f"{answer.status_code} {answer.reason}"
+
+
+def text_of(body: bytes) -> str:
+    try:
+        detail = json.loads(body)["detail"]
+    except (ValueError, LookupError, TypeError):
+        detail = body.decode("utf-8", "replace")
+    return str(detail)[:2000]
+
+
+def error_of(message: Message) -> Exception:
+    """Return the exception that a message ``ERROR`` stands for."""
+    name = message["data"].get("error") if isinstance(message["data"], dict) else None
+    for kind in (InvalidProgramError, ExecutionFailedError):
+        if name == kind.__name__:
+            return kind(message["description"])
+    return RemoteError(f"{message['description']} (job {message['id']})")
+
+
+def checked_id(job_id: str) -> str:
+    """Return ``job_id``.
+
+    Raises:
+        ValueError: If it is no id.
+    """
+    if not is_id(job_id):
+        raise ValueError(f"{job_id!r} is not the id of a job, such as `backend.job_id` has it.")
+    return job_id
+
+
+def address(host: str) -> str:
+    """Return the address of a server without a slash at its end; other machines are spoken to over https unless ``host`` says so.
+
+    Raises:
+        ValueError: If ``host`` is no address.
+    """
+    text = host if "://" in host else f"//{host}"
+    try:
+        parts = urlsplit(text)
+        name, _ = parts.hostname, parts.port
+    except ValueError:
+        name, parts = None, urlsplit("")
+    if not name or parts.scheme not in ("", "http", "https") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(
+            f"{host!r} is not the address of a server, such as 'https://models.example.org' or 'localhost:5001'."
+        )
+    scheme = parts.scheme or ("http" if name in _LOOPBACK else "https")
+    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))

@@ -24,13 +24,15 @@ from .counters import counters
 from .lowering.background import wait
 
 if TYPE_CHECKING:
-    from .pipeline import Captured, Recorded, capture, lower, record, splice
+    from .pipeline import CapturedCall, RecordedBlock, capture, lower, record, splice
     from .show.explaining import explain
 
-__all__ = ["Captured", "Recorded", "capture", "counters", "explain", "lower", "record", "splice", "wait"]
+__all__ = ["CapturedCall", "RecordedBlock", "capture", "counters", "explain", "lower", "record", "splice", "wait"]
 
 #: Names that are imported when first used, with the module they come from: torch's compiler is slow to import.
-_LAZY = {"explain": ".show.explaining"} | dict.fromkeys(("Captured", "Recorded", "capture", "lower", "record", "splice"), ".pipeline")
+_LAZY = {"explain": ".show.explaining"} | dict.fromkeys(
+    ("CapturedCall", "RecordedBlock", "capture", "lower", "record", "splice"), ".pipeline"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ from .splicing.splice import splice as splice_graph
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
+class CapturedCall:
     """A captured graph, and the inputs that it had in the call it was captured from.
 
     Attributes:
@@ -55,7 +55,7 @@ class Captured:
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RecordedBlock:
     """What a block did to a captured graph.
 
     Attributes:
@@ -68,7 +68,7 @@ class Recorded:
         outputs: What the captured graph returned in the run that was recorded.
     """
 
-    captured: Captured
+    captured: CapturedCall
     program: Program
     results: tuple[Value | Input, ...]
     externals: tuple[torch.Tensor, ...]
@@ -94,7 +94,7 @@ class Values:
         self._mediator.swap(location, value)
 
 
-def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Captured:
+def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> CapturedCall:
     """Capture one call of ``module`` as a graph with a tap for each location.
 
     The module runs once, as the graph does without a backend. Nothing is left on it.
@@ -110,13 +110,13 @@ def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **
         RuntimeError: If ``torch.compile`` runs functions as they are here, because of its stance or inside of another tracer.
     """
     tree = ModuleTree(module, traced_call=tapped_call)
-    found: list[Captured] = []
+    found: list[CapturedCall] = []
 
     def keep(graph_module: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         graph = CapturedGraph(graph_module, resolve_backend("eager"))
 
         def run(*inputs: Any) -> Any:
-            found.append(Captured(graph, inputs))
+            found.append(CapturedCall(graph, inputs))
             return graph.graph_module(*inputs)
 
         return run
@@ -131,13 +131,13 @@ def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **
     return found[0]
 
 
-def record(captured: Captured, block: Callable[[Values], Any]) -> Recorded:
+def record(captured: CapturedCall, block: Callable[[Values], Any]) -> RecordedBlock:
     """Run ``block`` against the captured graph, and the graph with what the block does.
 
     Args:
         captured: See :func:`capture`.
         block: Called with the values of the run: ``values[location]`` waits for one, assigning replaces it. Locations begin with
-            ``model``, such as ``model.0.output``. What the block returns, tensors in any containers, is :attr:`Recorded.results`.
+            ``model``, such as ``model.0.output``. What the block returns, tensors in any containers, is :attr:`RecordedBlock.results`.
 
     Raises:
         GraphBreakError: If the block needs the value of a tensor while it runs.
@@ -160,10 +160,10 @@ def record(captured: Captured, block: Callable[[Values], Any]) -> Recorded:
         outputs = recording.walk()
         run.finish()
     program, externals, numbers = recording.state.program(), tuple(recording.externals), tuple(recording.numbers)
-    return Recorded(captured, program, tuple(results), externals, numbers, tuple(outputs))
+    return RecordedBlock(captured, program, tuple(results), externals, numbers, tuple(outputs))
 
 
-def splice(recorded: Recorded) -> SplicedGraph:
+def splice(recorded: RecordedBlock) -> SplicedGraph:
     """Write a program into a copy of its captured graph, and simplify the copy.
 
     Returns:
@@ -177,7 +177,7 @@ def splice(recorded: Recorded) -> SplicedGraph:
     return splice_graph(graph, piece, recorded.program, len(graph.nodes) - 1, [*results, *outputs])
 
 
-def lower(spliced: SplicedGraph, recorded: Recorded, backend: Any = "inductor", **options: Any) -> Callable[..., Any]:
+def lower(spliced: SplicedGraph, recorded: RecordedBlock, backend: Any = "inductor", **options: Any) -> Callable[..., Any]:
     """Lower a spliced graph to a function.
 
     Args:

@@ -50,7 +50,7 @@ class Modules(Protocol):
 
 
 @dataclass(frozen=True)
-class Input:
+class ProbedInput:
     """A leaf of the arguments.
 
     Attributes:
@@ -151,7 +151,7 @@ def find_batch_dims(
 
 def describe_inputs(
     joined: Any, leaves: Sequence[Any], structure: pytree.TreeSpec, parts: Sequence[Any], sizes: Sequence[int]
-) -> list[Input]:
+) -> list[ProbedInput]:
     """Return, for each of the ``leaves`` of ``joined``, along which dimension the leaves of ``parts`` were joined in it."""
     flat = [pytree.tree_flatten(part, is_leaf=is_carrier) for part in parts]
     total, positional = sum(sizes), len(pytree.tree_leaves(joined[0], is_leaf=is_carrier))
@@ -167,7 +167,7 @@ def describe_inputs(
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             is_option = leaf is None or isinstance(leaf, bool) or (isinstance(leaf, str) and number >= positional)
-            inputs.append(Input(None, leaf if is_option else type(leaf)))
+            inputs.append(ProbedInput(None, leaf if is_option else type(leaf)))
             continue
         pieces = [part[number] for part in own]
         dim: int | None
@@ -175,7 +175,7 @@ def describe_inputs(
             dim = next((dim for dim in range(leaf.dim()) if _is_joined(leaf, pieces, sizes, dim)), None)
         else:  # shared by the invokes, or built anew
             dim = 0 if FIRST.fit(leaf, total) else None
-        inputs.append(Input(dim, (leaf.dim(), dim, leaf.dtype)))
+        inputs.append(ProbedInput(dim, (leaf.dim(), dim, leaf.dtype)))
     return inputs
 
 
@@ -189,7 +189,7 @@ def _is_joined(leaf: torch.Tensor, parts: Sequence[Any], sizes: Sequence[int], d
 
 
 def _find(
-    modules: Modules, call: Callable[..., Any] | None, joined: Any, inputs: Sequence[Input], total: int
+    modules: Modules, call: Callable[..., Any] | None, joined: Any, inputs: Sequence[ProbedInput], total: int
 ) -> BatchDims:
     seen, error = probe(modules, call, joined, inputs, total)
     if error is not None:
@@ -242,7 +242,7 @@ def probe(
     modules: Modules,
     call: Callable[..., Any] | None,
     joined: Any,
-    inputs: Sequence[Input],
+    inputs: Sequence[ProbedInput],
     total: int,
 ) -> tuple[tuple[Seen, Seen] | None, Exception | None]:
     """Return what two runs with two numbers of rows have seen, and the error that ended them early, if one did.
@@ -280,7 +280,7 @@ def _run(
     call: Callable[..., Any] | None,
     leaves: list[Any],
     structure: pytree.TreeSpec,
-    inputs: Sequence[Input],
+    inputs: Sequence[ProbedInput],
     total: int,
     rows: int,
 ) -> tuple[Seen, Exception | None]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..tracing import Backend, Tracer
 from ..tracing.errors import show_only_users_frames
 from ..tracing.saving import saves
-from .engine import Engine
+from .engine import VLLMEngine
 from .samples import Request
 from .stack_room import with_room
 
@@ -165,7 +165,7 @@ class _Job:
         self._told: set[int] = set()
         self._context.run(saves.set, self._marked)
 
-    def begin(self, engine: Engine, pending: dict[str, Request]) -> None:
+    def begin(self, engine: VLLMEngine, pending: dict[str, Request]) -> None:
         """Let the blocks begin, and send the requests to the engine."""
         self.requests = self._context.run(self.tracer.begin, self.function)
         self.tracer.note_tiers(self.requests)
@@ -182,7 +182,7 @@ class _Job:
             completion.logprobs = copy.copy(completion.logprobs)
         self.stream.put(output)
 
-    def look(self, engine: Engine, pending: dict[str, Request]) -> bool:
+    def look(self, engine: VLLMEngine, pending: dict[str, Request]) -> bool:
         """Tell the stream what has finished; return whether the trace has ended."""
         if self.stream.cancelled:
             self._take_out(engine, pending)
@@ -217,7 +217,7 @@ class _Job:
         values = {} if scope is None else {name: value for name, value in scope.items() if id(value) in self._marked}
         return values, error
 
-    def fail(self, error: BaseException, engine: Engine, pending: dict[str, Request]) -> None:
+    def fail(self, error: BaseException, engine: VLLMEngine, pending: dict[str, Request]) -> None:
         """End the trace with ``error``, before its time."""
         if self.tracer._frame is not None:
             show_only_users_frames(error, self.tracer._frame)
@@ -227,7 +227,7 @@ class _Job:
         self._context.run(self.tracer.end)
         self.stream.end(error)
 
-    def _take_out(self, engine: Engine, pending: dict[str, Request]) -> None:
+    def _take_out(self, engine: VLLMEngine, pending: dict[str, Request]) -> None:
         for name in self.names:
             request = pending.pop(name, None)
             if request is not None:
@@ -243,7 +243,7 @@ class Turns:
         engine: The engine. Nothing else may use it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._arrived: list[_Job] = []

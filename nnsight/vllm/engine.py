@@ -26,7 +26,7 @@ from .stack_room import with_room
 from .steering.graph_functions import EditFunction, register
 from .steering.tables import Slots, salt_of
 from .worker.engine_taps import HANDOFF, Layout
-from .worker.requests import Limits
+from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _DRAFTS = (
 )
 
 
-class Engine:
+class VLLMEngine:
     """An engine with the model of a repository.
 
     Args:
@@ -93,13 +93,14 @@ class Engine:
         return self._runner.get_model()
 
     @functools.cached_property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """What the engine can do."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
-            return Limits(hidden, functions=self._functions)
+            return RequestLimits(hidden, functions=self._functions)
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
-        return Limits(hidden, tuple(tapped.locations), tuple(tapped.steered), tapped.rank, tuple(tapped.captured), drafts, self._functions)
+        locations, steered, captured = tuple(tapped.locations), tuple(tapped.steered), tuple(tapped.captured)
+        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions)
 
     def stop_at(self, tree: ModuleTree) -> None:
         """Say by which tree the model's calls are intercepted."""

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from ..tracing import Backend
     from .asynchronous import Turns
-    from .engine import Engine
-    from .worker.requests import Limits
+    from .engine import VLLMEngine
+    from .worker.requests import RequestLimits
 
 _NO_VLLM = (
     "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
@@ -142,9 +142,9 @@ class VLLM(MetaMixin):
 
     def _load(self, repo: str, **options: Any) -> torch.nn.Module:
         """Start an engine and return its model."""
-        from .engine import Engine
+        from .engine import VLLMEngine
 
-        engine = self.__dict__["_engine"] = Engine(repo, options, self._layout, self._functions)
+        engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout, self._functions)
         self.vectors.hidden = engine.limits.hidden
         if self._mode == "async":
             from .asynchronous import Turns
@@ -161,7 +161,7 @@ class VLLM(MetaMixin):
             tapped_modules(module, self._layout.modules)
         return module
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> RequestLimits:
         """Return what the engine can do, which is started for that."""
         self.dispatch()
         assert self._engine is not None
@@ -329,7 +329,7 @@ class VLLM(MetaMixin):
         replaced."""
         return Envoy(torch.nn.Module(), path="model.samples", tree=self._tree)
 
-    _engine: Engine | None
+    _engine: VLLMEngine | None
     _layout: Layout | None
     _turns: Turns | None
     _mode: str

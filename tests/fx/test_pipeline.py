@@ -52,7 +52,7 @@ def test_the_steps_one_by_one(net: torch.nn.Sequential, backend: str, dynamic: b
         assert torch.allclose(recorded.outputs[0], want[1])
         if dynamic:
             more = torch.cat([X, 2 * X])
-            again = fx.record(fx.Captured(captured.graph, _with_rows(captured.inputs, more)), block)
+            again = fx.record(fx.CapturedCall(captured.graph, _with_rows(captured.inputs, more)), block)
             assert again.program == recorded.program
             hidden, out = function(*spliced.arguments(again.inputs))
             want = edited(net, more, vector, alpha)

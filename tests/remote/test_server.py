@@ -28,7 +28,7 @@ from nnsight import cli
 from nnsight.remote.protocol import JobStatus, ModelKey, join_packet, split_packet
 from nnsight.remote.server import sessions
 from nnsight.remote.server.gateway import Gateway
-from nnsight.remote.server.jobs import Job
+from nnsight.remote.server.jobs import ServerJob
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
 from nnsight.remote.server.queues import FairQueue
 from nnsight.remote.server.settings import Settings
@@ -537,7 +537,7 @@ def test_a_slow_reader_blocks_nobody_and_is_cut_off(orders: Orders, tmp_path: Pa
 def test_a_job_that_is_submitted_with_a_socket_that_ends_is_taken(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket that is cut off is known for a moment longer."""
 
-    async def cut(session: Any, job: Job, after: int) -> None:
+    async def cut(session: Any, job: ServerJob, after: int) -> None:
         raise TimeoutError
 
     async def late(tasks: Any, **options: Any) -> Any:
@@ -561,7 +561,7 @@ def test_accounts_take_turns() -> None:
     queue = FairQueue()
     names = ["a1", "a2", "a3", "b1", "c1", "b2"]
     for name in names:
-        queue.put(Job(name[0], "m", name, "", 0, 1.0))
+        queue.put(ServerJob(name[0], "m", name, "", 0, 1.0))
     assert [job.nonce for job in queue] and len(queue) == 6
     assert [queue.take()[0].nonce for _ in names] == ["a1", "b1", "c1", "a2", "b2", "a3"]
     assert queue.take() == [] and len(queue) == 0
@@ -774,8 +774,8 @@ def test_the_spool_keeps_to_its_budget(orders: Orders, tmp_path: Path) -> None:
         assert server.finished(server.submit(order(say="x", times=100)))["status"] == "COMPLETED"
 
 
-def submitted(size: int) -> Job:
-    job = Job("a", "m", nonce(), "", size, 1.0)
+def submitted(size: int) -> ServerJob:
+    job = ServerJob("a", "m", nonce(), "", size, 1.0)
     job.tell(JobStatus.RECEIVED)
     return job
 
@@ -977,7 +977,7 @@ def test_logs_are_lines_of_json(server: Running) -> None:
 
 def test_a_job_tells_nothing_after_its_end_and_keeps_so_many_remarks() -> None:
     async def story() -> list[str]:
-        job = Job("a", "m", "", "", 0, 1.0)
+        job = ServerJob("a", "m", "", "", 0, 1.0)
         job.tell(JobStatus.RUNNING)
         for _ in range(2000):
             job.tell(JobStatus.LOG, "x" * 100_000)
@@ -992,7 +992,7 @@ def test_a_job_tells_nothing_after_its_end_and_keeps_so_many_remarks() -> None:
 
 def test_a_reader_gets_every_message_once_however_they_come() -> None:
     async def story() -> tuple[list[int], list[int]]:
-        job = Job("a", "m", "", "", 0, 1.0)
+        job = ServerJob("a", "m", "", "", 0, 1.0)
         job.tell(JobStatus.QUEUED)
 
         async def read() -> list[int]:

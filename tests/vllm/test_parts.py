@@ -26,12 +26,12 @@ from nnsight.vllm.worker.bookkeeping import Bookkeeping
 from nnsight.vllm.worker.engine_taps import Layout, at_side, tapped_modules
 from nnsight.vllm.worker.kept_values import Captures
 from nnsight.vllm.worker.ranks import ABANDON, WORK, Alone, Leader
-from nnsight.vllm.worker.request_rows import Rows, RowView, ordinary
-from nnsight.vllm.worker.requests import Limits, RequestRun
+from nnsight.vllm.worker.request_rows import RequestRows, RowView, ordinary
+from nnsight.vllm.worker.requests import RequestLimits, RequestRun
 from nnsight.vllm.worker.runner import check
 from nnsight.vllm.worker.spread import Spread, Spreads
 from nnsight.vllm.worker.step_rows import Span, batch_of_v1, batch_of_v2
-from nnsight.vllm.worker.steps import Part, Step
+from nnsight.vllm.worker.steps import EngineStep, Part
 
 HIDDEN = 4
 
@@ -43,8 +43,8 @@ def requested(location: str) -> Any:
     return run.current.request(location)
 
 
-def run_of(*blocks: Callable[[], Any], limits: Limits | None = None) -> RequestRun:
-    run = RequestRun([Mediator(block) for block in blocks], None, None, "request", limits or Limits(HIDDEN))
+def run_of(*blocks: Callable[[], Any], limits: RequestLimits | None = None) -> RequestRun:
+    run = RequestRun([Mediator(block) for block in blocks], None, None, "request", limits or RequestLimits(HIDDEN))
     run.begin()
     return run
 
@@ -73,7 +73,7 @@ def test_rows_are_copies_and_go_back() -> None:
         whole = (torch.arange(24.0).reshape(6, 4), torch.zeros(6, 4), "text")
         before = whole[0].clone()
         with ordinary():
-            view = RowView(Rows(1, 2, 6), "x", whole)
+            view = RowView(RequestRows(1, 2, 6), "x", whole)
         hidden, zeros, text = view.value
         assert torch.equal(hidden, before[1:3]) and text == "text" and not hidden.is_inference()
         with torch.inference_mode(False):
@@ -89,7 +89,7 @@ def test_rows_are_copies_and_go_back() -> None:
 
 def test_what_was_not_changed_is_the_same_object() -> None:
     whole = (torch.ones(3, 2), None)
-    view = RowView(Rows(0, 1, 3), "x", whole)
+    view = RowView(RequestRows(0, 1, 3), "x", whole)
     assert view.put_back(view.value) is whole
 
 
@@ -97,13 +97,13 @@ def test_reading_writes_nothing() -> None:
     """Copies of tensors of inference mode have another version than other copies."""
     with torch.inference_mode():
         whole = (torch.ones(3, 2), torch.ones(5))
-    view = RowView(Rows(0, 1, 3), "x", whole)
+    view = RowView(RequestRows(0, 1, 3), "x", whole)
     with torch.inference_mode():
         assert view.put_back(view.value) is whole
 
 
 def test_what_has_no_rows_cannot_be_changed() -> None:
-    view = RowView(Rows(0, 1, 3), "x", {"table": torch.ones(5)})
+    view = RowView(RequestRows(0, 1, 3), "x", {"table": torch.ones(5)})
     with pytest.raises(ReplacementShapeError, match="has no rows of its own"):
         view.put_back({"table": torch.zeros(5)})
 
@@ -114,7 +114,7 @@ def test_what_has_no_rows_cannot_be_changed() -> None:
 )
 def test_replacements_have_to_fit(new: Any, message: str) -> None:
     with pytest.raises(ReplacementShapeError, match=message):
-        RowView(Rows(0, 2, 3), "x", torch.zeros(3, 4)).put_back(new)
+        RowView(RequestRows(0, 2, 3), "x", torch.zeros(3, 4)).put_back(new)
 
 
 # -- runs and steps ---------------------------------------------------------------------------------------------------
@@ -132,8 +132,12 @@ def test_each_request_counts_its_own_passages() -> None:
         return run
 
     first, second = run_of(block("first")), run_of(block("second"))
-    alone = Step([Part(first, Rows(0, 2, 2), Rows(0, 1, 1))])
-    together = Step([Part(first, Rows(0, 1, 3), Rows(0, 1, 2)), Part(second, Rows(1, 2, 3), Rows(1, 1, 2))])
+    alone = EngineStep([Part(first, RequestRows(0, 2, 2), RequestRows(0, 1, 1))])
+    parts = [
+        Part(first, RequestRows(0, 1, 3), RequestRows(0, 1, 2)),
+        Part(second, RequestRows(1, 2, 3), RequestRows(1, 1, 2)),
+    ]
+    together = EngineStep(parts)
     alone.meet("layer.output", torch.ones(2, 4))
     together.meet("layer.output", torch.ones(3, 4))
     together.counts["other.output"] = 1
@@ -154,7 +158,7 @@ def test_an_error_ends_one_run_and_leaves_the_value() -> None:
         requested("layer.output").mul_(2)
 
     broken, working = run_of(fails), run_of(doubles)
-    step = Step([Part(broken, Rows(0, 1, 2), Rows(0, 1, 2)), Part(working, Rows(1, 1, 2), Rows(1, 1, 2))])
+    step = EngineStep([Part(broken, RequestRows(0, 1, 2), RequestRows(0, 1, 2)), Part(working, RequestRows(1, 1, 2), RequestRows(1, 1, 2))])
     value = step.meet("layer.output", torch.ones(2, 2))
     assert value.tolist() == [[1, 1], [2, 2]]
     assert isinstance(broken.failed, KeyError) and working.failed is None
@@ -169,15 +173,15 @@ def test_a_block_that_still_waits_fails_in_the_end() -> None:
 
 
 def test_locations_without_a_tap_are_refused() -> None:
-    run = run_of(lambda: requested("model.b.output"), limits=Limits(HIDDEN, ("model.a.output",), ()))
+    run = run_of(lambda: requested("model.b.output"), limits=RequestLimits(HIDDEN, ("model.a.output",), ()))
     assert "`model.b.output` is not tapped" in str(run.failed)
 
 
 def test_tiers() -> None:
-    compiled = Limits(HIDDEN, ("a",), ("a",), 1)
+    compiled = RequestLimits(HIDDEN, ("a",), ("a",), 1)
     steering = Steering.of(HIDDEN, 1.0, None, None, 0)
     assert run_of(lambda: requested("result")).tier == "beside"
-    for limits, expected in ((Limits(HIDDEN), "between modules"), (compiled, "in the compiled model, as parameters")):
+    for limits, expected in ((RequestLimits(HIDDEN), "between modules"), (compiled, "in the compiled model, as parameters")):
         run = run_of(lambda: requested("result"), limits=limits)
         run.steer("a", steering)
         assert run.tier == expected and run.needs_stops == (limits is not compiled)
@@ -278,7 +282,7 @@ def test_the_leader_tells_what_comes_next() -> None:
     leader = Leader([follower], SimulatedGroup(), Spreads(torch.nn.Identity()))  # type: ignore[arg-type]
     leader.attended = True
     runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset({"model.a"})))
-    step = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1))])
+    step = leader.step(runner, [Part(run, RequestRows(0, 1, 1), RequestRows(0, 1, 1))])
     assert step is not None and follower.said == [(False, {"model.a.output"}, frozenset({"model.a"}))]
     step.meet("model.a.output", torch.ones(1, 2))
     assert follower.said[1:] == [WORK, ([], {"model.b.output"}, frozenset({"model.a"}))]
@@ -295,10 +299,10 @@ def test_a_part_of_a_prompt_that_is_no_whole_value_is_not_taken_for_one() -> Non
     leader = Leader([Connected()], SimulatedGroup(False, True), Spreads(torch.nn.Identity()))  # type: ignore[arg-type]
     leader.attended = True
     runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset()))
-    first = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1), ends=False)])
+    first = leader.step(runner, [Part(run, RequestRows(0, 1, 1), RequestRows(0, 1, 1), ends=False)])
     assert first is not None and first.keeps
     first.keep("model.a.output", torch.ones(1, 2))
-    last = leader.step(runner, [Part(run, Rows(0, 1, 1), Rows(0, 1, 1))])
+    last = leader.step(runner, [Part(run, RequestRows(0, 1, 1), RequestRows(0, 1, 1))])
     assert last is not None and not last.keeps
     last.meet("model.a.output", torch.ones(1, 2))
     assert "is not the same on all 2 devices" in str(run.failed)
@@ -331,7 +335,7 @@ class Batches:
         self.bookkeeping = Bookkeeping(self)
         self.worked_out = 0
 
-    def step(self, *requests: tuple[str, int, int], padded: int = 0, ends: bool = True) -> Step | None:
+    def step(self, *requests: tuple[str, int, int], padded: int = 0, ends: bool = True) -> EngineStep | None:
         """Make a step with (request, position, size) for each request."""
         names, positions = [name for name, *_ in requests], [position for _, position, _ in requests]
         total = sum(size for *_, size in requests)
@@ -496,7 +500,7 @@ def test_buffers_of_captures_stay_where_they_are() -> None:
     assert [found.data_ptr() for found in captures._buffers["h.output"][1]] == [found.data_ptr() for found in buffers]
     seen: list[Any] = []
     run = run_of(lambda: seen.append(requested("h.output")))
-    step = Step([Part(run, Rows(1, 2, 3), Rows(0, 1, 1))])
+    step = EngineStep([Part(run, RequestRows(1, 2, 3), RequestRows(0, 1, 1))])
     captures.hand_out(step, 3)
     assert run.error is None, run.error
     ((first, (second, nothing)),) = seen

@@ -148,7 +148,7 @@ class Each(NamedTuple):
     is_exact: bool = True
 
 
-class Spread(NamedTuple):
+class Unpacked(NamedTuple):
     """Any number of arguments of one kind."""
 
     value: Any

@@ -38,15 +38,15 @@ from .abstract_values import (
     Members,
     RootOf,
     Row,
-    Spread,
     Super,
     Undetermined,
+    Unpacked,
     harmless_functions,
     is_method,
     is_plain_constant,
 )
 from .expressions import Expressions
-from .guards import Root, Step, has_global_hooks, is_called_plainly
+from .guards import GuardStep, Root, has_global_hooks, is_called_plainly
 from .variables import FunctionVariables
 
 #: Most functions that are followed one inside the other.
@@ -98,7 +98,7 @@ class Calls(Expressions):
                 elif isinstance(kind, (Items, Known)) and type(kind.value) in (tuple, list):
                     given += map(Known, kind.value)  # each is compared in a replay
                 else:
-                    given.append(Spread(self.items(kind, argument)))
+                    given.append(Unpacked(self.items(kind, argument)))
             else:
                 given.append(self.comprehension(argument) if isinstance(argument, ast.GeneratorExp) else self.kind(argument))
         named: dict[str, Any] = {}
@@ -137,14 +137,14 @@ class Calls(Expressions):
             self.findings.add(function.root, "object")
             if called is len and len(given) == 1 and not named and isinstance(given[0], (Envoys, Items, Members, Row)):
                 return Known(len(given[0].value))
-            given = [kind.value if isinstance(kind, Spread) else kind for kind in given]
+            given = [kind.value if isinstance(kind, Unpacked) else kind for kind in given]
             if called in (max, min):
                 self.check_storable(given, node)
             parts = [part for kind in given for part in (kind.value if isinstance(kind, Row) else (kind,))]
             self.check_storable([kind for kind in parts if not isinstance(kind, Items)], node)
             self.check_storable(named.values(), node)
             return OWN if called in MAKING else VALUE
-        if any(isinstance(kind, Spread) for kind in given) or "**" in named:
+        if any(isinstance(kind, Unpacked) for kind in given) or "**" in named:
             return self.fail(node)
         if isinstance(called, types.FunctionType):
             return self._follow(function.root, called, given, named, node)
@@ -156,7 +156,7 @@ class Calls(Expressions):
             return self._call_module(function, given, named, node)
         if type(called) is functools.partial:
             return self._call_partial(function, given, named, node)
-        step = Step("special", "__call__")
+        step = GuardStep("special", "__call__")
         try:
             found = step.of(called)
         except LookupError:
@@ -177,7 +177,7 @@ class Calls(Expressions):
     def _method(self, owner: Any, name: str, given: list[Any], node: ast.Call) -> Any:
         """Return the kind of a call of a method of a value; ``None`` if it is a call of something else."""
         is_tensor = isinstance(owner, Known) and isinstance(owner.value, torch.Tensor)
-        given = [kind.value if isinstance(kind, Spread) else kind for kind in given]
+        given = [kind.value if isinstance(kind, Unpacked) else kind for kind in given]
         if name == "save" and not given and (owner is VALUE or owner is OWN or is_tensor):
             return owner  # in a function; in a block it is a call of something else
         if owner is VALUE or is_tensor or is_plain_constant(owner):
@@ -202,7 +202,7 @@ class Calls(Expressions):
             except KeyError:
                 return False
         elif isinstance(node, ast.Attribute) and isinstance(owner := self.kind(node.value), RootOf):
-            step = Step("attribute", self.mangled(node.attr))
+            step = GuardStep("attribute", self.mangled(node.attr))
             try:
                 root, value = owner.root.to(*step), step.of(owner.value)
             except LookupError:
@@ -247,7 +247,7 @@ class Calls(Expressions):
     def _call_envoy(self, envoy: Envoy, given: list[Any], named: dict[str, Any], node: Any) -> Any:
         """Follow an envoy that is called as a function: that is the ``forward`` of its module, without its hooks."""
         known = envoy._tree is self.findings.modules and type(envoy).__call__ is Envoy.__call__
-        if not known or "hook" in named or any(isinstance(kind, Spread) for kind in given) or "**" in named:
+        if not known or "hook" in named or any(isinstance(kind, Unpacked) for kind in given) or "**" in named:
             return self.fail(node)
         return self._forward(RootOf(Root(weakref.ref(envoy._module)), envoy._module), given, named, node)
 
@@ -258,7 +258,7 @@ class Calls(Expressions):
         return self._forward(function, given, named, node)
 
     def _forward(self, module: RootOf, given: list[Any], named: dict[str, Any], node: Any) -> Any:
-        step = Step("class", "forward")
+        step = GuardStep("class", "forward")
         try:
             found = step.of(module.value)
         except LookupError:

@@ -1,6 +1,6 @@
 """Reading the roots of a block, in each replay.
 
-What is on the way to several roots is looked up once, so that one more root costs about a microsecond: a :class:`Plan` says in
+What is on the way to several roots is looked up once, so that one more root costs about a microsecond: a :class:`GuardPlan` says in
 which order.
 """
 
@@ -31,7 +31,7 @@ class Read(NamedTuple):
     filled: list[list[Any]]
 
 
-class Plan:
+class GuardPlan:
     """In which order roots are read: what is on the way to several is looked up once.
 
     Args:

@@ -64,7 +64,7 @@ _ITERATED: tuple[Any, ...] = (torch.nn.Sequential.__iter__, torch.nn.ModuleList.
 _INDEXED: tuple[Any, ...] = tuple(kind.__getitem__ for kind in CONTAINERS)
 
 
-class Step(NamedTuple):
+class GuardStep(NamedTuple):
     """The way from an object to one that is reached from it.
 
     Attributes:
@@ -96,11 +96,11 @@ class Root(NamedTuple):
     """
 
     start: str | weakref.ref[torch.nn.Module]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[GuardStep, ...] = ()
 
     def to(self, how: str, what: Any) -> Root:
         """Return what is one step further."""
-        return Root(self.start, (*self.steps, Step(how, what)))
+        return Root(self.start, (*self.steps, GuardStep(how, what)))
 
     def __str__(self) -> str:
         start = self.start if isinstance(self.start, str) else type(self.start()).__name__

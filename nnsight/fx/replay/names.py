@@ -38,7 +38,7 @@ from .abstract_values import (
     is_plain_envoy,
     is_storable,
 )
-from .guards import Root, Step, holds_modules, is_constant, kind_of, look_up
+from .guards import GuardStep, Root, holds_modules, is_constant, kind_of, look_up
 from .variables import BlockVariables, Findings, FunctionVariables
 
 
@@ -207,7 +207,7 @@ class Names:
             return self.root(owner.root.to("attribute", name), look_up(owner.value, name))
         except (LookupError, AttributeError):
             pass
-        step = Step("class", name)
+        step = GuardStep("class", name)
         try:
             found = step.of(owner.value)
         except LookupError:
@@ -215,7 +215,7 @@ class Names:
         return self._of_class(owner, owner.root.to(*step), found, node)
 
     def _of_super(self, owner: Super, name: str, node: ast.AST) -> Any:
-        step = Step("super", (owner.of.value, name))
+        step = GuardStep("super", (owner.of.value, name))
         try:
             found = step.of(owner.owner.value)
         except LookupError:

@@ -36,7 +36,7 @@ from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
 from .abstract_values import Undetermined
 from .determinate import roots_of
-from .guard_checks import Plan, Read
+from .guard_checks import GuardPlan, Read
 from .guards import Root
 from .playback import Effects, NotAsBefore, Playback, effects_of
 
@@ -68,7 +68,7 @@ class _Known:
 
     def __init__(self, roots: tuple[tuple[Root, str], ...]) -> None:
         self.roots = roots
-        self.plan = Plan(roots)
+        self.plan = GuardPlan(roots)
         self.environments: dict[Any, tuple[list[Callable[[], Any]], dict[Any, Effects]]] = {}
 
 

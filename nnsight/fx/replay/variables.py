@@ -8,7 +8,7 @@ from typing import Any
 
 from ...runtime.probing import Modules
 from ...tracing.block import Block
-from .guards import Root, Step
+from .guards import GuardStep, Root
 
 
 class Findings:
@@ -80,7 +80,7 @@ class FunctionVariables:
         free = self._function.__code__.co_freevars
         if name in self.assignable:
             raise KeyError(name)
-        step = Step("cell", free.index(name)) if name in free else Step("global", name)
+        step = GuardStep("cell", free.index(name)) if name in free else GuardStep("global", name)
         try:
             return self._root.to(*step), step.of(self._function)
         except LookupError:

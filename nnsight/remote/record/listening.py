@@ -29,7 +29,7 @@ position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_reco
 OBSERVERS = 10**9
 
 
-class Prepared(_OutsideFakeMode):
+class PreparedRun(_OutsideFakeMode):
     """Prepares inputs without modes, unless they are known, and knows how a generation is called."""
 
     def __init__(self, model: Any, prepared: Any = None) -> None:

@@ -25,7 +25,7 @@ from ..wire.formats import is_format
 from .refusals import here, why_demand
 
 if TYPE_CHECKING:
-    from .recorded_calls import CallRecorder
+    from .recorded_calls import NodeRecorder
 
 #: A mark is its number between two characters that nobody prints.
 _MARK = re.compile("\ue000(\\d+)\ue001")
@@ -38,7 +38,7 @@ class Prints:
         recorder: Writes down everything else.
     """
 
-    def __init__(self, recorder: CallRecorder) -> None:
+    def __init__(self, recorder: NodeRecorder) -> None:
         self._recorder = recorder
         self._marks: list[dict[str, Any]] = []
         self._why: dict[int, str] = {}  # why a mark is refused unless it is printed

@@ -37,7 +37,7 @@ from .printing import Prints
 from .recorded_gradients import SET_GRAD_MODE, Gradients
 from .refusals import here, why_demand
 from .taking import draw, snapshot
-from .visits import Visit
+from .visits import Stop
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
@@ -54,14 +54,14 @@ def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a recorder during which it does not listen to itself."""
 
     @functools.wraps(method)
-    def without_listening(self: CallRecorder, *args: Any, **kwargs: Any) -> Any:
+    def without_listening(self: NodeRecorder, *args: Any, **kwargs: Any) -> Any:
         with self.paused():
             return method(self, *args, **kwargs)
 
     return without_listening
 
 
-class CallRecorder:
+class NodeRecorder:
     """Writes down what blocks do with tensors.
 
     Args:
@@ -95,7 +95,7 @@ class CallRecorder:
         self._refs: Any = WeakIdKeyDictionary()  # fake -> (node, output)
         self._roots: list[int] = []
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
-        self._visits: list[Visit] = []
+        self._visits: list[Stop] = []
         self._storages: dict[int, StorageWeakRef] = {}
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
 

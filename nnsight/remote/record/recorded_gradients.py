@@ -24,7 +24,7 @@ from ..wire.nodes import IN_PASS
 from .refusals import here
 
 if TYPE_CHECKING:
-    from .recorded_calls import CallRecorder
+    from .recorded_calls import NodeRecorder
 
 #: What ``torch.no_grad()`` and its kin call when they are entered and left.
 SET_GRAD_MODE = torch._C._set_grad_enabled
@@ -40,7 +40,7 @@ class Gradients:
         running: Whether the block of a pass is being recorded.
     """
 
-    def __init__(self, recorder: CallRecorder) -> None:
+    def __init__(self, recorder: NodeRecorder) -> None:
         self._recorder = recorder
         self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
         self._off = ""

@@ -41,13 +41,13 @@ from ..wire.errors import NotExpressibleError
 from ..wire.operators import DRAWING
 from ..wire.payload import Job, encode
 from ..wire.trees import write_tree
-from .listening import OBSERVERS, Functions, Operators, Prepared, RecordingInterleaver, RecordingMediator
+from .listening import OBSERVERS, Functions, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
-from .recorded_calls import CallRecorder, unseen
+from .recorded_calls import NodeRecorder, unseen
 from .refusals import here
 from .taking import called_by, input_tree
-from .visits import Visit
+from .visits import Stop
 
 
 def record(tracer: Any, function: Callable[[], None], for_others: bool = False) -> Recorded:
@@ -92,7 +92,7 @@ class Recorded:
         return self.binding.bind(results)
 
 
-class Recorder(CallRecorder):
+class Recorder(NodeRecorder):
     """Writes down what blocks do.
 
     Args:
@@ -147,7 +147,7 @@ class Recorder(CallRecorder):
             self.model = fake_model_of(modules)
         with torch.no_grad(), quiet_fakes, self.mode:
             self._weights.update(self.model.by_name)
-            tracer._call = (drive, Prepared(model, prepared), args, kwargs)
+            tracer._call = (drive, PreparedRun(model, prepared), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
@@ -249,13 +249,13 @@ class Recorder(CallRecorder):
     # -- what a run asks -------------------------------------------------------------------------------------------
 
     @unseen
-    def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Visit:
+    def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Stop:
         """Write down that a block reads what there is at a location."""
         assert self.block is not None
         structure = pytree.tree_structure(value, is_leaf=is_carrier)
         places = places_of(value)
         loop = bool(getattr(mediator, "loops", 0))
-        visit = Visit(
+        visit = Stop(
             site, at, self.block, loop, structure, [place for place, _ in places], [leaf for _, leaf in places]
         )
         for place, leaf in enumerate(visit.leaves):
@@ -271,7 +271,7 @@ class Recorder(CallRecorder):
         return visit
 
     @unseen
-    def end_visit(self, visit: Visit, left: Any) -> None:
+    def end_visit(self, visit: Stop, left: Any) -> None:
         """Write down what a block leaves at a location."""
         self._visits.remove(visit)
         leaves = tensors_at(left)

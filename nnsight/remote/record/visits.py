@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass
-class Visit:
+class Stop:
     """A stop at a location.
 
     Attributes:

@@ -33,7 +33,7 @@ from ..wire.operators import OPERATORS_HASH
 from ..wire.payload import VERSION
 from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
 from .gateway import Gateway
-from .jobs import Job
+from .jobs import ServerJob
 from .keys import Account, Door, OpenDoor
 from .sessions import Sessions
 
@@ -101,7 +101,7 @@ def _account(request: Request, door: Door) -> Account:
     return account
 
 
-def _job(request: Request, gateway: Gateway, door: Door) -> Job:
+def _job(request: Request, gateway: Gateway, door: Door) -> ServerJob:
     """Return the job that a request is about."""
     job = gateway.find(request.path_params["job_id"], _account(request, door))
     if job is None:

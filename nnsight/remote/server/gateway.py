@@ -24,10 +24,10 @@ from ..protocol import JobStatus, ModelKey
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from .engine import Engine, EngineLostError, Outcome, TimeLimitError
 from .envelopes import RefusedError
-from .jobs import Job
+from .jobs import ServerJob
 from .keeping import Keeper
 from .keys import Account
-from .queues import Group, Served
+from .queues import JobGroup, Served
 from .settings import Settings
 from .spool import SHORT, Spool, StorageFullError
 from .telemetry import Metrics
@@ -58,11 +58,11 @@ class Gateway:
         self.spool = spool
         self.settings = settings or Settings()
         self.metrics = Metrics()
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, ServerJob] = {}
         self.draining = False
-        self._active: set[Job] = set()  # those that are not finished
+        self._active: set[ServerJob] = set()  # those that are not finished
         self._uploads: Counter[str] = Counter()
-        self._by_nonce: dict[tuple[str, str], asyncio.Future[Job]] = {}
+        self._by_nonce: dict[tuple[str, str], asyncio.Future[ServerJob]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._keeper = Keeper(spool, self._find_kind)
 
@@ -75,11 +75,11 @@ class Gateway:
         beginnings: list[Coroutine[Any, Any, None]] = [self._work(served) for served in self.served.values()]
         self._loops = [asyncio.create_task(loop) for loop in (*beginnings, self._sweep())]
 
-    def _take_over(self, job: Job) -> None:
+    def _take_over(self, job: ServerJob) -> None:
         """Go on with a job of an earlier process."""
         self.jobs[job.id] = job
         if job.nonce:
-            known: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+            known: asyncio.Future[ServerJob] = asyncio.get_running_loop().create_future()
             known.set_result(job)
             self._by_nonce[job.owner, job.nonce] = known
         if job.status.finished:
@@ -164,7 +164,7 @@ class Gateway:
         finally:
             self._uploads[account.name] -= 1
 
-    async def submit(self, account: Account, model_key: str, nonce: str, payload: IO[bytes], size: int) -> Job:
+    async def submit(self, account: Account, model_key: str, nonce: str, payload: IO[bytes], size: int) -> ServerJob:
         """Take a job in, which may run from now on; the same nonce and payload again is the same job.
 
         Raises:
@@ -192,11 +192,11 @@ class Gateway:
             raise RefusedError(429, "queue", message)
         if len(self._active) >= self.settings.jobs:
             raise RefusedError(503, "busy", "The server has more jobs than it can take. Try again later.")
-        job = Job(account.name, served.text, nonce, digest, size, account.seconds)
+        job = ServerJob(account.name, served.text, nonce, digest, size, account.seconds)
         job.tell(JobStatus.RECEIVED, "The job has been received.")
         self.jobs[job.id] = job
         self._active.add(job)
-        coming: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+        coming: asyncio.Future[ServerJob] = asyncio.get_running_loop().create_future()
         if nonce:
             self._by_nonce[account.name, nonce] = coming
         try:
@@ -221,14 +221,14 @@ class Gateway:
         self._keeper.settle(job, functools.partial(self._drop, served, job))
         return job
 
-    def _drop(self, served: Served, job: Job) -> bool:
+    def _drop(self, served: Served, job: ServerJob) -> bool:
         """Forget a job that waits; whether it did."""
         waited = served.queue.remove(job)
         if waited:
             self._forget(job)
         return waited
 
-    async def secure(self, job: Job, listened: bool) -> None:
+    async def secure(self, job: ServerJob, listened: bool) -> None:
         """Return when the job survives a power failure; where somebody has ``listened`` to it, it may have ended instead.
 
         Raises:
@@ -238,7 +238,7 @@ class Gateway:
         if job.dropped:
             raise _no_room(job.dropped)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ServerJob) -> None:
         """End a job that waits, or runs; what it has computed is lost. One that has ended stays as it is."""
         if job.status.finished:
             return
@@ -249,7 +249,7 @@ class Gateway:
                     served.engine.interrupt(group.payloads)
         self._fail(job, JobCancelledError("The job was cancelled."))
 
-    def _find_kind(self, job: Job, payload: IO[bytes] | None = None) -> None:
+    def _find_kind(self, job: ServerJob, payload: IO[bytes] | None = None) -> None:
         """Find out what a job can be run together with. A job about which that cannot be said is run alone."""
         if self.settings.together > 1:
             try:
@@ -262,7 +262,7 @@ class Gateway:
             except Exception as error:
                 _log.error("the kind of a job could not be found", exc_info=error, extra={"job": job.id})
 
-    def find(self, job_id: str, account: Account) -> Job | None:
+    def find(self, job_id: str, account: Account) -> ServerJob | None:
         """Return a job; ``None`` if there is none, which is also all that others learn about it."""
         job = self.jobs.get(job_id)
         return job if job is not None and job.owner == account.name else None
@@ -280,11 +280,11 @@ class Gateway:
             if not jobs:
                 served._wake.clear()
                 continue
-            group = Group(jobs)
+            group = JobGroup(jobs)
             served.groups[group] = asyncio.create_task(self._run_group(served, group))
             self._count(served)
 
-    async def _run_group(self, served: Served, group: Group) -> None:
+    async def _run_group(self, served: Served, group: JobGroup) -> None:
         """Run jobs; a fault of this file ends them, and nothing else."""
         jobs = list(group.jobs)
         try:
@@ -298,7 +298,7 @@ class Gateway:
             served._wake.set()
             self._count(served)
 
-    async def _run(self, served: Served, group: Group) -> None:
+    async def _run(self, served: Served, group: JobGroup) -> None:
         """Have jobs of one kind run, and say what came of each. A group that fails as a whole is run one by one."""
         started, jobs = time.time(), group.jobs
         for job in jobs:
@@ -324,7 +324,7 @@ class Gateway:
             outcomes = [error]
         runtime = time.time() - started
         self.metrics.runtime.labels(served.text).observe(runtime)
-        results: list[tuple[Job, bytes]] = []
+        results: list[tuple[ServerJob, bytes]] = []
         figures = {job: {"runtime": runtime, "waited": started - job.created, "together": len(jobs)} for job in jobs}
         for job, outcome in zip(jobs, outcomes, strict=True):
             if job.status.finished:  # cancelled meanwhile
@@ -348,7 +348,7 @@ class Gateway:
                 self.metrics.results.inc(kept)
                 self._end(job, "completed", **figures[job])
 
-    def _fail(self, job: Job, error: Exception, **figures: Any) -> None:
+    def _fail(self, job: ServerJob, error: Exception, **figures: Any) -> None:
         """End a job with an error. Its owner learns the message of errors that are about the job, and no other."""
         about_job = (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError, JobCancelledError)
         known = next((kind.__name__ for kind in about_job if isinstance(error, kind)), None)
@@ -365,7 +365,7 @@ class Gateway:
         job.tell(JobStatus.ERROR, description, {"error": known}, **figures)
         self._end(job, known, **figures)
 
-    def _end(self, job: Job, outcome: str, **figures: Any) -> None:
+    def _end(self, job: ServerJob, outcome: str, **figures: Any) -> None:
         self._active.discard(job)
         self._keeper.note(job)
         self.metrics.jobs.labels(job.model, outcome).inc()
@@ -385,13 +385,13 @@ class Gateway:
                 self._leave(job)
             await asyncio.to_thread(self.spool.remove, old)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: ServerJob) -> None:
         """Know of a job no more."""
         self.jobs.pop(job.id, None)
         self._active.discard(job)
         self._by_nonce.pop((job.owner, job.nonce), None)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: ServerJob) -> None:
         """Leave nothing of a job that is not taken."""
         self._leave(job)
         self.spool.remove([job])

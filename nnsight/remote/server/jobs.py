@@ -1,7 +1,7 @@
 """A job: what was submitted, by whom, and everything that has been said about it.
 
 Messages are kept with the job, numbered, and never taken away while the job is there. A reader is then a position in that list and a
-wait for more, see :meth:`Job.follow`: however slow it is, it holds up nobody and costs no memory, and one that was away goes on
+wait for more, see :meth:`ServerJob.follow`: however slow it is, it holds up nobody and costs no memory, and one that was away goes on
 where it stopped. Numbers are the time in microseconds, made distinct, so that they go on growing when the server restarts.
 """
 
@@ -22,7 +22,7 @@ _LONGEST_DESCRIPTION = 16_384
 
 
 @dataclass(eq=False)
-class Job:
+class ServerJob:
     """One program to run.
 
     Attributes:
@@ -130,7 +130,7 @@ class Job:
         return {**{name: getattr(self, name) for name in names}, "latest": self.latest}
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Job:
+    def from_record(cls, record: dict[str, Any]) -> ServerJob:
         """Return the job of a :meth:`record`, with its latest message."""
         fields = dict(record)
         latest: Message = fields.pop("latest")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 from .batches import Batches
-from .jobs import Job
+from .jobs import ServerJob
 from .spool import SHORT, Spool
 
 _log = logging.getLogger("nnsight.remote.server")
@@ -27,14 +27,14 @@ class Keeper:
         read: Called, in a thread, with each job that is written and its payload.
     """
 
-    def __init__(self, spool: Spool, read: Callable[[Job, IO[bytes]], None]) -> None:
+    def __init__(self, spool: Spool, read: Callable[[ServerJob, IO[bytes]], None]) -> None:
         self._spool, self._read = spool, read
-        self._settling: dict[Job, asyncio.Future[None]] = {}
+        self._settling: dict[ServerJob, asyncio.Future[None]] = {}
         self._admits = Batches(self._admit)
         self._settles = Batches(self._settle)
         self._notes = Batches(self._note)
 
-    async def admit(self, job: Job, payload: IO[bytes]) -> None:
+    async def admit(self, job: ServerJob, payload: IO[bytes]) -> None:
         """Write a new job.
 
         Raises:
@@ -51,7 +51,7 @@ class Keeper:
             admitting.add_done_callback(lambda _: self._spool.remove([job]))
             raise
 
-    def settle(self, job: Job, drop: Callable[[], bool]) -> None:
+    def settle(self, job: ServerJob, drop: Callable[[], bool]) -> None:
         """Have a job survive a power failure. If the disk does not keep it, ``drop`` takes it back, unless it runs already."""
 
         def settled(settling: asyncio.Future[None]) -> None:
@@ -65,7 +65,7 @@ class Keeper:
         settling = self._settling[job] = self._settles.add(job)
         settling.add_done_callback(settled)
 
-    async def secured(self, job: Job, listened: bool) -> None:
+    async def secured(self, job: ServerJob, listened: bool) -> None:
         """Return when a job survives a power failure, or was dropped; where somebody has ``listened`` to it, it may have ended instead.
 
         The disk takes longer than a short job. What became of it is told through the WebSocket then, and there is nothing left to lose.
@@ -75,7 +75,7 @@ class Keeper:
             awaited = [settling, job.ending()] if listened else [settling]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
-    def note(self, job: Job) -> None:
+    def note(self, job: ServerJob) -> None:
         """Write down where a job that has ended stands."""
         self._notes.add(job)
 
@@ -84,18 +84,18 @@ class Keeper:
         for batches in (self._admits, self._settles, self._notes):
             await batches.idle()
 
-    def _admit(self, items: Sequence[tuple[Job, IO[bytes]]]) -> Sequence[OSError | None]:
+    def _admit(self, items: Sequence[tuple[ServerJob, IO[bytes]]]) -> Sequence[OSError | None]:
         errors = self._spool.admit(items)
         for (job, payload), error in zip(items, errors, strict=True):
             if error is None:
                 self._read(job, payload)
         return errors
 
-    def _settle(self, jobs: Sequence[Job]) -> Sequence[None]:
+    def _settle(self, jobs: Sequence[ServerJob]) -> Sequence[None]:
         self._spool.settle(jobs)
         return [None] * len(jobs)
 
-    def _note(self, jobs: Sequence[Job]) -> Sequence[None]:
+    def _note(self, jobs: Sequence[ServerJob]) -> Sequence[None]:
         self._spool.note(jobs)
         for job in jobs:
             job.result = None

@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 
 from ..protocol import ModelKey
 from .engine import Engine
-from .jobs import Job
+from .jobs import ServerJob
 
 
 class FairQueue:
     """Jobs that wait for one model."""
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._lines: OrderedDict[str, deque[ServerJob]] = OrderedDict()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: ServerJob) -> None:
         """Add a job at the end of the line of its owner."""
         self._lines.setdefault(job.owner, deque()).append(job)
 
-    def put_back(self, job: Job) -> None:
+    def put_back(self, job: ServerJob) -> None:
         """Add a job that was taken out before, at the head of the first line."""
         self._lines.setdefault(job.owner, deque()).appendleft(job)
         self._lines.move_to_end(job.owner, last=False)
 
-    def remove(self, job: Job) -> bool:
+    def remove(self, job: ServerJob) -> bool:
         """Take out a job that nobody needs any more; whether it was there."""
         line = self._lines.get(job.owner)
         if line is None or job not in line:
@@ -41,7 +41,7 @@ class FairQueue:
             del self._lines[job.owner]
         return True
 
-    def take(self, most: int = 1) -> list[Job]:
+    def take(self, most: int = 1) -> list[ServerJob]:
         """Take out the job whose turn it is, and up to ``most`` in all that can be run together with it."""
         if not self._lines:
             return []
@@ -56,10 +56,10 @@ class FairQueue:
             del self._lines[name]
         return taken
 
-    def _alike(self, first: Job, most: int) -> list[Job]:
+    def _alike(self, first: ServerJob, most: int) -> list[ServerJob]:
         """Return waiting jobs of the kind of ``first``, from all lines in turn."""
         lines = [[job for job in line if job.kind == first.kind] for line in self._lines.values()]
-        found: list[Job] = []
+        found: list[ServerJob] = []
         for rank in range(max(map(len, lines), default=0)):
             found += [line[rank] for line in lines if rank < len(line)]
             if len(found) >= most:
@@ -69,13 +69,13 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[ServerJob]:
         for line in self._lines.values():
             yield from line
 
 
 @dataclass(eq=False)
-class Group:
+class JobGroup:
     """Jobs of one kind that run together.
 
     Attributes:
@@ -83,7 +83,7 @@ class Group:
         payloads: What the engine has of them.
     """
 
-    jobs: list[Job]
+    jobs: list[ServerJob]
     payloads: list[bytes] = field(default_factory=list)
 
 
@@ -102,7 +102,7 @@ class Served:
     key: ModelKey
     engine: Engine
     queue: FairQueue = field(default_factory=FairQueue)
-    groups: dict[Group, asyncio.Task[None]] = field(default_factory=dict)
+    groups: dict[JobGroup, asyncio.Task[None]] = field(default_factory=dict)
     text: str = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -110,6 +110,6 @@ class Served:
         self.text = str(self.key)
 
     @property
-    def running(self) -> list[Job]:
+    def running(self) -> list[ServerJob]:
         """The jobs that run."""
         return [job for group in self.groups for job in group.jobs]

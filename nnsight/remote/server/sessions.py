@@ -2,7 +2,8 @@
 
 A socket says its ``session_id`` first; jobs submitted with that id are told about on it, and so are those that come through it. A client
 that lost its socket opens another with ``?job=...&after=...`` and goes on after the message it saw last. Each job of a socket has its own
-reader (:meth:`Job.follow`), so a client that reads slowly holds up itself only. One that does not read at all is cut off after a while.
+reader (:meth:`ServerJob.follow`), so a client that reads slowly holds up itself only. One that does not read at all is cut off after a
+while.
 
 What is ready at a time is sent at a time (:mod:`~nnsight.remote.protocol`): among many short jobs, frames cost more than runs.
 """
@@ -22,7 +23,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from ..protocol import FRAMING, KEY_HEADER, VERSION_HEADER, JobStatus, Message, join_packet, split_packet
 from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
 from .gateway import Gateway
-from .jobs import Job
+from .jobs import ServerJob
 from .keys import Account, Door
 from .spool import SHORT
 
@@ -52,7 +53,7 @@ class _Session:
         self._takes = 0
         self._sending = asyncio.Lock()
 
-    def add(self, job: Job, after: int) -> bool:
+    def add(self, job: ServerJob, after: int) -> bool:
         """Tell about a job; whether that can be, for the socket may just be ending."""
         self._used.set()
         reader = self._tell(job, after)
@@ -63,7 +64,7 @@ class _Session:
             return False
         return True
 
-    async def feed(self, only: tuple[Job, int] | None) -> None:
+    async def feed(self, only: tuple[ServerJob, int] | None) -> None:
         """Tell about the jobs of the session until it is cut off; or about ``only`` one, after a message."""
         hello: dict[str, Any] = {"session_id": self.id}
         if only is None and self._packs and self.account is not None:
@@ -90,7 +91,7 @@ class _Session:
             else:
                 self.add(job, 0)
 
-    async def _submit(self, frame: bytes) -> Job:
+    async def _submit(self, frame: bytes) -> ServerJob:
         """Return the job in a frame, when it is safe or has ended.
 
         Raises:
@@ -114,7 +115,7 @@ class _Session:
         await self._gateway.secure(job, listened=True)
         return job
 
-    async def _tell(self, job: Job, after: int) -> None:
+    async def _tell(self, job: ServerJob, after: int) -> None:
         async for messages in job.follow(after):
             for told in [messages] if self._packs else [[message] for message in messages]:
                 result = await self._result(job, told[-1])
@@ -122,7 +123,7 @@ class _Session:
                     told[-1] = Message(**{**told[-1], "data": {**told[-1]["data"], "inline": True}})
                 await self._send(told, result)
 
-    async def _result(self, job: Job, message: Message) -> bytes | None:
+    async def _result(self, job: ServerJob, message: Message) -> bytes | None:
         """Return the result that goes along with a message."""
         size = job.result_size
         if message["status"] != JobStatus.COMPLETED.value or size is None or size > self._gateway.settings.inline:
@@ -155,7 +156,7 @@ class Sessions:
         self._gateway, self._door = gateway, door
         self._open: dict[str, _Session] = {}
 
-    def attach(self, session_id: str, job: Job, account: Account) -> bool:
+    def attach(self, session_id: str, job: ServerJob, account: Account) -> bool:
         """Tell about ``job`` on a socket, and return whether there is one. If it is gone, its client will come back and ask."""
         session = self._open.get(session_id)
         if session is None or (session.account is not None and session.account.name != account.name):
@@ -163,7 +164,7 @@ class Sessions:
         session.account = account
         return session.add(job, job.messages[0]["number"])
 
-    async def serve(self, websocket: WebSocket, account: Account | None, job: Job | None, after: int) -> None:
+    async def serve(self, websocket: WebSocket, account: Account | None, job: ServerJob | None, after: int) -> None:
         """Accept a socket and tell about jobs on it until it closes; for ``job``, until that is finished."""
         if len(self._open) >= self._gateway.settings.sockets:
             detail = "The server has as many connections as it can take. Try again later."

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO
 
 from ..protocol import is_id
-from .jobs import Job
+from .jobs import ServerJob
 
 _log = logging.getLogger("nnsight.remote.server")
 
@@ -109,7 +109,7 @@ class Spool:
 
     # -- a job goes its way --------------------------------------------------------------------------------------------
 
-    def admit(self, jobs: Sequence[tuple[Job, IO[bytes]]]) -> list[OSError | None]:
+    def admit(self, jobs: Sequence[tuple[ServerJob, IO[bytes]]]) -> list[OSError | None]:
         """Write new jobs with their payloads; return for each why it could not be written, which leaves nothing of it.
 
         A :class:`StorageFullError` says that there is no room.
@@ -120,7 +120,7 @@ class Spool:
         self.remove([job for (job, _), error in zip(jobs, found, strict=True) if error is not None])
         return found
 
-    def settle(self, jobs: Iterable[Job]) -> None:
+    def settle(self, jobs: Iterable[ServerJob]) -> None:
         """Return when what was written of jobs survives a power failure: all that is needed to run them, or that they have run.
 
         Raises:
@@ -132,12 +132,12 @@ class Spool:
                 self._sync(self._path(job, name))
         self._sync(self._log_of_writes)
 
-    def begin(self, jobs: Sequence[Job]) -> list[bytes]:
+    def begin(self, jobs: Sequence[ServerJob]) -> list[bytes]:
         """Note that jobs are about to run, and return what was submitted."""
         self._note(jobs)
         return [self.payload(job) for job in jobs]
 
-    def payload(self, job: Job) -> bytes:
+    def payload(self, job: ServerJob) -> bytes:
         """Return what was submitted.
 
         Raises:
@@ -145,12 +145,12 @@ class Spool:
         """
         return self._get("payload", job)
 
-    def keep_results(self, results: Sequence[tuple[Job, bytes]]) -> list[int | OSError]:
+    def keep_results(self, results: Sequence[tuple[ServerJob, bytes]]) -> list[int | OSError]:
         """Write results; return the length of each, or why it is not written. A job that has one has run, whatever its record says."""
         found = self._keep("result", [(job, io.BytesIO(result), len(result), job.size) for job, result in results])
         return [len(result) if error is None else error for (_, result), error in zip(results, found, strict=True)]
 
-    def note(self, jobs: Sequence[Job]) -> None:
+    def note(self, jobs: Sequence[ServerJob]) -> None:
         """Write where jobs stand now; the payloads of those that are finished are not needed any more.
 
         That it cannot be written is logged, and costs only what a restart would know.
@@ -170,7 +170,7 @@ class Spool:
                 _unlink(self._path(job, "payload"))
             self._count(job.id, job.result_size or 0)
 
-    def result(self, job: Job) -> bytes:
+    def result(self, job: ServerJob) -> bytes:
         """Return the result of a job.
 
         Raises:
@@ -178,11 +178,11 @@ class Spool:
         """
         return self._get("result", job)
 
-    def result_path(self, job: Job) -> Path | None:
+    def result_path(self, job: ServerJob) -> Path | None:
         """Return the file with the result, ``None`` for a short one."""
         return Path(self._path(job, "result")) if (job.result_size or 0) >= SHORT else None
 
-    def remove(self, jobs: Sequence[Job]) -> None:
+    def remove(self, jobs: Sequence[ServerJob]) -> None:
         """Forget jobs."""
         if not jobs:
             return
@@ -199,9 +199,9 @@ class Spool:
                 _unlink(self._path(job, name))
             self._count(job.id, None)
 
-    def recover(self) -> list[Job]:
+    def recover(self) -> list[ServerJob]:
         """Return the jobs that are on disk, in the order in which they came. What belongs to none is removed."""
-        found: list[Job] = []
+        found: list[ServerJob] = []
         with self._reading, _translated():
             rows = self._reader.execute("SELECT id, content FROM record").fetchall()
             sizes = dict(self._reader.execute("SELECT id, length(content) FROM payload").fetchall())
@@ -216,7 +216,7 @@ class Spool:
                 path.unlink()
         for job_id, record in rows:
             try:
-                job = Job.from_record(json.loads(record))
+                job = ServerJob.from_record(json.loads(record))
                 if job.id != job_id:
                     raise ValueError("the record belongs to another job")
                 if not job.status.finished and job_id in results:  # the record had no time to follow
@@ -228,7 +228,7 @@ class Spool:
             found.append(job)
         known = {job.id for job in found}
         strays = [
-            Job("", "", "", "", 0, 0.0, id=job_id)
+            ServerJob("", "", "", "", 0, 0.0, id=job_id)
             for job_id in {row[0] for row in rows} | sizes.keys() | results.keys()
         ]
         self.remove([job for job in strays if job.id not in known])
@@ -253,7 +253,7 @@ class Spool:
                     self._writer.execute("ROLLBACK")
                 raise
 
-    def _note(self, jobs: Sequence[Job]) -> bool:
+    def _note(self, jobs: Sequence[ServerJob]) -> bool:
         """Write the records of jobs; whether they are written."""
         try:
             with self._transaction() as database:
@@ -267,7 +267,7 @@ class Spool:
             return False
         return True
 
-    def _keep(self, table: str, items: Sequence[tuple[Job, IO[bytes], int, int]]) -> list[OSError | None]:
+    def _keep(self, table: str, items: Sequence[tuple[ServerJob, IO[bytes], int, int]]) -> list[OSError | None]:
         """Write payloads or results, each with its length and that of what the job has besides; return what went wrong with each."""
         errors: list[OSError | None] = [None] * len(items)
         for index, (job, content, size, besides) in enumerate(items):
@@ -292,7 +292,7 @@ class Spool:
                     errors[index] = error
         return errors
 
-    def _insert(self, table: str, rows: Collection[tuple[Job, bytes | None]]) -> None:
+    def _insert(self, table: str, rows: Collection[tuple[ServerJob, bytes | None]]) -> None:
         """Write short payloads or results; with payloads go the records of new jobs."""
         short = [(job.id, content) for job, content in rows if content is not None]
         with self._transaction() as database:
@@ -301,7 +301,7 @@ class Spool:
                 records = [(job.id, json.dumps(job.record())) for job, _ in rows]
                 database.executemany("INSERT OR REPLACE INTO record VALUES (?, ?)", records)
 
-    def _get(self, table: str, job: Job) -> bytes:
+    def _get(self, table: str, job: ServerJob) -> bytes:
         with self._reading, _translated():
             row = self._reader.execute(f"SELECT content FROM {table} WHERE id = ?", (job.id,)).fetchone()
         if row is not None:
@@ -309,7 +309,7 @@ class Spool:
         with open(self._path(job, table), "rb") as file:
             return file.read()
 
-    def _path(self, job: Job, name: str) -> str:
+    def _path(self, job: ServerJob, name: str) -> str:
         """Return where a long payload or result of a job is."""
         return os.path.join(self._root, f"{job.id}.{name}")
 

@@ -31,7 +31,7 @@ Fact = TypeVar("Fact")
 CALLS = frozenset({"trace", "generate"})
 
 #: What short headers said of jobs that were checked, by header and limits.
-_known: OrderedDict[tuple[bytes, Limits], Known] = OrderedDict()
+_known: OrderedDict[tuple[bytes, Limits], KnownConstants] = OrderedDict()
 _KEPT_BYTES, _LONGEST = 4 * 2**20, 2**18
 _lock = threading.Lock()
 
@@ -74,7 +74,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownConstants:
     """A header that was read and checked. It says everything about a job but the values of its tensors; nobody changes what is in it.
 
     Attributes:
@@ -127,7 +127,7 @@ def decode_known(payload: bytes, limits: Limits | None = None) -> Job:
     if len(header) <= _LONGEST:
         job.header = header
         with _lock:
-            _known[header, limits] = Known(replace(job, tensors={}), len(payload))
+            _known[header, limits] = KnownConstants(replace(job, tensors={}), len(payload))
             while sum(len(kept) for kept, _ in _known) > _KEPT_BYTES:
                 _known.popitem(last=False)
     return job

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .request_rows import Rows
+from .request_rows import RequestRows
 from .requests import RequestRun
 from .step_rows import Span, Spans
-from .steps import Part, Step
+from .steps import EngineStep, Part
 
 _CHUNKED = (
     "This request's prompt was split over several steps of the engine (chunked prefill), so no location sees all of it. Make the "
@@ -32,7 +32,7 @@ class _Decoding:
 
     Attributes:
         names: The requests of the batch.
-        total: Rows of the flat batch.
+        total: RequestRows of the flat batch.
         next_positions: Where the requests of the batch are if the next step is another of this kind.
         runs: The runs that had rows.
         step: The step.
@@ -42,7 +42,7 @@ class _Decoding:
     total: int
     next_positions: list[int]
     runs: list[RequestRun]
-    step: Step | None
+    step: EngineStep | None
 
 
 class Bookkeeping:
@@ -89,14 +89,14 @@ class Bookkeeping:
         tapped = self._runner.tapped
         return bool(self.runs or self.slots or (tapped is not None and tapped.rows.filled))
 
-    def step(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> Step | None:
+    def step(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
         """Return the step that the runner is about to make, or ``None`` if nobody has to stop in it; let the tables know their rows.
 
         Args:
-            total: Rows of the flat batch, those that only pad it included.
+            total: RequestRows of the flat batch, those that only pad it included.
             names: The requests that have rows in it, in their order.
             positions: Of the first row of each, in the request.
-            size: Rows of the batch without those that only pad it.
+            size: RequestRows of the batch without those that only pad it.
             spans: Returns the rows of the requests with the names that it is given.
         """
         last = self._last
@@ -111,7 +111,7 @@ class Bookkeeping:
         last.step = self._runner.link.step(self._runner, () if step is None else step.parts, step)
         return last.step
 
-    def _another(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> Step | None:
+    def _another(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
         """Return the next step, which is not as the one before."""
         runner, self._last = self._runner, None
         found = spans({*self.runs, *self.slots} if self.slots else self.runs)
@@ -121,7 +121,7 @@ class Bookkeeping:
         # What is only read can be put together from several steps, and what was read before is left out where it comes again.
         patient = runner.tapped is not None and not runner.tapped.locations
         parts = _parts(self.runs, found, total, len(names), patient) if self.runs else []
-        step: Step | None = runner.link.step(runner, parts)
+        step: EngineStep | None = runner.link.step(runner, parts)
         steered = sum(span.request in self.slots for span in found)
         if size == len(names) and len(entries) == steered and all(map(_is_decoding, parts)):
             following = [position + 1 for position in positions]
@@ -140,7 +140,7 @@ def _parts(runs: Mapping[str, RequestRun], spans: list[Span], total: int, reques
     Args:
         runs: Their runs.
         spans: The rows of the requests that matter.
-        total: Rows of the flat batch, those that only pad it included.
+        total: RequestRows of the flat batch, those that only pad it included.
         requests: How many requests have rows in it.
         patient: Whether a prompt may come in parts.
     """
@@ -158,12 +158,12 @@ def _parts(runs: Mapping[str, RequestRun], spans: list[Span], total: int, reques
         else:
             run.steps += ends
             run.position = done
-            rows = Rows(start, size, total)
+            rows = RequestRows(start, size, total)
             if patient and seen > done:
-                rows = Rows(start + seen - done, max(behind - seen, 0), total)
+                rows = RequestRows(start + seen - done, max(behind - seen, 0), total)
             if behind > seen:
                 run.seen = behind
-            parts.append(Part(run, rows, rows if one_each else Rows(row, 1, requests), ends))
+            parts.append(Part(run, rows, rows if one_each else RequestRows(row, 1, requests), ends))
     return parts
 
 

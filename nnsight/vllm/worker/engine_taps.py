@@ -28,8 +28,8 @@ from ...runtime.interleaver import active_interleaver
 from ..steering.graph_functions import registered
 from ..steering.tables import RowSlots, Slots, add_functions, add_tables, steered
 from .graph_operations import define
-from .kept_values import Captures, parsed, value_of
-from .steps import Step
+from .kept_values import KeptValues, parsed, value_of
+from .steps import EngineStep
 
 #: Name of the operation as vLLM's list of splitting operations has it.
 HANDOFF = "nnsight::handoff"
@@ -41,8 +41,8 @@ _FORMAT = 5
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
     """Offer the value with these tensors at ``location``, and write what came of it into them."""
     step: Any = active_interleaver()
-    if not isinstance(step, Step) or location not in step.waited:
-        if isinstance(step, Step):
+    if not isinstance(step, EngineStep) or location not in step.waited:
+        if isinstance(step, EngineStep):
             step.counts[location] = 1
         return
     value = value_of(parsed(form), leaves)
@@ -125,7 +125,7 @@ class Tapped:
 
     locations: list[str]
     captured: list[str]
-    captures: Captures
+    captures: KeptValues
     rows: RowSlots
     slots: Slots
     rank: int
@@ -190,7 +190,7 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
         module.__class__ = _tapped(base)
     tables = {f"model.{path}.output": module for path, module in steered.items()}
     locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
-    return Tapped(locations, captured, Captures(), RowSlots(rows), Slots(tables, layout.slots), layout.rank, list(tables))
+    return Tapped(locations, captured, KeptValues(), RowSlots(rows), Slots(tables, layout.slots), layout.rank, list(tables))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ...runtime.modules.tree import ModuleTree
 from ..steering.graph_functions import register
-from .parallel import STEPS, Answer, Call, Start
+from .parallel import STEPS, Answer, Start, WorkerCall
 from .ranks import Follower, Group, send
 from .spread import Spreads
 
@@ -33,7 +33,7 @@ def follow(connection: Any) -> None:
         if worker is not None:
             runner = worker.worker.model_runner
             while (message := connection.recv()) is not None:
-                if isinstance(message, Call):  # not what a step has left unheard that was abandoned
+                if isinstance(message, WorkerCall):  # not what a step has left unheard that was abandoned
                     runner.bookkeeping.use_slots(message.slots)
                     runner.link.attended = message.attended
                     _answered(connection, _done, worker, message)
@@ -83,7 +83,7 @@ def _started(connection: Any, start: Start) -> tuple[Any, Answer]:
     return worker, Answer()
 
 
-def _done(worker: Any, call: Call) -> tuple[None, Answer]:
+def _done(worker: Any, call: WorkerCall) -> tuple[None, Answer]:
     result = run_method(worker, call.method, call.args, dict(call.kwargs))
     if isinstance(result, AsyncModelRunnerOutput):
         result = result.get_output()

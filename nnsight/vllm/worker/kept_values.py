@@ -22,13 +22,13 @@ import torch
 
 from .graph_operations import define
 from .request_rows import ordinary
-from .steps import Step
+from .steps import EngineStep
 
 #: Name of the operation.
 CAPTURE = "nnsight::capture"
 
 #: The buffers of the engine that is running a step with blocks, or a graph that will be replayed.
-_filled: ContextVar[Captures | None] = ContextVar("nnsight_captures", default=None)
+_filled: ContextVar[KeptValues | None] = ContextVar("nnsight_captures", default=None)
 
 
 def _capture(leaves: list[torch.Tensor], mark: torch.Tensor, form: str, location: str) -> None:
@@ -44,7 +44,7 @@ def _capture(leaves: list[torch.Tensor], mark: torch.Tensor, form: str, location
 define(CAPTURE, "(Tensor[] leaves, Tensor(a!) mark, str form, str location) -> ()", _capture)
 
 
-class Captures:
+class KeptValues:
     """The buffers of an engine, by location, in the order of the model."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Captures:
         for leaf, part in zip(leaves, used, strict=True):
             part.copy_(leaf)
 
-    def hand_out(self, step: Step, rows: int) -> None:
+    def hand_out(self, step: EngineStep, rows: int) -> None:
         """Offer what the model has computed in a step of ``rows`` rows to the blocks that wait for it."""
         for location, (form, buffers) in self._buffers.items():
             waited = location in step.waited

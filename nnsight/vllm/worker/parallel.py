@@ -66,7 +66,7 @@ class Start:
 
 
 @dataclass
-class Call:
+class WorkerCall:
     """A call of a method of all workers.
 
     Attributes:
@@ -208,7 +208,7 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         if self._ended is not None:
             raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.")
         runner, leader = self.driver_worker.worker.model_runner, self._leader
-        call = Call(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs)
+        call = WorkerCall(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs)
         if leader is not None:
             call.attended = leader.attended = bool(runner.bookkeeping.runs)
             call.slots = runner.bookkeeping.slots
@@ -245,7 +245,7 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
 
     def _write_elsewhere(self, slot: int, steering: Any) -> None:
         """Write to the tables of the other devices what was written to those of this one."""
-        self._followers.tell(Call("write_slot", (slot, steering)))
+        self._followers.tell(WorkerCall("write_slot", (slot, steering)))
         failed = [answer.error for answer in self._followers.answers() if answer.error]
         if failed:
             self._end("the tables of another device could not be written")

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from .request_rows import ordinary
 from .requests import LOGITS, SAMPLES
 from .spread import Spread, Spreads
-from .steps import Part, Step
+from .steps import EngineStep, Part
 
 #: What the leader says at a location: nobody wants this passage; blocks will work on it; the step is abandoned.
 PASS, WORK, ABANDON = "pass", "work", "abandon"
@@ -64,7 +64,7 @@ class Alone:
 
     attended = False
 
-    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+    def step(self, runner: Any, parts: Sequence[Part], last: EngineStep | None = None) -> EngineStep | None:
         """Return the step that the model is about to make, or ``None`` if nobody has to stop in it.
 
         Args:
@@ -74,9 +74,9 @@ class Alone:
         """
         if last is not None:
             return last.again()
-        return Step(parts) if parts else None
+        return EngineStep(parts) if parts else None
 
-    def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
+    def sampled(self, step: EngineStep | None, ids: torch.Tensor) -> torch.Tensor:
         """Return the sampled tokens, ``[requests, 1]``, as blocks leave them."""
         return ids if step is None else step.meet(SAMPLES, ids)
 
@@ -155,7 +155,7 @@ class Leader(Alone):
         """Send ``message`` to all followers."""
         send(message, self._connections)
 
-    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+    def step(self, runner: Any, parts: Sequence[Part], last: EngineStep | None = None) -> EngineStep | None:
         if isinstance(last, _LeaderStep):
             step: _LeaderStep | None = last.again()
         else:
@@ -164,13 +164,13 @@ class Leader(Alone):
             self.tell(None if step is None else (step.keeps, *step.announcement()))
         return step
 
-    def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
+    def sampled(self, step: EngineStep | None, ids: torch.Tensor) -> torch.Tensor:
         ids = super().sampled(step, ids)
         self.tell(ids.tolist())
         return ids
 
 
-class _LeaderStep(Step):
+class _LeaderStep(EngineStep):
     """A step in which each value is put together, and given out again."""
 
     def __init__(self, parts: Sequence[Part], leader: Leader, tree: Any) -> None:
@@ -265,15 +265,15 @@ class Follower(Alone):
             raise Abandoned
         return message
 
-    def step(self, runner: Any, parts: Sequence[Part], last: Step | None = None) -> Step | None:
+    def step(self, runner: Any, parts: Sequence[Part], last: EngineStep | None = None) -> EngineStep | None:
         message = self.hear() if self.attended else None
         return None if message is None else _FollowerStep(self, message)
 
-    def sampled(self, step: Step | None, ids: torch.Tensor) -> torch.Tensor:
+    def sampled(self, step: EngineStep | None, ids: torch.Tensor) -> torch.Tensor:
         return ids.copy_(torch.tensor(self.hear(), dtype=ids.dtype))
 
 
-class _FollowerStep(Step):
+class _FollowerStep(EngineStep):
     """A step without blocks, which stops where the leader does."""
 
     def __init__(self, follower: Follower, announcement: Any) -> None:

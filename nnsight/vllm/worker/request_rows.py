@@ -21,13 +21,13 @@ from ...runtime.errors import ReplacementShapeError
 from ...runtime.replacing import Replacements
 
 
-class Rows(NamedTuple):
+class RequestRows(NamedTuple):
     """Which rows of a flat batch belong to one request.
 
     Attributes:
         start: The first.
         size: How many.
-        total: Rows of the whole batch, those that only pad it included.
+        total: RequestRows of the whole batch, those that only pad it included.
     """
 
     start: int
@@ -67,7 +67,7 @@ class RowView:
         value: The value of its rows: copies, as ordinary tensors.
     """
 
-    def __init__(self, rows: Rows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
+    def __init__(self, rows: RequestRows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
         self._rows, self._location, self._whole = rows, location, whole
         if isinstance(whole, torch.Tensor) and not earlier:  # as nearly always
             self._leaves, self._structure = [whole], _ONE

@@ -22,7 +22,7 @@ from ...runtime.interleaver import active_run
 from ...runtime.mediator import Mediator
 from ..steering.graph_functions import EditFunction
 from ..steering.tables import Steering
-from .request_rows import RequestReplacements, Rows, RowView, place_of, read_only
+from .request_rows import RequestReplacements, RequestRows, RowView, place_of, read_only
 
 #: Locations of what is not a module's.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
@@ -43,7 +43,7 @@ _NO_SKIP = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What an engine can do.
 
     Attributes:
@@ -75,7 +75,7 @@ class _NoSkips(dict[str, Any]):
 class _OnlyAt:
     """Refuses requests for locations at which a compiled engine does not stop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self._locations = {*(limits.locations or ()), *limits.captured, LOGITS, SAMPLES, "result"}
 
     def __call__(self, location: str) -> None:
@@ -120,7 +120,7 @@ class RequestRun(Interleaver):
         tracer: Any,
         tree: Any,
         name: str,
-        limits: Limits,
+        limits: RequestLimits,
     ) -> None:
         super().__init__(mediators, tracer)
         self.tree = tree
@@ -213,7 +213,7 @@ class RequestRun(Interleaver):
         """Whether something is done at the passage of ``location`` that comes next."""
         return self.error is None and (location in self.steered_here or self.is_waited(location))
 
-    def meet(self, location: str, value: Any, rows: Rows) -> Any:
+    def meet(self, location: str, value: Any, rows: RequestRows) -> Any:
         """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it.
 
         A step calls this in :func:`~.rows.ordinary`.
@@ -234,11 +234,11 @@ class RequestRun(Interleaver):
             self.fail(read_only(location))
         return value
 
-    def keep(self, location: str, value: Any, rows: Rows) -> None:
+    def keep(self, location: str, value: Any, rows: RequestRows) -> None:
         """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` where it could not be had."""
         self.kept.setdefault(location, []).append(None if value is None else RowView(rows, location, value).value)
 
-    def _steered(self, location: str, value: Any, rows: Rows) -> Any:
+    def _steered(self, location: str, value: Any, rows: RequestRows) -> Any:
         """Return what a layer returned, with the request's rows steered."""
         steering = self.steering[location]
         pair = not isinstance(value, torch.Tensor)

@@ -1,6 +1,6 @@
 """One step of the engine, for the interception of module calls.
 
-While the engine runs the model, the active run is a :class:`Step`. It is not a run with blocks itself: it hands each value on to the
+While the engine runs the model, the active run is a :class:`EngineStep`. It is not a run with blocks itself: it hands each value on to the
 runs of the requests that have rows in the step, which narrow it and count the passage.
 """
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 from ...runtime.interleaver import active_run
-from .request_rows import Rows, ordinary
+from .request_rows import RequestRows, ordinary
 from .requests import RequestRun
 
 
@@ -26,12 +26,12 @@ class Part(NamedTuple):
     """
 
     run: RequestRun
-    tokens: Rows
-    request: Rows
+    tokens: RequestRows
+    request: RequestRows
     ends: bool = True
 
 
-class Step:
+class EngineStep:
     """What an intercepted call takes for the active run.
 
     Args:

@@ -24,7 +24,7 @@ from nnsight.vllm.stack_room import with_room
 from nnsight.vllm.steering.tables import RowSlots, Slots, Steering, add_tables, steered
 from nnsight.vllm.worker.bookkeeping import Bookkeeping
 from nnsight.vllm.worker.engine_taps import Layout, at_side, tapped_modules
-from nnsight.vllm.worker.kept_values import Captures
+from nnsight.vllm.worker.kept_values import KeptValues
 from nnsight.vllm.worker.ranks import ABANDON, WORK, Alone, Leader
 from nnsight.vllm.worker.request_rows import RequestRows, RowView, ordinary
 from nnsight.vllm.worker.requests import RequestLimits, RequestRun
@@ -490,7 +490,7 @@ def test_patterns_of_taps() -> None:
 
 def test_buffers_of_captures_stay_where_they_are() -> None:
     """A graph that is replayed writes to the addresses that it was recorded with."""
-    captures, mark = Captures(), torch.zeros(1)
+    captures, mark = KeptValues(), torch.zeros(1)
     torch.ops.nnsight.capture([torch.ones(8, 2)], mark, "0", "h.output")
     assert captures._buffers == {}  # nobody reads
     with captures.filling():

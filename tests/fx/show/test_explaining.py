@@ -188,7 +188,7 @@ def test_files_of_each_stage(tmp_path: Path) -> None:
         "graph_1_variant_1_program.txt",
         "graph_1_variant_1_spliced.py",
     }
-    assert "nnsight_fx_taps_tap('model.first.output'" in (tmp_path / "graph_1_captured.py").read_text("utf-8")
+    assert "nnsight_fx_capturing_taps_tap('model.first.output'" in (tmp_path / "graph_1_captured.py").read_text("utf-8")
     assert "call mul_" in (tmp_path / "graph_1_variant_1_program.txt").read_text("utf-8")
     spliced = (tmp_path / "graph_1_variant_1_spliced.py").read_text("utf-8")
     where = f"{FILE}:{line_of(doubled, 'mul_')}"

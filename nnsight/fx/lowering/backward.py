@@ -14,18 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import detect_fake_mode
+from torch.compiler import config as compiler_config
 
 from ...shared_changes import replaced
 
 logger = logging.getLogger("nnsight.fx")
+
+#: Part of the keys of torch's caches. They do not have what is changed in Inductor here: without the tag, another version of this module
+#: would find what this one lowered, and this one what torch lowers by itself.
+_cache_tag = hashlib.sha256(__name__.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 class _NotYet(Exception):
@@ -59,7 +66,13 @@ def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[s
         return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
 
     try:
-        with _silent(), _results_kept_apart(), replaced(inductor, "select_decomp_table", decompositions):
+        tag = f"{compiler_config.cache_key_tag}nnsight-{_cache_tag}"
+        with (
+            _silent(),
+            _results_kept_apart(),
+            replaced(inductor, "select_decomp_table", decompositions),
+            cast("Any", compiler_config).patch(cache_key_tag=tag),
+        ):
             return cast("Callable[..., Any]", inductor.compile_fx(graph_module, inputs, compile_inner, options))
     finally:
         is_forward = False

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def test_what_is_lowered_can_be_cached() -> None:
     assert found["fxgraph_cache_bypass"] == before.get("fxgraph_cache_bypass", 0)
     cached = ("fxgraph_cache_miss", "fxgraph_cache_hit")
     assert sum(found[name] for name in cached) > sum(before.get(name, 0) for name in cached)
+
+
+def test_what_another_version_lowered_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(5, 3))
+
+    def misses() -> int:
+        before = torch_counters["aot_autograd"]["autograd_cache_miss"]
+        with torch.no_grad(), NNsight(net, compile={"backend": "inductor"}).trace(torch.ones(2, 5)) as tracer:
+            tracer.result.save()
+        return torch_counters["aot_autograd"]["autograd_cache_miss"] - before
+
+    misses()
+    assert misses() == 0
+    monkeypatch.setattr("nnsight.fx.backward._cache_tag", uuid.uuid4().hex)  # the folder of the cache may be an old one
+    assert misses() > 0
+    assert torch.compiler.config.cache_key_tag == ""
 
 
 @pytest.mark.slow

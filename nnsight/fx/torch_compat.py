@@ -24,7 +24,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, ConstantSource, DictGetItemSource, GetItemSource
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters as dynamo_counters
-from torch._dynamo.variables import FrozensetVariable, SetVariable  # type: ignore[attr-defined]
+from torch._dynamo.variables import FrozensetVariable, SetVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.nn_module import guard_to_detect_forward_monkeypatching

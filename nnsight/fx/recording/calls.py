@@ -1,9 +1,8 @@
 """The torch calls of a block, as events of a program.
 
 :class:`CallRecorder` is a ``TorchFunctionMode``: while it is active it sees every torch call. A call on lazy tensors is looked up
-among the events known at this state of the program; if it is new, its result is computed on fakes, so a mistake in shapes
-raises at the user's line. Which tensors there are, and what happens when a value is demanded, is up to
-:class:`~nnsight.fx.recording.recording.Recording`.
+among the events known at this state of the program; if it is new, its result is computed on fakes.
+:class:`~nnsight.fx.recording.execution.PieceRunner` adds what happens when a value is demanded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ...tracing.saving import keep_mark
 from ..program import Call, Value
 from ..splicing.nodes import references
 from . import control
-from .autograd_state import is_edited, wants_grad
+from .autograd_state import wants_grad
 from .control import ControlOperator
 from .cut_reasons import name_of
 from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
@@ -55,10 +54,6 @@ NEVER_COMPUTED = (
 class CallRecorder(EventRecorder):
     """Turns torch calls into events of a program for ``graph``, see :class:`~.events.EventRecorder`."""
 
-    def _is_shown(self, edited: Any) -> bool:
-        """Whether an edit of a tensor, or of several in a list, may be seen out of sight of torch."""
-        raise NotImplementedError
-
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -72,13 +67,10 @@ class CallRecorder(EventRecorder):
             control.check_outside(function)
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
-        journal = self.journal if self.run.current is not None else None  # of a block's own call, not one made for it
-        if journal is not None:
-            journal.begins(function, args)
         result = function(*args, **kwargs)
         self.shown.note(function, args, result)
-        if journal is not None:
-            journal.outside(function, args, kwargs, result)
+        if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
+            self.journal.outside(function, args, kwargs, result)
         return result
 
     def settle(self) -> None:
@@ -103,7 +95,7 @@ class CallRecorder(EventRecorder):
         return known
 
     def close(self) -> None:
-        """Record nothing more. Lazy tensors that could not become their values are not held here, who hold this."""
+        """Record nothing more, and drop references to lazy tensors, which refer to this recording."""
         self.closed, self.filled = True, []
 
     def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,9 +172,7 @@ class CallRecorder(EventRecorder):
                 reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
-        # A graph of its own takes no numbers from the one around it.
-        alone = self.inside is not None and self.inside.is_graph
-        lifted = Lifted(event, (), event) if alone else lift(self.state, event, len(self.numbers))
+        lifted = lift(self.state, event, len(self.numbers))
         known = self.state.edges.get(lifted.event)
         sizes = self.sizes + integers(lifted.values)
         outcome = None if known is None else known.outcomes.get(sizes)
@@ -236,7 +226,7 @@ class CallRecorder(EventRecorder):
             )
 
     def _try_on_fakes(self, event: Call) -> tuple[bool, Any]:
-        """Return whether fakes tell what a call returns, and what that is.
+        """Return whether fakes are enough to know what a call returns, and that.
 
         Raises:
             Exception: What the call raises whatever the values are: the user's mistake.
@@ -248,8 +238,7 @@ class CallRecorder(EventRecorder):
         except UNANSWERABLE:
             return False, None
         except Exception as error:
-            # Where the call may well succeed with values, it is made with them, and may fail again in the same way:
-            # operators of others, and functions that take a number take a tensor of one element, whose value they read.
+            # With values, operators of others may succeed, and functions that take a number and are given a tensor of one element.
             scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(event))
             if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
                 return False, None
@@ -290,7 +279,7 @@ class CallRecorder(EventRecorder):
         return False, None
 
     def _about_gradients(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tell what autograd knows of a tensor, or would if the calls before this one had been made."""
+        """Answer what autograd knows of a tensor after the recorded calls."""
         name, tensor = ABOUT_GRADIENTS[function], args[0]
         is_lazy = isinstance(tensor, LazyTensor)
         wants = wants_grad(tensor._recording, Value(tensor._index)) if is_lazy else wants_grad(self, tensor)
@@ -300,12 +289,14 @@ class CallRecorder(EventRecorder):
             return wants
         if not wants:
             return name == "is_leaf" or None
-        if is_lazy or is_edited(self, tensor):
-            return False if name == "is_leaf" else self.demand(function, args, kwargs, "`grad_fn` exists once the graph has run")
+        if is_lazy and name == "is_leaf":
+            return False
+        if is_lazy or storage_of(tensor) in self.used_storages:  # an edit that waits for the graph may change it
+            return self.demand(function, args, kwargs, f"`{name}` is known once the graph has run")
         return self._outside(function, args, kwargs)
 
     def _carried(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tell what a tensor object carries."""
+        """Answer what a tensor object carries."""
         name, tensor = CARRIED[function], args[0]
         if isinstance(tensor, LazyTensor):
             if name in ("grad", "_grad", "retains_grad"):  # it is the result of a call

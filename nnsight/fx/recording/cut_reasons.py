@@ -1,4 +1,4 @@
-"""What may be demanded of a lazy tensor, in words: how a cut is reported, and what does the same without one."""
+"""Words for the report of a cut: what needed a value, and what does the same without one."""
 
 from __future__ import annotations
 

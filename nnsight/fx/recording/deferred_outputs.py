@@ -1,11 +1,8 @@
-"""What a model returns beside tensors, such as a cache of keys and values, for blocks that see it before it is there.
+"""Deferred outputs: what a model returns beside tensors, such as a key-value cache, for blocks that see it before it exists.
 
 A captured graph has tensors only. The objects that hold them are made, or changed, by the code that dynamo put around the graph, when
-the graph has run. A block that stops at the output of the whole model is therefore given a :class:`Promised` for each of them, which
-becomes the object:
-
-* when the block looks into it; the block waits until the model has returned, and goes on at the same location;
-* when the block is done and it is still held, in something that was saved for instance.
+the graph has run. A block that stops at the output of the whole model is given a :class:`Deferred` for each of them. It becomes the object
+when the block looks into it, for which the block waits until the model has returned, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
@@ -27,12 +25,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nnsight.fx")
 
 
-class Promised(Opaque):
+def _of_object(function: Callable[..., Any]) -> Any:
+    """Return a special method that does to the object what ``function`` does."""
+    return lambda self, *args, **kwargs: function(self._object(), *args, **kwargs)
+
+
+class Deferred(Opaque):
     """Stands for an object until the model has returned it."""
 
-    def __init__(self, kind: str, promise: Promise) -> None:
-        super().__init__(kind, promise.location)
-        self.__dict__["promise"] = promise
+    def __init__(self, kind: str, output: DeferredOutput) -> None:
+        super().__init__(kind, output.location)
+        self.__dict__["output"] = output
         self.__dict__["real"] = None
 
     def become(self, real: Any) -> None:
@@ -46,8 +49,8 @@ class Promised(Opaque):
     def _object(self) -> Any:
         """Return the object; waits for it."""
         if self.__dict__["real"] is None:
-            waited = self.__dict__["promise"].wait()
-            if type(self) is not Promised:
+            waited = self.__dict__["output"].wait()
+            if type(self) is not Deferred:
                 return self
             if not waited or self.__dict__["real"] is None:
                 raise self._refuse()
@@ -58,57 +61,36 @@ class Promised(Opaque):
             raise AttributeError(name)  # somebody asks what kind of object this is
         return getattr(self._object(), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._object(), name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._object()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._object()[key] = value
-
-    def __len__(self) -> int:
-        return len(self._object())
-
-    def __iter__(self) -> Any:
-        return iter(self._object())
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._object()
-
-    def __bool__(self) -> bool:
-        return bool(self._object())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._object()(*args, **kwargs)
-
     def __repr__(self) -> str:
         try:
             return repr(self._object())
         except TypeError:  # a failed run has not got there
             return super().__repr__()
 
+    __setattr__ = _of_object(setattr)
+    __getitem__ = _of_object(operator.getitem)
+    __setitem__ = _of_object(operator.setitem)
+    __len__ = _of_object(len)
+    __iter__ = _of_object(iter)
+    __contains__ = _of_object(operator.contains)
+    __bool__ = _of_object(bool)
+    __call__ = _of_object(operator.call)
 
-class Promise:
-    """Stands for the objects in one output of the whole model.
 
-    Args:
-        run: The run whose blocks see it.
-        location: Of the output.
-        structure: How the output nests.
-    """
+class DeferredOutput:
+    """Stands for the objects in one output of the whole model, which blocks of a run see at a location."""
 
     def __init__(self, run: Interleaver, location: str, structure: pytree.TreeSpec) -> None:
         self._run: Interleaver | None = run
         self.location = location
         self._structure = structure
-        self._given: list[tuple[int, weakref.ref[Promised]]] = []
+        self._given: list[tuple[int, weakref.ref[Deferred]]] = []
         self._value: Any = None  # what the block that waits was given
         self._leaves: list[Any] = []
 
-    def stand_in(self, opaque: Opaque, number: int) -> Promised:
+    def stand_in(self, opaque: Opaque, number: int) -> Deferred:
         """Return what stands for leaf number ``number`` of the output, instead of ``opaque``."""
-        made = Promised(opaque.__dict__["kind"], self)
+        made = Deferred(opaque.__dict__["kind"], self)
         self._given.append((number, weakref.ref(made)))
         return made
 
@@ -163,9 +145,9 @@ def is_of_root(location: str) -> bool:
 
 
 def returned(run: Interleaver, output: Any) -> Any:
-    """Keep the promises of a call of the model that has returned ``output``; return what its caller is to get."""
-    promises, run.promises = run.promises, []
-    for promise in promises or ():
-        promise.fulfil(output)
-        output = promise.changed(run.handle_returned(promise.location, output))
+    """Give blocks what a call of the model has returned; return what its caller is to get."""
+    deferred, run.promises = run.promises, []
+    for each in deferred or ():
+        each.fulfil(output)
+        output = each.changed(run.handle_returned(each.location, output))
     return output

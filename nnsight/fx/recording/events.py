@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sysconfig
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +21,7 @@ from ..capturing.graph import CapturedGraph, Tap
 from ..program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, Reference, State, Symbol, Value
 from ..splicing.nodes import references
 from ..splicing.pieces import Piece
-from .autograd_state import Followed, is_apart, some, wants_grad
-from .control import Inside
-from .exposed_memory import Shown
+from .autograd_state import is_apart, some, wants_grad
 from .functions import (
     PLAIN,
     TAKES_SCALAR_TENSORS,
@@ -31,7 +29,7 @@ from .functions import (
     is_numpy_scalar,
     path_step,
 )
-from .lazy import LazyTensor, make_lazy, real_of
+from .lazy import LazyTensor, Shown, make_lazy, real_of
 from .numbers import Lifted, lift, same_structure, twin_of
 from .trial_calls import arguments
 
@@ -52,17 +50,16 @@ _LIBRARIES = (
 )
 
 
+#: Attributes of a recorder that have what is recorded.
+_RECORDED = "state fakes requires_grad lazies externals external_index lifted numbers sizes random gained_grad".split()
+
+
 class NotLowerableError(Exception):
     """A call has an argument that no graph can hold."""
 
 
 class EventRecorder(TorchFunctionMode):
-    """The program so far, with its tensors and numbers, and what makes an event of a call.
-
-    Args:
-        graph: The captured graph.
-        inputs: Its inputs.
-        journal: What the run is written down in, if it is.
+    """The program so far, with its tensors and numbers; turns calls into events. A run may be written down in a journal.
 
     Attributes:
         binding: The sizes that the graph's symbols have for these inputs.
@@ -71,18 +68,23 @@ class EventRecorder(TorchFunctionMode):
         state: The program so far.
         tap: The tap at which the block stands.
         recorded: Whether an event was new.
-        relaid: Whether a replacement has other strides than the captured value, so that what is computed from it may have, too.
+        relaid: Whether a replacement has other strides than the captured value.
         closed: Whether the run is over.
         run: The run.
         piece: The piece of the graph that is being recorded.
         lifted: Tensors that stand for Python floats.
         filled: Lazy tensors that have a value but could not become it.
-        shown: Memory that is seen outside of torch.
-        inside: The function of an operator, such as ``torch.cond``, that is being recorded, if one is.
+        shown: Objects outside of torch that show memory of tensors.
+        gained_grad: Whether an edit in place may have made tensors require gradients that did not.
+        inside: In a function of ``torch.cond``: how many values there were before.
     """
 
     run: Interleaver
     piece: Piece
+    demand: Callable[..., Any]
+    compute_for_nested: Callable[[], None]
+    _object: Callable[[Any], torch.Tensor]
+    _is_shown: Callable[[Any], bool]
 
     def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...], journal: Journal | None = None) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class EventRecorder(TorchFunctionMode):
         self.closed = False
         self.filled: list[LazyTensor] = []
         self.shown = Shown()
-        self.inside: Inside | None = None
+        self.inside: int | None = None
         self.start_tables(list(inputs))
 
     def start_tables(self, inputs: list[Any]) -> None:
@@ -112,7 +114,7 @@ class EventRecorder(TorchFunctionMode):
         self.inputs = inputs
         self.fakes: list[torch.Tensor] = []
         self.requires_grad: list[bool | None] = []
-        self.followed = Followed()
+        self.gained_grad = False
         self.lazies: list[weakref.ref[LazyTensor] | None] = []
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
@@ -122,23 +124,14 @@ class EventRecorder(TorchFunctionMode):
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 
-    def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Make values concrete and then call ``function`` on them."""
-        raise NotImplementedError
-
-    def compute_for_nested(self) -> None:
-        """Make the lazy tensors real, because the block of a run inside this one uses one of them."""
-        raise NotImplementedError
-
-    def _object(self, reference: Reference) -> torch.Tensor:
-        """Return the tensor the block gets for ``reference``."""
-        raise NotImplementedError
-
     def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
         """Go on to the state after a call, and return what the block gets for it."""
         self.fakes += outcome.fakes
         self.lazies += [None] * len(outcome.fakes)
         self.requires_grad += outcome.requires_grad
+        if outcome.gains_grad is not False and not self.gained_grad:
+            edited = lifted.event.args[0]  # type: ignore[union-attr]
+            self.gained_grad = isinstance(edited, Nest) or not wants_grad(self, edited)
         outcomes = self.step_lifted(lifted).outcomes
         if len(outcomes) >= _KEPT_SIZES and sizes not in outcomes:
             outcomes.clear()
@@ -155,41 +148,15 @@ class EventRecorder(TorchFunctionMode):
         ]
         return pytree.tree_unflatten(leaves, outcome.structure)
 
-    def take(self, event: Event, fakes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Go on to the state after an event whose results are like ``fakes``; return them."""
-        known = self.state.edges.get(event)
-        outcome = None if known is None else known.outcomes.get(self.sizes)
-        if outcome is None:
-            structure = pytree.tree_structure(tuple(fakes))
-            leaves = tuple(range(len(self.fakes), len(self.fakes) + len(fakes)))
-            paths = tuple((number,) for number in range(len(fakes)))
-            outcome = Outcome(structure, leaves, paths, tuple(fakes), (False,) * len(fakes))
-        taken: tuple[torch.Tensor, ...] = self._take(outcome, Lifted(event, (), event), self.sizes)
-        return taken
-
     def fake_of(self, reference: Reference) -> torch.Tensor:
         """Return the fake of a tensor."""
         with self.graph.fake_lock, torch._C.DisableTorchFunction(), self.graph.fake_mode:
             return self._fake(reference)
 
-    def memory_of(self, value: Value) -> int:
-        """Return what is equal for values that share memory."""
-        return storage_of(self.fakes[value.index])
-
-    def wants_grad(self, reference: Reference) -> bool:
-        """Whether a tensor may require a gradient."""
-        return wants_grad(self, reference) is not False
-
-    def tables(self) -> tuple[Any, ...]:
-        """Return what there is by now, for :meth:`go_back`."""
-        return (self.state, len(self.fakes), len(self.externals), len(self.lifted), self.numbers, self.sizes, self.random)
-
-    def go_back(self, tables: tuple[Any, ...]) -> None:
-        """Forget what has been recorded since ``tables``."""
-        self.state, values, externals, lifted, self.numbers, self.sizes, self.random = tables
-        del self.fakes[values:], self.requires_grad[values:], self.lazies[values:]
-        del self.externals[externals:], self.lifted[lifted:]
-        self.external_index = {key: index for key, index in self.external_index.items() if index < externals}
+    def tables(self) -> dict[str, Any]:
+        """Return what is recorded so far; ``__dict__`` is updated with it to forget what comes behind."""
+        found = {name: getattr(self, name) for name in _RECORDED}
+        return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in found.items()}
 
     def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         name = getattr(function, "__name__", "")
@@ -374,12 +341,7 @@ class EventRecorder(TorchFunctionMode):
         return found
 
     def step(self, event: Event, like: Event | None = None) -> State:
-        """Go on to the state after ``event``, which is new if no earlier run did the same.
-
-        Args:
-            event: The event.
-            like: The event with the constants that it had first, if it has numbers for them.
-        """
+        """Go on to the state after ``event``, a new one if no earlier run did the same; ``like`` has the constants that were seen first."""
         found = self.state.edges.get(event)
         if found is None:
             self.recorded = True
@@ -390,9 +352,13 @@ class EventRecorder(TorchFunctionMode):
         self.state = found
         return found
 
-    def lazy(self, index: int) -> LazyTensor:
+    def held(self, index: int) -> LazyTensor | None:
+        """Return the lazy tensor of a value, if something still refers to it."""
         reference = self.lazies[index]
-        lazy = None if reference is None else reference()
+        return None if reference is None else reference()
+
+    def lazy(self, index: int) -> LazyTensor:
+        lazy = self.held(index)
         if lazy is None:
             lazy = make_lazy(index, self.fakes[index], self)
             self.lazies[index] = weakref.ref(lazy)

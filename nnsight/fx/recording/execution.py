@@ -1,11 +1,11 @@
-"""Running the pieces of a captured graph with what was recorded: a cut runs one and lets the block go on with real values."""
+"""Runs the pieces of a captured graph with the recorded program: a cut runs one, and the block goes on with real values."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,16 +42,7 @@ class GraphBreakError(RuntimeError):
 
 
 class PieceRunner(CallRecorder):
-    """Runs ``graph`` piece by piece, and turns lazy tensors into its results.
-
-    Args:
-        graph: The captured graph.
-        inputs: Its inputs.
-        run: The active run.
-        report: What to tell the user.
-        fullgraph: Whether a needed value is an error rather than a cut.
-        journal: What the run is written down in, if it is.
-    """
+    """Runs ``graph`` piece by piece, and turns lazy tensors into its results; with ``fullgraph`` a needed value is an error."""
 
     def __init__(
         self,
@@ -138,16 +129,16 @@ class PieceRunner(CallRecorder):
         return result
 
     def _is_shown(self, edited: Any) -> bool:
+        """Whether an edit of a tensor, or of several in a list, may be seen out of sight of torch."""
         storages = self.shown.storages()
         if not storages:
             return False
         memory = self.graph.memory
-        inputs = [(node, self.inputs[index]) for node, index in self.piece.input_index.items()]
-        groups = {memory.group(node) for node, item in inputs if _is_in(item, storages)}
-        # Of a tensor without a value this can be told if it is one of the model's, or a view of one.
-        others = {storage_of(self.fakes[index]) for node, index in self.value_of.items() if memory.group(node) not in groups}
+        shown = {memory.group(node) for node, index in self.piece.input_index.items() if _memory(self.inputs[index]) in storages}
+        # Of a tensor without a value this is known if it is one of the model's, or a view of one.
+        others = {storage_of(self.fakes[index]) for node, index in self.value_of.items() if memory.group(node) not in shown}
         return any(
-            storage_of(tensor._fake) not in others if isinstance(tensor, LazyTensor) else _is_in(tensor, storages)
+            storage_of(tensor._fake) not in others if isinstance(tensor, LazyTensor) else _memory(tensor) in storages
             for tensor in pytree.tree_leaves(edited)
         )
 
@@ -184,7 +175,7 @@ class PieceRunner(CallRecorder):
             self.graph.cuts.add(cut)
             logger.info("graph cut: %s", cut)
         stop = self.graph.order[self.tap.node]
-        if self.state.behind is None:  # the state tells at which tap it is, and all that is resolved
+        if self.state.behind is None:  # the state decides the tap, and all that is resolved
             piece = Piece.of(self.graph, stop)
             piece = piece.without_duplicates([self.resolve(node) for node in piece.inputs])
             self.state.behind = piece, piece.inputs[len(self.graph.placeholders) :]
@@ -228,20 +219,17 @@ class PieceRunner(CallRecorder):
         return outputs
 
     def _is_output_unseen(self) -> bool:
-        """Whether nobody is going to see what the model returns, and it would come to be without an error.
+        """Whether nobody sees what the model returns, and computing it would raise no error.
 
-        Nobody does if there is no caller to return it to, and no block that waits for something behind the graph. And as long as blocks
-        have changed nothing but values, the rest of the model fits them as it did when it was captured.
+        Nobody sees it if it is returned to no caller, and no block waits for something behind the graph. No error is raised as long as
+        blocks have changed nothing but values: the rest of the model fits them as it did when it was captured.
         """
         run = self.run
         unseen = self.graph.may_stand_in and not run.returns and not run.waited and self.state is not self.graph.start
-        return unseen and self.as_captured and not any(promise.is_wanted for promise in run.promises or ())
+        return unseen and self.as_captured and not any(output.is_wanted for output in run.promises or ())
 
     def _compute_what_is_held(self) -> None:
-        """Run the graph up to where a block failed, as an eager model has run by then: the user may hold tensors from before.
-
-        The nodes run one by one, because nobody should wait for a compiler before an error is shown.
-        """
+        """Run the graph up to where a block failed, node by node: the user may hold tensors from before, as in an eager trace."""
         if self.failed_to_run:
             return
         self.journal = None
@@ -265,20 +253,13 @@ class PieceRunner(CallRecorder):
     def _run_in_modes(
         self, stop: int, wanted: Sequence[Any], cut: Break | None, observed: bool, lower: bool
     ) -> tuple[tuple[int, ...], list[Any]]:
-        """Run the graph from the piece's start to node number ``stop``.
-
-        Args:
-            stop: The first node that does not run.
-            wanted: Captured nodes (or constants) whose values are needed.
-            cut: Why the piece ends there, if it is not its end.
-            observed: Whether gradients will be asked for.
-            lower: Whether it is worth lowering; else its nodes run one by one.
+        """Run the graph from the piece's start up to node number ``stop``, lowered or node by node.
 
         Returns:
-            The numbers of the values that became real tensors, and the value of each of ``wanted``, or stand-ins if
-            nobody sees them.
+            The numbers of the values that became real tensors, and the value of each captured node (or constant) in ``wanted``, or
+            stand-ins if nobody sees them.
         """
-        alive = tuple(index for index, lazy in enumerate(self.lazies) if lazy is not None and lazy() is not None)
+        alive = tuple(index for index in range(len(self.lazies)) if self.held(index) is not None)
         observed = self.grad_enabled and (observed or self._differentiates)
         # A trace that stops here wants nothing; one that is cut here wants what the rest of the graph needs.
         unseen = wanted is self.graph.outputs and self._is_output_unseen()
@@ -323,9 +304,7 @@ class PieceRunner(CallRecorder):
         for position, real in enumerate(computed):
             places.setdefault(id(real), []).append(position)
         for index in alive:
-            reference, self.lazies[index] = self.lazies[index], None
-            lazy = None if reference is None else reference()
-            del reference
+            lazy, self.lazies[index] = self.held(index), None
             if lazy is None:
                 continue
             real = known = computed[positions[index]]
@@ -345,28 +324,26 @@ class PieceRunner(CallRecorder):
                 self.filled.append(lazy)
 
     def _abandon(self) -> None:
-        """Forget what was not computed: no name may come home bound to a tensor without a value."""
+        """Unmark saved tensors that were not computed, so that no name is bound to a tensor without a value."""
         marked = saves.get()
-        for reference in self.lazies:
-            lazy = None if reference is None else reference()
+        for lazy in map(self.held, range(len(self.lazies))):
             if lazy is not None and marked is not None:
                 marked.pop(id(lazy), None)
 
 
 def _mentions_backward(block: Any) -> bool:
-    """Whether a block has a backward pass in its text, for which autograd has to see what the block holds."""
+    """Whether a block mentions a backward pass, for which autograd has to see the tensors of the block."""
     return isinstance(block, Block) and "backward" in block.code.co_names
 
 
-def _is_in(tensor: Any, storages: Collection[int]) -> bool:
-    return isinstance(tensor, torch.Tensor) and storage_of(tensor) in storages
+def _memory(item: Any) -> int | None:
+    return storage_of(item) if isinstance(item, torch.Tensor) else None
 
 
 def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
-    """Leave the recording that is going on for a call that must not be recorded, such as a run of another model.
+    """Leave the active recording for a call that must not be recorded, such as a run of another model.
 
-    Args:
-        *values: What the call uses; lazy tensors among it are made real first.
+    Lazy tensors among ``values``, which the call uses, are made real first.
     """
     mode = torch.overrides._get_current_function_mode()
     if not isinstance(mode, PieceRunner):

@@ -1,7 +1,7 @@
-"""What one run of a block did, written down so that it can be had again.
+"""What one run of a block did, written down for a replay.
 
-Calls on lazy tensors are in the program anyway. A :class:`Journal` adds what is not: calls on tensors from outside, in their order, and
-which values the block was left with. It also notes what makes a run unfit for a replay.
+The program has the calls on lazy tensors. A :class:`Journal` adds the calls on tensors from outside, in their order, and the values that
+the block still held at its end. It also notes why a run cannot be replayed.
 """
 
 from __future__ import annotations
@@ -16,32 +16,24 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from ..lowering.variant import Variant
-from .exception_scopes import handler, may_fail_by_values
 from .functions import ABOUT_GRADIENTS, METADATA
 
 if TYPE_CHECKING:
     from .execution import PieceRunner
 
-#: Methods that tell metadata, which is compared.
-_TELLING = frozenset("__len__ dim size numel nelement stride ndimension is_floating_point is_complex is_contiguous".split())
+#: Methods that return metadata, which is compared.
+_DESCRIBING = frozenset("__len__ dim size numel nelement stride ndimension is_floating_point is_complex is_contiguous".split())
 
 #: Getters of what is compared beyond that.
 _COMPARED = frozenset(getter for getter, name in ABOUT_GRADIENTS.items() if name != "grad_fn")
 
 
 class Journal:
-    """What one run of a block did, as far as a replay has to do it again.
-
-    Args:
-        filled: Lists from outside that the block appends to.
-
-    Attributes:
-        reason: Why the run cannot be replayed; empty if it can.
-    """
+    """What one run of a block did, as far as a replay has to do it again; ``filled`` are lists from outside that it appends to."""
 
     def __init__(self, filled: Sequence[list[Any]] = ()) -> None:
         self._filled = [(filling, len(filling)) for filling in filled]
-        self.reason = ""
+        self.reason = ""  # why the run cannot be replayed
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self.recording: PieceRunner | None = None
         self.variant: Variant | None = None
@@ -55,26 +47,17 @@ class Journal:
     @property
     def appended(self) -> list[tuple[int, Any]]:
         """What the block has appended, with the number of the list."""
-        seen: set[int] = set()
-        found: list[tuple[int, Any]] = []
-        for number, (filling, length) in enumerate(self._filled):
-            if id(filling) not in seen:
-                seen.add(id(filling))
-                found += [(number, item) for item in filling[length:]]
-        return found
+        numbered = [(number, *filled) for number, filled in enumerate(self._filled)]
+        distinct = {id(filling): (number, filling, length) for number, filling, length in numbered}
+        return [(number, item) for number, filling, length in distinct.values() for item in filling[length:]]
 
     def spoil(self, reason: str) -> None:
         """Note that this run cannot be replayed."""
         self.reason = self.reason or reason
 
-    def begins(self, function: Any, args: tuple[Any, ...]) -> None:
-        """Note a call on tensors from outside that the block is about to make."""
-        if may_fail_by_values(function, args) and handler() is not None:
-            self.spoil(f"`{getattr(function, '__name__', function)}` may fail because of values, and the block may catch that")
-
     def outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note a call on tensors from outside, which the block has just made."""
-        if function in METADATA or function in _COMPARED or getattr(function, "__name__", "") in _TELLING:
+        if function in METADATA or function in _COMPARED or getattr(function, "__name__", "") in _DESCRIBING:
             return
         if any(not isinstance(leaf, (torch.Tensor, type(None))) for leaf in pytree.tree_leaves(result)):
             self.spoil(f"the block looks at a value from outside, with `{getattr(function, '__name__', function)}`")
@@ -89,25 +72,23 @@ class Journal:
         self.recording, self.variant, self.alive, self.stop = recording, variant, alive, stop
         self.externals, self.inputs = list(recording.externals), list(recording.inputs)
         for index in alive:
-            reference = recording.lazies[index]
-            lazy = None if reference is None else reference()
+            lazy = recording.held(index)
             if lazy is not None:
                 self._kept.append(lazy)
                 self.numbers[id(lazy)] = index  # stays its identity when it becomes the real tensor
 
     def close(self) -> None:
-        """Let go of the run, whose recording holds this journal: in a cycle, values that nobody saved would outlive the trace."""
+        """Drop the recording, which refers to this journal: in a cycle, values that nobody saved would outlive the trace."""
         self.recording = self.variant = None
         self.externals, self.inputs, self.calls, self._kept = [], [], [], []
 
 
 class Listening(TorchFunctionMode):
-    """Notes calls that a block makes before it first asks for a value; from there on the recording does."""
+    """Notes the calls that a block makes before it first asks for a value; behind that the recording does."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
-        self._journal = journal
-        self._is_on = False
+        self._journal, self._is_on = journal, False
 
     def run(self, function: Callable[[], None]) -> None:
         """Run a block, and listen until it gives up its turn."""
@@ -130,7 +111,6 @@ class Listening(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._journal.begins(function, args)
         result = function(*args, **(kwargs or {}))
         self._journal.outside(function, args, kwargs or {}, result)
         return result

@@ -1,17 +1,15 @@
-"""Numbers of a program: what makes a changed number the same program.
+"""Numbers of a program: what makes a block with a changed number the same program.
 
 A Python number in a call (``h[:, i]``, ``clamp(h, max=m)``) is a constant of the program when it is first seen: most never change,
 and a constant gives the best code. When the same call comes with another number at the same place, the number
-becomes a :class:`~nnsight.fx.program.Number`, an input of the spliced graph, and from there on every value follows one program.
-The sizes of a tensor from outside are treated alike, so a mask whose length follows the prompt is one program, too.
+becomes a :class:`~nnsight.fx.program.Number`, an input of the spliced graph. The sizes of a tensor from outside are treated alike.
 
-Calls that differ in numbers alone form a :class:`Family`. A loop that changes several numbers at once should not learn them one
-trace at a time. So the state that a number led to knows its *twin*, the state that the constant led to, and what the twin's
-families hold counts as seen.
+Calls that differ in numbers alone form a :class:`Family`. The state that a number led to knows its *twin*, the state that the constant
+led to, and uses its families: a loop that changes several numbers at once learns all of them in one trace.
 
-Nothing relies on a number being free: what a backend assumes about it (its sign, that an index is in range, or all of its value, where it
-is a dimension) becomes a condition of the lowering, see :mod:`~nnsight.fx.lowering.lowering`. A call whose result has another structure
-under another number, such as ``chunk(n)``, keeps its constants.
+What a backend assumes about a number (its sign, that an index is in range, its value where it is a dimension) becomes a guard of the
+lowering, see :mod:`~nnsight.fx.lowering.lowering`. A call whose result has another structure under another number, such as ``chunk(n)``,
+keeps its constants.
 """
 
 from __future__ import annotations
@@ -47,13 +45,7 @@ class Lifted(NamedTuple):
 
 
 def lift(state: State, event: Event, count: int) -> Lifted:
-    """Return ``event`` as the program at ``state`` has it.
-
-    Args:
-        state: Where the event happens.
-        event: The event with all its constants.
-        count: How many numbers the program has so far.
-    """
+    """Return an event with constants as the program at ``state``, which has ``count`` numbers so far, has it."""
     constant = Lifted(event, (), event)
     if event in state.edges:
         return constant
@@ -106,13 +98,8 @@ def twin_of(state: State, event: Event, like: Event) -> State | None:
 
 def same_structure(one: Outcome, other: Outcome) -> bool:
     """Whether two results of a call are the same to a program: as many tensors, in the same places."""
-    return (
-        one.structure == other.structure
-        and one.leaves == other.leaves
-        and one.paths == other.paths
-        and one.requires_grad == other.requires_grad
-        and one.gains_grad == other.gains_grad
-    )
+    names = ("structure", "leaves", "paths", "requires_grad", "gains_grad")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _replaced(event: Event, replace: Callable[[type, Any], Any]) -> Any:

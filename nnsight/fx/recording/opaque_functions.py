@@ -1,13 +1,13 @@
 """Functions of a block whose calls torch would keep from a recording.
 
-Two kinds of functions take a lazy tensor out of sight of ``__torch_function__``:
+``__torch_function__`` does not see what two kinds of functions do with a lazy tensor:
 
-* A function that the user has compiled with ``torch.compile``: dynamo would trace it with the lazy tensor. It is called as it is written
-  instead, so that what it computes becomes part of the graph. ``torch.compiler.set_stance("force_eager")`` does so for all threads.
+* A function that the user has compiled with ``torch.compile``: dynamo would trace it with the lazy tensor. It runs as Python
+  instead, so that its calls become part of the graph.
 * A ``torch.autograd.Function``: torch runs its ``forward`` in C++, and to autograd it is one call with a gradient of its own.
 
 Torch has no public hook for either that is limited to a thread. So one function of each kind is replaced, for all threads, while any
-recording is active (:data:`shown`). Calls in which no recording has a part go on as they would.
+recording is active (:data:`shown`). Calls outside of a recording go on as they would.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """Recording: a block runs against lazy tensors and leaves a program behind.
 
 One :class:`Recording` is one run over one captured graph. It walks the graph's taps in order and offers lazy values to the
-interleaver, exactly as the eager driver offers real ones. While the block holds lazy tensors, a
-``TorchFunctionMode`` sees every torch call it makes:
+interleaver, exactly as the eager driver offers real ones. A ``TorchFunctionMode`` sees every torch call of the block:
 
-* a call on lazy tensors becomes an event of the program; its result is computed on fakes, so a mistake in shapes raises
-  at the user's line before the model has run;
-* a call on tensors from outside runs at once, and its result is an *external*, an input of the spliced graph, as any other
-  tensor from outside is;
-* a call on a tensor from outside that the program already uses is recorded too, so that reads and in-place edits of it keep
-  their order;
-* a call that needs a concrete value cuts the graph: the part up to here is lowered and run, all lazy tensors
-  become real, and the call is made on them. The rest of the graph is the next piece.
+* A call on lazy tensors becomes an event of the program. Its result is computed on fakes, so a mistake in shapes raises at the user's line.
+* A call on tensors from outside runs at once. Its result is an *external*, an input of the spliced graph.
+* A call on a tensor from outside that the program already uses is recorded, which keeps reads and in-place edits in order.
+* A call that needs a concrete value cuts the graph: the part up to here is lowered and run, all lazy tensors become real, and the call
+  is made on them. The rest of the graph is the next piece.
 
 Each event is first looked up among the programs known for the graph (:class:`~nnsight.fx.program.State`). A run that follows a
 known program computes no fakes and makes no nodes.
@@ -41,7 +37,7 @@ from ..profiling import stage
 from ..program import External, Input, Skip, Value, Visit, Write
 from .autograd_state import wanting_at
 from .cut_reasons import instead_of
-from .deferred_outputs import Promise, is_of_root
+from .deferred_outputs import DeferredOutput, is_of_root
 from .events import storage_of
 from .execution import PieceRunner
 from .lazy import LazyTensor
@@ -49,24 +45,16 @@ from .opaque_functions import shown
 
 
 class Recording(PieceRunner):
-    """One run of the active blocks over a captured graph, see :class:`~.execution.PieceRunner` for the arguments."""
-
-    def __enter__(self) -> Recording:
-        shown.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        shown.__exit__()
+    """One run of the active blocks over a captured graph."""
 
     def walk(self) -> list[Any]:
         """Run the blocks over the graph and then the graph; return the graph's outputs, or stand-ins if nobody sees them."""
         run = self.run
         self.report.graphs += 1
+        before = run.check_replacement, run.check_location
         run.check_replacement, run.check_location = self._check_replacement, self._check_location
         try:
-            with stage("record"), self:
+            with stage("record"), shown, self:
                 waited, counts = run.waited, run.counts
                 behind = 0
                 for tap in self.graph.taps:
@@ -82,7 +70,7 @@ class Recording(PieceRunner):
                     if not waited:  # no block has code left to run
                         break
             self.tap = None
-            run.check_replacement = run.check_location = None
+            run.check_replacement, run.check_location = before
             run.release()
             self.settle()
             outputs = self.finish()
@@ -92,7 +80,7 @@ class Recording(PieceRunner):
             raise
         except BaseException as error:
             if error is run.failure:  # one of a block: the others end while what they hold can still be computed
-                with self:
+                with shown, self:
                     run.end_blocks()
             if isinstance(error, Exception):
                 self._compute_what_is_held()
@@ -112,7 +100,7 @@ class Recording(PieceRunner):
         leaves = self._visit(tap)
         if self._shows_edits(tap):
             self.cut("an array outside of torch has memory that the model may have edited", instead_of("numpy"))
-        self._promise(tap, leaves)
+        self._defer(tap, leaves)
         value = leaves[0] if tap.is_single else unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
         switched = self.graph.switched.get(tap.node)
@@ -127,7 +115,7 @@ class Recording(PieceRunner):
             self._write(tap, leaves, changed)
 
     def _watch_edits(self, position: int) -> None:
-        """Let the block find inputs of the piece that the model edits before node number ``position`` as they are then."""
+        """Record calls on those inputs of the piece that the model edits before node number ``position``: they have to see the edits."""
         while self._next_edit is not None and self._next_edit[0] < position:
             _, inputs = self._next_edit
             self.used_storages |= {storage_of(self.inputs[index]) for index in inputs}
@@ -188,21 +176,17 @@ class Recording(PieceRunner):
             for reference in references
         ]
 
-    def _promise(self, tap: Tap, leaves: list[Any]) -> None:
-        """Put promises in place of the ``leaves`` that the graph does not contain, if ``tap`` is the output of the whole model.
-
-        Not if invokes see rows of their own of it: then an object would have to become several.
-        """
+    def _defer(self, tap: Tap, leaves: list[Any]) -> None:
+        """Put stand-ins for objects into the output of the whole model, unless invokes see rows of their own of it."""
         run = self.run
         if run.promises is None or not is_of_root(tap.location) or not any(isinstance(leaf, Opaque) for leaf in leaves):
             return
-        if any(mediator.batch_group is not None for mediator in run.mediators):
-            return
-        promise = Promise(run, tap.location, tap.structure)
-        run.promises.append(promise)
-        leaves[:] = [
-            promise.stand_in(leaf, number) if isinstance(leaf, Opaque) else leaf for number, leaf in enumerate(leaves)
-        ]
+        if all(mediator.batch_group is None for mediator in run.mediators):
+            output = DeferredOutput(run, tap.location, tap.structure)
+            run.promises.append(output)
+            leaves[:] = [
+                output.stand_in(leaf, number) if isinstance(leaf, Opaque) else leaf for number, leaf in enumerate(leaves)
+            ]
 
     def _check_location(self, location: str) -> None:
         """Refuse, at the user's line, a request for an operation that the graph was captured without."""
@@ -242,7 +226,7 @@ class Recording(PieceRunner):
                     f"The replacement of `{location}` changes {old_leaf!r} to {new_leaf!r}, which the captured graph has "
                     "as a constant. Use `trace(..., compile=False)` for this edit."
                 )
-        if self.graph.compares_tensors and location.endswith(".input") and _tells_apart(old_leaves, new_leaves):
+        if self.graph.compares_tensors and location.endswith(".input") and _separates(old_leaves, new_leaves):
             raise ValueError(
                 f"The replacement of `{location}` changes one of several arguments that are the same tensor, and the captured graph "
                 "is what the model does if they are (attention, for example, projects them together). Replace all of them, or use "
@@ -264,13 +248,13 @@ class Recording(PieceRunner):
                 self.writes[tap.index, number] = reference
 
     def _compare(self, leaves: Sequence[Any], new_leaves: Sequence[Any]) -> None:
-        """Note whether replacements are like what they replace, but for their values."""
+        """Note whether replacements differ from what they replace in their values only."""
         pairs = [(old, new) for old, new in zip(leaves, new_leaves, strict=True) if new is not old]
         self.as_captured = self.as_captured and all(_is_like(new, old) for old, new in pairs)
         self.relaid = self.relaid or any(_stride_of(new) != _stride_of(old) for old, new in pairs)
 
 
-def _tells_apart(old: Sequence[Any], new: Sequence[Any]) -> bool:
+def _separates(old: Sequence[Any], new: Sequence[Any]) -> bool:
     """Whether tensors among ``old`` that are one object have different objects in their places in ``new``."""
     now: dict[int, Any] = {}
     pairs = ((one, other) for one, other in zip(old, new, strict=True) if isinstance(one, torch.Tensor))

@@ -2,9 +2,8 @@
 
 Fakes raise most of the mistakes that a call raises whatever the values are, but not all: they accept dtypes that no kernel of the
 operator takes (``~hidden``), and edits of elements that lie in one place. And they raise errors of their own, for other types of
-mistakes than the call itself does, or for calls that would succeed. So what fails on fakes is tried on zeros, and so is a
-call of a kind that has not been recorded before. If it fails on zeros and ones alike although fakes accept it, the
-values have to decide.
+mistakes than the call itself does, or for calls that would succeed. So a new call is tried on zeros. If it fails on zeros and
+ones alike although fakes accept it, the values have to decide.
 """
 
 from __future__ import annotations
@@ -19,19 +18,15 @@ from ..program import Call, Constant, External, Input, Nest, Reference, Value
 from .functions import edits_in_place, is_own
 
 #: Number of elements up to which a call is tried.
-_LARGEST = 2**22
+_LARGEST = 2**20
 
 #: Calls that fail because of values in an index, and by no dtype that fakes accept.
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 
-#: Kinds of calls that have been tried, as many as there can be.
-_possible: set[Any] = set()
-_MOST = 2**14
-
 
 def error_on_values(event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor]) -> tuple[bool, Exception | None]:
     """Return whether a call could be tried on zeros, and the error that it raised."""
-    if any(fake.device.type != "cpu" or fake.numel() > _LARGEST for fake in fakes):
+    if not _can_be_tried(fakes):
         return False, None
     return True, _error_on(0, event, references, fakes)
 
@@ -40,35 +35,15 @@ def is_possible(event: Call, references: Sequence[Reference], fakes: Sequence[to
     """Whether a call that fakes accept is one that there is for these dtypes, as far as trials tell."""
     name = getattr(event.function, "__name__", "").partition(".")[0]
     overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
-    if is_own(event.function):  # may do more than compute
+    if is_own(event.function) or not _can_be_tried(fakes):  # the former may do more than compute
         return True
     if (is_failing(name) or name in _INDEXING) and not overlaps:  # for what reason it fails cannot be told
         return True
-    kinds = dict(zip(references, fakes, strict=True))
-    key = None if overlaps else (event.function, _kinds((event.args, event.kwargs), kinds))
-    if key in _possible:
-        return True
-    if any(fake.device.type != "cpu" or fake.numel() > _LARGEST for fake in fakes):
-        return True
-    if any(_error_on(number, event, references, fakes) is None for number in (0, 1)):
-        if key is not None:
-            if len(_possible) >= _MOST:
-                _possible.clear()
-            _possible.add(key)
-        return True
-    return False
+    return any(_error_on(number, event, references, fakes) is None for number in (0, 1))
 
 
-def _kinds(item: Any, fakes: dict[Reference, torch.Tensor]) -> Any:
-    """Return what of an argument the kernel of an operator is chosen by."""
-    if isinstance(item, (Value, Input, External)):
-        fake = fakes[item]
-        return fake.dtype, fake.dim() == 0
-    if isinstance(item, Constant):
-        return item.kind
-    if isinstance(item, Nest):
-        return (item.kind, *(_kinds(part, fakes) for part in item.items))
-    return tuple(_kinds(part, fakes) for part in item) if isinstance(item, tuple) else item
+def _can_be_tried(fakes: Sequence[torch.Tensor]) -> bool:
+    return all(fake.device.type == "cpu" and fake.numel() <= _LARGEST for fake in fakes)
 
 
 def _error_on(number: int, event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor]) -> Exception | None:

@@ -1,6 +1,6 @@
-"""What a block reads from outside, and what tells that it is as it was.
+"""What a block reads from outside, and how a replay sees that it is as it was.
 
-The *roots* of a block are variables, and what is reached from them: attributes, and what a function that the block calls reads of
+The *guards* of a block are variables, and what is reached from them: attributes, and what a function that the block calls reads of
 its own globals, closure and defaults. A replay (:mod:`nnsight.fx.replay.replay`) compares them with what they were; which
 comparison is needed depends on the kind of object:
 
@@ -12,19 +12,19 @@ comparison is needed depends on the kind of object:
 ``"module"``    a module that is called: of the same class, with nothing around its ``forward``
 ``"children"``  a container of modules: of the same class, with the same modules
 ``"items"``     a list, tuple or dict of tensors and constants: each of its items
-``"members"``   a list, tuple or dict of anything: its keys, or its length; what is taken out of it is a root of its own
-``"partial"``   a ``functools.partial``: how many arguments it has, and the names; they are roots of their own
-``"envoys"``    a list or tuple of envoys: the same objects
+``"members"``   a list, tuple or dict of anything: its keys, or its length; what is taken out of it is a guard of its own
 ``"filled"``    a list that the block appends to, and does not look at: whether it is another one of these
 ==============  =========================================================================================
 
 A Python function may be another object each time, as one that is defined around the block is: what it does follows from its
-code, and from what it reads, which are roots, too.
+code, and from what it reads, which are guards, too.
+
+A :class:`GuardPlan` reads the guards in each replay. It looks up what is on the way to several once, so one more guard costs about a
+microsecond.
 """
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -34,10 +34,9 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from ...runtime.modules.interception import INTERCEPTED_CODE, INTERCEPTED_METHOD
-from ...runtime.modules.located import Located
 
-#: Longest container whose items are compared one by one.
-LONGEST = 64
+#: Longest container whose items are compared, and longest loop that is followed, one by one.
+LONGEST = 128
 
 _CONSTANT_TYPES = (
     bool, int, float, complex, str, bytes, type(None), type(...), range, slice,
@@ -65,12 +64,7 @@ _INDEXED: tuple[Any, ...] = tuple(kind.__getitem__ for kind in CONTAINERS)
 
 
 class GuardStep(NamedTuple):
-    """The way from an object to one that is reached from it.
-
-    Attributes:
-        how: A key of :data:`WAYS`.
-        what: A name, or a number.
-    """
+    """The way from an object to one that is reached from it: a key of :data:`WAYS`, and a name or a number."""
 
     how: str
     what: Any
@@ -87,8 +81,8 @@ class GuardStep(NamedTuple):
             raise LookupError(self.what) from error
 
 
-class Root(NamedTuple):
-    """Something a block reads from outside.
+class GuardPath(NamedTuple):
+    """The way to something that a block reads from outside.
 
     Attributes:
         start: A variable; or a module of the model, which stays the same as long as the model has the same modules.
@@ -98,15 +92,13 @@ class Root(NamedTuple):
     start: str | weakref.ref[torch.nn.Module]
     steps: tuple[GuardStep, ...] = ()
 
-    def to(self, how: str, what: Any) -> Root:
-        """Return what is one step further."""
-        return Root(self.start, (*self.steps, GuardStep(how, what)))
+    def to(self, how: str, what: Any) -> GuardPath:
+        """Return the way to what is one step further."""
+        return GuardPath(self.start, (*self.steps, GuardStep(how, what)))
 
     def __str__(self) -> str:
         start = self.start if isinstance(self.start, str) else type(self.start()).__name__
-        named = ("attribute", "class", "global", "default")
-        shown = (f"[{step.what!r}]" if step.how == "item" else f".{step.what}" if step.how in named else "" for step in self.steps)
-        return "".join((start, *shown))
+        return "".join((start, *(f"[{step.what!r}]" if step.how == "item" else f".{step.what}" for step in self.steps)))
 
 
 def look_up(value: Any, name: str) -> Any:
@@ -144,23 +136,8 @@ def class_attribute(value: Any, name: str) -> Any:
     return _in_class(kind, name)
 
 
-def special_method(value: Any, name: str) -> Any:
-    """Return a method of the class of an instance that the interpreter calls, whatever attributes the instance has."""
-    return _in_class(type(value), name)
-
-
 def _in_class(kind: type, name: str) -> Any:
     for base in kind.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    raise KeyError(name)
-
-
-def _above(value: Any, what: tuple[type, str]) -> Any:
-    """Return what ``super()`` finds in a method of a class."""
-    above, name = what
-    mro = type(value).__mro__
-    for base in mro[mro.index(above) + 1 :]:
         if name in base.__dict__:
             return base.__dict__[name]
     raise KeyError(name)
@@ -180,9 +157,7 @@ def _global(function: Any, name: str) -> Any:
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": look_up,
     "class": class_attribute,
-    "special": special_method,
-    "super": _above,
-    "inner": getattr,  # of a function, a descriptor or a partial
+    "inner": getattr,  # of a bound method
     "item": _item,
     "global": _global,
     "cell": lambda function, index: function.__closure__[index].cell_contents,
@@ -198,15 +173,10 @@ def kind_of(value: Any) -> str | None:
     if is_constant(value):
         return "constant"
     if type(value) in (list, tuple, dict):
-        items = list(value.values() if type(value) is dict else value)
-        if items and type(value) is not dict and all(isinstance(item, Located) for item in items):
-            return "envoys"
-        keys = list(value) if type(value) is dict else []
-        if len(items) > LONGEST or not all(is_constant(key) for key in keys):
+        items, keys = (value.values(), value) if type(value) is dict else (value, ())
+        if len(items) > LONGEST or not all(map(is_constant, keys)):
             return None
         return "items" if all(kind_of(item) in ("tensor", "constant") for item in items) else "members"
-    if type(value) is functools.partial:
-        return "partial"
     return "object" if _can_be_referred_to(value) else None
 
 
@@ -263,3 +233,127 @@ def constant_key(value: Any) -> Any:
     if type(value) in (float, complex, slice, range):
         return type(value), repr(value)
     return type(value), value
+
+
+class Read:
+    """What the guards of a block are.
+
+    Attributes:
+        key: What is equal if they are as they were.
+        tensors: The tensors.
+        objects: The objects that are compared by identity.
+        filled: The lists that the block appends to.
+    """
+
+    def __init__(self) -> None:
+        self.key: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self.filled: list[list[Any]] = []
+        self._looked_at: set[int] = set()
+
+    def add(self, value: Any, kind: str) -> bool:
+        """Add one guard, neither a tensor nor an object; return whether it is of this kind."""
+        key, objects = self.key, self.objects
+        if kind == "function":
+            if type(value) is not types.FunctionType:
+                return False
+            code = value.__code__
+            defaults, named = value.__defaults__, value.__kwdefaults__
+            key.append((id(code), len(defaults) if defaults else 0, tuple(named) if named else ()))
+            objects.append(code)
+        elif kind == "module":
+            if not isinstance(value, torch.nn.Module) or not is_called_plainly(value):
+                return False
+            key.append(type(value))
+        elif kind == "children":
+            if not isinstance(value, CONTAINERS):
+                return False
+            children = value._modules
+            key.append((type(value), *children, *map(id, children.values())))
+            objects += [child for child in children.values() if child is not None]
+        elif kind == "filled":
+            if type(value) is not list:
+                return False
+            self.filled.append(value)
+        elif kind_of(value) != kind:
+            return False
+        elif kind == "constant":
+            key.append(constant_key(value))
+        else:
+            self._add_container(value, kind)
+        return True
+
+    def _add_container(self, value: Any, kind: str) -> None:
+        self._looked_at.add(id(value))
+        self.key.append((type(value), len(value), *(map(constant_key, value) if type(value) is dict else ())))
+        for item in (value.values() if type(value) is dict else value) if kind == "items" else ():
+            if isinstance(item, torch.Tensor):
+                self.tensors.append(item)
+                self.key.append(_tensor_key(item))
+            else:
+                self.key.append(constant_key(item))
+
+    def finish(self) -> bool:
+        """Compare which of the filled lists are one; return whether none of them is looked at."""
+        numbers = list(map(id, self.filled))
+        self.key += map(numbers.index, numbers)
+        return self._looked_at.isdisjoint(numbers)
+
+
+class GuardPlan:
+    """The order in which the guards of a block are read, given with the kind of comparison that each needs."""
+
+    def __init__(self, guards: tuple[tuple[GuardPath, str], ...]) -> None:
+        self.guards = guards
+        self._steps: list[tuple[int, Any, Any, str]] = []
+        self._calls_modules = False
+        places: dict[GuardPath, int] = {}
+        for path, kind in guards:
+            self._calls_modules = self._calls_modules or kind == "module"
+            for length in range(len(path.steps) + 1):
+                reached = GuardPath(path.start, path.steps[:length])
+                wanted = kind if reached == path else ""
+                place = places.get(reached)
+                if place is not None and not wanted:
+                    continue
+                if length:
+                    step = path.steps[length - 1]
+                    parent = places[GuardPath(path.start, path.steps[: length - 1])]
+                    self._steps.append((parent, WAYS[step.how], step.what, wanted))
+                else:
+                    self._steps.append((-1, None, path.start, wanted))
+                if place is None:
+                    places[reached] = len(self._steps) - 1
+
+    def read(self, variable: Callable[[str], Any]) -> Read | None:
+        """Return what the guards are now; ``None`` if one is of another kind."""
+        if self._calls_modules and has_global_hooks():
+            return None
+        reading = Read()
+        key, tensors, objects = reading.key, reading.tensors, reading.objects
+        found: list[Any] = []
+        try:
+            for parent, way, what, kind in self._steps:
+                value = way(found[parent], what) if way is not None else variable(what) if type(what) is str else what()
+                found.append(value)
+                if kind == "object":
+                    key.append(id(value))
+                    objects.append(value)
+                elif kind == "tensor":
+                    if type(value) not in TENSORS:
+                        return None
+                    tensors.append(value)
+                    key.append(_tensor_key(value))
+                elif kind and not reading.add(value, kind):
+                    return None
+        except (LookupError, AttributeError, TypeError, ValueError):
+            return None
+        return reading if not reading.filled or reading.finish() else None
+
+
+def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad,
+        tensor.is_leaf,
+    )  # fmt: skip

@@ -1,63 +1,109 @@
-"""What a name, an attribute or an item of a piece of code stands for.
-
-What is found out on the way, the guards above all, is common to all code that a block runs, see :class:`~.variables.Findings`.
-"""
+"""Variables, attributes and items: what they stand for, and the guards that they need."""
 
 from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from ...envoy.envoy import Envoy
 from ...envoy.source import Source
 from ...runtime.modules.eproperty import eproperty
 from ...runtime.modules.located import Located
-from ...tracing.block import SCOPE_NAME, TRACER_NAME
+from ...runtime.modules.tree import ModuleTree
+from ...tracing.block import SCOPE_NAME, TRACER_NAME, Block
 from ...tracing.body import RESULT_NAME, SAVE_NAME
 from ...tracing.saving import save
 from .abstract_values import (
     SKIP,
-    SOME,
     TRACER,
     VALUE,
-    Bound,
-    Envoys,
-    Items,
+    Held,
     Known,
-    Members,
-    RootOf,
+    Method,
+    Outside,
     Row,
-    Super,
     Undetermined,
-    all_plain,
+    is_known_constant,
     is_operand,
-    is_plain_constant,
     is_plain_envoy,
     is_storable,
 )
-from .guards import GuardStep, Root, holds_modules, is_constant, kind_of, look_up
-from .variables import BlockVariables, Findings, FunctionVariables
+from .guards import LONGEST, GuardPath, GuardStep, holds_modules, is_constant, kind_of, look_up
+
+
+class Findings:
+    """What is found out about a block and the functions that it calls; ``tracer`` is what ``as`` binds.
+
+    Attributes:
+        guards: What is read from outside, with the kinds of comparison that each needs.
+        filled: The lists from outside that are appended to.
+        active: The functions that are being followed, one inside the other, with the identity of the object whose methods they are.
+        left: How many expressions may still be followed.
+    """
+
+    def __init__(self, tracer: Any, modules: ModuleTree | None) -> None:
+        self.tracer, self.modules = tracer, modules
+        self.guards: dict[tuple[GuardPath, str], None] = {}
+        self.filled: dict[GuardPath, None] = {}
+        self.active: list[tuple[types.CodeType, int]] = []
+        self.left = 20_000
+
+    def add(self, path: GuardPath, kind: str) -> None:
+        """Add a guard."""
+        self.guards[path, kind] = None
+
+
+class BlockVariables:
+    """The variables of a block; ``variable`` returns what a name stands for before it begins, or raises ``KeyError``."""
+
+    where = ""
+
+    def __init__(self, block: Block, variable: Callable[[str], Any]) -> None:
+        self.assignable = frozenset(block.shared)
+        self._variable = variable
+
+    def outside(self, name: str) -> tuple[GuardPath, Any]:
+        """Return a variable from outside, and what it is; raises ``KeyError`` if it has no value."""
+        return GuardPath(name), self._variable(name)
+
+
+class FunctionVariables:
+    """The variables of a function that is followed; ``path`` is the way to it."""
+
+    def __init__(self, function: types.FunctionType, path: GuardPath) -> None:
+        code = function.__code__
+        self.assignable = frozenset((*code.co_varnames, *code.co_cellvars))
+        self.where = f" of `{function.__qualname__}`"
+        self._function, self._path = function, path
+
+    def outside(self, name: str) -> tuple[GuardPath, Any]:
+        """Return a variable from outside, and what it is; raises ``KeyError`` if it has no value."""
+        free = self._function.__code__.co_freevars
+        if name in self.assignable or name.startswith("__"):  # in a class, Python would look for another name
+            raise KeyError(name)
+        step = GuardStep("cell", free.index(name)) if name in free else GuardStep("global", name)
+        try:
+            return self._path.to(*step), step.of(self._function)
+        except LookupError:
+            raise KeyError(name) from None
 
 
 class Names:
-    """Follows the kinds of names, attributes and items; :class:`~.expressions.Expressions` those of all other expressions.
+    """Evaluates names, attributes and items of a piece of code; :class:`~.expressions.Expressions` all other expressions.
 
-    ``kinds`` has the kind of each variable that the code has assigned so far. Where ways join that left a variable with
-    different kinds, it has none, and using it ends the proof.
-
-    Args:
-        findings: What is found out.
-        variables: The variables from outside.
+    Attributes:
+        values: The abstract value of each variable that the code has assigned so far.
     """
 
     def __init__(self, findings: Findings, variables: BlockVariables | FunctionVariables) -> None:
         self.findings = findings
         self.variables = variables
         self.assignable = variables.assignable
-        self.kinds: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
 
     def at(self, node: Any) -> str:
         """Return where a node is, for a reason."""
@@ -66,28 +112,27 @@ class Names:
     def fail(self, node: Any) -> Any:
         raise Undetermined(f"`{ast.unparse(node)[:80]}` {self.at(node)}")
 
-    def check_storable(self, kinds: Iterable[Any], node: ast.AST) -> None:
+    def check_storable(self, values: Iterable[Any], node: ast.AST) -> None:
         """Check that values may go into a container, see :func:`is_storable`."""
-        if not all(map(is_storable, kinds)):
+        if not all(map(is_storable, values)):
             self.fail(node)
 
-    def check_operand(self, kind: Any, node: ast.AST) -> None:
+    def check_operand(self, value: Any, node: ast.AST) -> None:
         """Check that an operator may be applied to a value, see :func:`is_operand`."""
-        if not is_operand(kind):
+        if not is_operand(value):
             self.fail(node)
 
-    def kind(self, node: ast.expr | None) -> Any:
-        """Return the kind of an expression."""
+    def value(self, node: ast.expr | None) -> Any:
+        """Return the abstract value of an expression."""
         if node is None:
             return VALUE
+        self.findings.left -= 1
+        if self.findings.left < 0:
+            raise Undetermined(f"there is too much to look through, {self.at(node)}")
         method = getattr(self, f"_{type(node).__name__}", None)
         if method is None:
             raise Undetermined(f"a `{type(node).__name__.lower()}` {self.at(node)}")
         return method(node)
-
-    def call(self, function: Any, args: list[Any], kwargs: dict[str, Any], node: Any) -> Any:
-        """Return the kind of what a call returns."""
-        return self.fail(node)
 
     # -- variables and attributes ----------------------------------------------------------------------------------
 
@@ -95,11 +140,11 @@ class Names:
         return Known(node.value)
 
     def _Name(self, node: ast.Name) -> Any:  # noqa: N802
-        if node.id in self.kinds:
-            kind = self.kinds[node.id]
-            if kind is None:
+        if node.id in self.values:
+            value = self.values[node.id]
+            if value is None:
                 raise Undetermined(f"`{node.id}` {self.at(node)} may be one thing or another")
-            return kind
+            return value
         if node.id in (SCOPE_NAME, TRACER_NAME):
             return TRACER
         if node.id == SAVE_NAME:
@@ -107,49 +152,31 @@ class Names:
         if node.id == RESULT_NAME:
             raise Undetermined(f"the result is read {self.at(node)}")
         try:
-            return self.outside(self.mangled(node.id))
+            return self.guarded(*self.variables.outside(node.id))
         except KeyError:
             raise Undetermined(f"`{node.id}` has no value {self.at(node)}") from None
 
-    def outside(self, name: str) -> Any:
-        """Return the kind of a variable from outside, which becomes a root; raises ``KeyError`` if it has no value."""
-        return self.root(*self.variables.outside(name))
-
-    def root(self, root: Root, value: Any) -> Any:
-        """Return the kind of something from outside."""
+    def guarded(self, path: GuardPath, value: Any) -> Any:
+        """Return the abstract value of something from outside, and add the guard that it needs."""
         if value is self.findings.tracer:
             return TRACER
         kind = kind_of(value)
         if kind is None:
-            raise Undetermined(f"`{root}` is a {type(value).__name__}")
+            raise Undetermined(f"`{path}` is a {type(value).__name__}")
         if kind == "object" and not isinstance(value, (Located, Source)):
-            return RootOf(root, value)  # a root as soon as it is called; until then on the way to its attributes
-        self.findings.add(root, kind)
-        if kind == "envoys":
-            for envoy in value:
-                if not all_plain(envoy):
-                    raise Undetermined(f"`{root}` has an envoy of a class of yours")
-            return Envoys(value)
-        if kind == "members":
-            return Members(root, value)
-        return Items(value) if kind == "items" else RootOf(root, value) if kind == "partial" else Known(value)
-
-    def members(self, kind: Members) -> dict[Any, Any]:
-        """Return the kinds of what is in a container from outside, by index or key."""
-        keys = kind.value if type(kind.value) is dict else range(len(kind.value))
-        return {key: self.root(kind.root.to("item", key), kind.value[key]) for key in keys}
+            return Outside(path, value)  # a guard as soon as it is called; until then on the way to its attributes
+        self.findings.add(path, kind)
+        return Held(path, value, kind == "items") if kind in ("items", "members") else Known(value)
 
     def _Attribute(self, node: ast.Attribute) -> Any:  # noqa: N802
-        return self.attribute(self.kind(node.value), node)
+        return self.attribute(self.value(node.value), node)
 
     def attribute(self, owner: Any, node: ast.Attribute) -> Any:
-        """Return the kind of an attribute of a value."""
+        """Return the abstract value of an attribute of a value."""
         if owner is TRACER and node.attr == "result" and getattr(self.findings.tracer, "output_location", None) is not None:
             return VALUE
         if owner is VALUE:
             return VALUE if node.attr != "grad" else self.fail(node)
-        if owner is SOME:
-            return self._of_some(node)
         if isinstance(owner, Known):
             value = owner.value
             if isinstance(value, (Located, Source)):
@@ -158,21 +185,11 @@ class Names:
                 return VALUE if node.attr != "grad" and hasattr(torch.Tensor, node.attr) else self.fail(node)
             if is_constant(value):
                 return VALUE
-        if isinstance(owner, RootOf):
-            return self._of_object(owner, self.mangled(node.attr), node)
-        if isinstance(owner, Super):
-            return self._of_super(owner, self.mangled(node.attr), node)
-        return self.fail(node)
-
-    def mangled(self, name: str) -> str:
-        """Return the name of an attribute as it is looked up: private names of a class have its name in front."""
-        around = self.variables.class_name
-        if around is None or not around.strip("_") or not name.startswith("__") or name.endswith("__"):
-            return name
-        return f"_{around.lstrip('_')}{name}"
+        # In a class, `__name` is looked up under another name.
+        return self._of_object(owner, node) if isinstance(owner, Outside) and node.attr[:2] != "__" else self.fail(node)
 
     def of_envoy(self, envoy: Any, node: ast.Attribute) -> Any:
-        """Return the kind of an attribute of an envoy."""
+        """Return the abstract value of an attribute of an envoy."""
         name = node.attr
         if isinstance(envoy, Located):
             found = getattr(type(envoy), name, None)
@@ -193,90 +210,74 @@ class Names:
             return self.fail(node)
         return Known(value) if isinstance(value, (Located, Source)) else self.fail(node)
 
-    def _some(self, envoy: Any, node: ast.AST) -> Any:
-        """Return the kind of an envoy below ``envoy``, whichever it is."""
-        return SOME if all_plain(envoy) else self.fail(node)
-
-    def _of_some(self, node: ast.Attribute) -> Any:
-        if node.attr in ("output", "input", "inputs"):
-            return VALUE
-        return SKIP if node.attr == "skip" else SOME
-
-    def _of_object(self, owner: RootOf, name: str, node: ast.AST) -> Any:
+    def _of_object(self, owner: Outside, node: ast.Attribute) -> Any:
         try:
-            return self.root(owner.root.to("attribute", name), look_up(owner.value, name))
+            return self.guarded(owner.path.to("attribute", node.attr), look_up(owner.value, node.attr))
         except (LookupError, AttributeError):
             pass
-        step = GuardStep("class", name)
+        step = GuardStep("class", node.attr)
         try:
-            found = step.of(owner.value)
+            path, found = owner.path.to(*step), step.of(owner.value)
         except LookupError:
             return self.fail(node)
-        return self._of_class(owner, owner.root.to(*step), found, node)
-
-    def _of_super(self, owner: Super, name: str, node: ast.AST) -> Any:
-        step = GuardStep("super", (owner.of.value, name))
-        try:
-            found = step.of(owner.owner.value)
-        except LookupError:
-            return self.fail(node)
-        return self._of_class(owner.owner, owner.owner.root.to(*step), found, node)
-
-    def _of_class(self, owner: RootOf, root: Root, found: Any, node: ast.AST) -> Any:
-        """Return the kind of an attribute that the class of an object from outside has, as it is there."""
         if isinstance(found, types.FunctionType):
-            return Bound(RootOf(root, found), owner)
-        if type(found) is property and found.fget is not None:
-            return self.call(Bound(RootOf(root.to("inner", "fget"), found.fget), owner), [], {}, node)
-        if type(found) is staticmethod:
-            return self.root(root.to("inner", "__func__"), found.__func__)
-        if isinstance(found, torch.Tensor) or is_constant(found):
-            return self.root(root, found)
-        return self.fail(node)
+            return Method(Outside(path, found), owner)
+        return self.guarded(path, found) if isinstance(found, torch.Tensor) or is_constant(found) else self.fail(node)
+
+    # -- items -----------------------------------------------------------------------------------------------------
 
     def _Subscript(self, node: ast.Subscript) -> Any:  # noqa: N802
-        owner, index = self.kind(node.value), self.kind(node.slice)
-        number = index.value if isinstance(index, Known) else None
-        if isinstance(owner, Known) and isinstance(owner.value, Located):
-            if isinstance(number, (int, str)):
-                try:
-                    return Known(owner.value[number])  # type: ignore[index]
-                except Exception:  # as above
-                    return self.fail(node)
-            return self._some(owner.value, node)
-        if is_plain_constant(index) and isinstance(owner, (Envoys, Items, Members)):
-            return self._taken_out(owner, index.value, node)
-        if owner is SOME or isinstance(owner, Envoys):
-            return SOME
-        if isinstance(owner, Row) and type(number) is int and -len(owner.value) <= number < len(owner.value):
-            return owner.value[number]
-        if isinstance(owner, RootOf) and type(number) in (int, str) and holds_modules(owner.value, indexed=True):
-            return self._module_in(owner, number, node)
+        owner, index = self.value(node.value), self.value(node.slice)
+        if is_known_constant(index):
+            try:
+                found = self._item(owner, index.value)
+            except Exception:  # the block will raise it, when it gets there
+                return self.fail(node)
+            if found is not None:
+                return found
         self.check_operand(index, node)
         self.check_operand(owner, node)
         return VALUE
 
-    def _taken_out(self, owner: Envoys | Items | Members, key: Any, node: ast.AST) -> Any:
-        """Return the kind of one item of a container from outside."""
-        value = owner.value
-        if type(value) is not dict and type(key) is int and -len(value) <= key < 0:
-            key += len(value)
-        try:
-            found = value[key]
-        except (LookupError, TypeError):
-            return self.fail(node)  # the block will raise it, when it gets there
-        if isinstance(owner, Members):
-            return self.fail(node) if type(key) is slice else self.root(owner.root.to("item", key), found)
-        if isinstance(owner, Envoys):
-            return Known(found) if isinstance(found, (Located, Source)) else Envoys(found)
-        return Known(found) if is_constant(found) else VALUE
+    def _item(self, owner: Any, key: Any) -> Any:
+        """Return the abstract value of an item of something with known items, else ``None``."""
+        if isinstance(owner, Known) and isinstance(owner.value, Located):
+            found = owner.value[key]  # type: ignore[index]
+            return Row(tuple(map(Known, found))) if isinstance(found, list) else Known(found)
+        if isinstance(owner, Row):
+            return Row(owner.items[key]) if type(key) is slice else owner.items[key]
+        if isinstance(owner, Held):
+            if type(owner.value) is not dict:
+                key = range(len(owner.value))[key]  # counts from the front, or is several
+            return Row(tuple(self._member(owner, place) for place in key)) if type(key) is range else self._member(owner, key)
+        if isinstance(owner, Outside) and holds_modules(owner.value, indexed=True):
+            return self._module(owner, key)
+        return None
 
-    def _module_in(self, owner: RootOf, key: Any, node: ast.AST) -> Any:
-        names = list(owner.value._modules)
-        try:
-            name = key if isinstance(owner.value, torch.nn.ModuleDict) else names[key]
-            found = owner.value._modules[name]
-        except (LookupError, TypeError):
-            return self.fail(node)
-        self.findings.add(owner.root, "children")
-        return self.root(owner.root.to("attribute", name), found)
+    def _member(self, owner: Held, key: Any) -> Any:
+        found = owner.value[key]
+        return Known(found) if owner.is_plain else self.guarded(owner.path.to("item", key), found)
+
+    def _module(self, owner: Outside, key: Any) -> Any:
+        modules = owner.value._modules
+        name = key if isinstance(owner.value, torch.nn.ModuleDict) else list(modules)[key]
+        self.findings.add(owner.path, "children")
+        return self.guarded(owner.path.to("attribute", name), modules[name])
+
+    def items(self, value: Any, node: ast.AST) -> Row | None:
+        """Return what a loop over a value goes through, one by one; ``None`` if that is any number of ``VALUE``."""
+        if isinstance(value, Row):
+            return value
+        if isinstance(value, Known):
+            if isinstance(value.value, Envoy) and type(value.value).__iter__ is Envoy.__iter__:
+                return Row(tuple(map(Known, value.value._children.values())))
+            if isinstance(value.value, (tuple, range)) and len(value.value) <= LONGEST:
+                return Row(tuple(map(Known, value.value)))
+        if isinstance(value, Held):
+            if type(value.value) is dict:
+                return Row(tuple(map(Known, value.value)))
+            return Row(tuple(self._member(value, key) for key in range(len(value.value))))
+        if isinstance(value, Outside) and holds_modules(value.value):
+            return Row(tuple(self._module(value, key) for key in range(len(value.value._modules))))
+        self.check_operand(value, node)
+        return None

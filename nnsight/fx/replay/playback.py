@@ -1,13 +1,12 @@
-"""What a block amounts to, and how that is had without running it.
+"""Replays the recorded effects of a block without executing it.
 
-Two things make up the :class:`Effects` of a block on one captured graph: the variant that its program became, and what the
-:class:`~nnsight.fx.recording.journal.Journal` of a run says beyond that: the calls on tensors from outside, and of what the saved values
-consist. A :class:`Playback` makes those calls again, calls the variant, and puts the saved values together.
+The :class:`Effects` of a block on one captured graph are the variant that its program became, and what the
+:class:`~nnsight.fx.recording.journal.Journal` of a run says beyond that: the calls on tensors from outside, and the parts of the saved
+values. A :class:`Playback` makes those calls again, calls the variant, and puts the saved values together.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,26 +38,12 @@ if TYPE_CHECKING:
 _ABSENT = object()
 
 
-def _references(items: Sequence[Any], position: int) -> int:
-    """Return how many references there are to an item of ``items``, and a constant on top."""
-    return sys.getrefcount(items[position])
-
-
-def _references_of_local(items: Sequence[Any]) -> int:
-    item = items[0]
-    return _references(items, 0) if item is not None else 0
-
-
-#: The least that :func:`_references` returns for an item that is in a variable, too.
-_ONE_REFERENCE = _references_of_local([object()])
-
-
 class NotAsBefore(Exception):
     """The graph that is called is another one, or has other sizes; nothing has happened yet."""
 
 
 class _Step(NamedTuple):
-    """A call on tensors from outside: leaves of its arguments, which of them are slots, and how many leaves it makes."""
+    """A call on tensors from outside: leaves of its arguments, which of them are slots, and how many leaves it returns."""
 
     function: Any
     leaves: tuple[Any, ...]
@@ -82,21 +67,35 @@ class _Step(NamedTuple):
             slots += pytree.tree_leaves(result)
 
 
+class Python(NamedTuple):
+    """What a block did besides the program.
+
+    Attributes:
+        steps: Calls on tensors from outside. Their results follow the tensors that the block reads, in numbered slots.
+        slot_of: The slot of each tensor, by its identity.
+        saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
+            constant in a tuple of two.
+        appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
+    """
+
+    steps: tuple[_Step, ...]
+    slot_of: dict[int, int]
+    saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
+    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
+
+
 @dataclass(eq=False, slots=True)
 class Effects:
-    """What a block amounts to for one captured graph with one set of sizes.
+    """What a block does to one captured graph with one set of sizes.
 
     Attributes:
         variant: The compiled program.
         state: Where the program ends.
         stop: Number of the node at which the graph ends.
-        steps: Calls on tensors from outside.
+        python: What the block did besides.
         externals: For each external the number of its slot, or the tensor itself in a tuple.
         numbers: The program's numbers.
         alive: Numbers of the values that are saved.
-        saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
-            constant in a tuple of two.
-        appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
         edits: Whether anything is edited in place.
         sharing: How tensors from outside share memory, see :func:`sharing_of`.
         spliced: Locations for the report.
@@ -106,12 +105,10 @@ class Effects:
     variant: Variant
     state: State
     stop: int
-    steps: tuple[_Step, ...]
+    python: Python
     externals: tuple[Any, ...]
     numbers: tuple[int | float, ...]
     alive: tuple[int, ...]
-    saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
-    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
     edits: bool
     sharing: tuple[int, ...]
     spliced: tuple[str, ...]
@@ -119,14 +116,7 @@ class Effects:
 
 
 class Playback:
-    """One attempt to replay a block; the active run while it lasts.
-
-    Args:
-        effects: Known effects in this environment, by graph and sizes.
-        tensors: The tensors among what the block reads.
-        filled: The lists that it appends to.
-        report: Of the trace.
-    """
+    """One attempt to replay a block, which reads ``tensors`` and appends to the lists ``filled``; the active run while it lasts."""
 
     def __init__(
         self,
@@ -161,9 +151,9 @@ class Playback:
         variant = effects.variant
         self.found = effects
         externals: list[Any] = []
-        if effects.externals or effects.steps or tensors:
+        if effects.externals or effects.python.steps or tensors:
             slots = self._slots = list(tensors)
-            for step in effects.steps:
+            for step in effects.python.steps:
                 step.run(slots)
             externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
         report = self.report
@@ -178,16 +168,15 @@ class Playback:
                 ran = effects.ran = RanPiece(graph, effects.state, variant, lowered, binding, effects.stop, None)
         computed = run_lowered(report, ran, arguments)
         partial = ran.lowered.partial
+        held = {*map(id, inputs), *map(id, externals)} if effects.alive else set()
         for index in effects.alive:
             position = variant.positions[index]
             real = computed[position]
-            if _references(computed, position) > _ONE_REFERENCE:
-                # A result that is an object somebody else holds gets one of its own, as a lazy tensor would.
-                others = (*inputs, *externals, *self._values.values())
-                if any(other is real for other in others):
-                    held, real = real, real.view_as(real)
-                    if held.requires_grad:
-                        gradients.stand_for(real, held)
+            if id(real) in held:  # somebody else's object: the block gets one of its own, as a lazy tensor would be
+                shared, real = real, real.view_as(real)
+                if shared.requires_grad:
+                    gradients.stand_for(real, shared)
+            held.add(id(real))
             if position in partial and real.requires_grad:
                 gradients.refuse(real)
             self._values[index] = real
@@ -199,11 +188,11 @@ class Playback:
         table = saves.get()
         assert table is not None
         made: dict[str, Any] = {}
-        for name, sources, structure in self.found.saved:
+        for name, sources, structure in self.found.python.saved:
             single = structure is None and type(sources[0]) is int
             value = self._values[sources[0]] if single else put_together(sources, structure, self._values, self._slots)
             made[name] = table[id(value)] = value
-        for number, sources, structure in self.found.appended:
+        for number, sources, structure in self.found.python.appended:
             self._filled[number].append(put_together(sources, structure, self._values, self._slots))
         return made
 
@@ -240,26 +229,11 @@ def _firsts(numbers: Sequence[int]) -> list[int]:
     return [seen.setdefault(number, position) for position, number in enumerate(numbers)]
 
 
-class Python(NamedTuple):
-    """What a block did besides the program: see the attributes of the same names of :class:`Effects`."""
-
-    steps: tuple[_Step, ...]
-    slot_of: dict[int, int]
-    saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
-    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
-
-
 def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor]) -> Python:
     """Return what a run did besides the program.
 
-    Args:
-        journal: Of the run.
-        block: What ran.
-        scope: Its variables.
-        tensors: The tensors among what it read.
-
     Raises:
-        Undetermined: If that cannot be had again.
+        Undetermined: If that cannot be replayed.
     """
     if journal.reason:
         raise Undetermined(journal.reason)
@@ -300,7 +274,7 @@ def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.
 def effects_of(
     journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor], spliced: Sequence[str]
 ) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
-    """Return what a run amounts to, and for which graph and sizes.
+    """Return the effects of a run, with the graph and the sizes that they are for.
 
     Raises:
         Undetermined: If it cannot be replayed.
@@ -308,23 +282,21 @@ def effects_of(
     if journal.reason or journal.recording is None or journal.variant is None:
         raise Undetermined(journal.reason or "no graph was called")
     recording = journal.recording
-    steps, slot_of, saved, fillings = python_of(journal, block, scope, tensors)
+    python = python_of(journal, block, scope, tensors)
     lifted = {id(tensor) for tensor in recording.lifted}
     externals = [
-        (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
+        (external,) if id(external) in lifted else _slot(external, python.slot_of) for external in journal.externals
     ]
     calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
-    edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in steps)]))
+    edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in python.steps)]))
     effects = Effects(
         journal.variant,
         recording.state,
         journal.stop,
-        steps,
+        python._replace(slot_of={}),  # identities of this run
         tuple(externals),
         recording.numbers,
         journal.alive,
-        saved,
-        fillings,
         edits,
         sharing_of(tensors, journal.inputs, edits) if tensors else (),
         tuple(spliced),

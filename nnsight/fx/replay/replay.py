@@ -1,4 +1,4 @@
-"""Replay: a block that is determined by what it reads is not run again, only its effects are had again.
+"""Replay: the effects of a block that is determined by what it reads, without running the block.
 
 A block that is traced for the thousandth time does what it did before, and yet all of it runs: a greenlet, a walk over the
 taps, a look-up for each operation. For most blocks that can be left out. When
@@ -12,8 +12,7 @@ then it asks the same locations, makes the same calls and ends in the same progr
 of now. The calls that the block made on tensors from outside, which are not part of the program, were written down by a
 :class:`~nnsight.fx.recording.journal.Journal`, and are made again, in their order. What the block saved is put together from the results.
 
-If one of the conditions does not hold, the block runs as always, before anything else has happened, and its run is written down
-anew. A replay is therefore never guessed: whatever no rule covers runs.
+If a condition does not hold, the block runs, before anything else has happened, and its run is written down anew.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ from ...tracing.block import is_bound
 from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
 from .abstract_values import Undetermined
-from .determinate import roots_of
-from .guard_checks import GuardPlan, Read
-from .guards import Root
+from .determinate import guards_of
+from .guards import GuardPath, GuardPlan, Read
 from .playback import Effects, NotAsBefore, Playback, effects_of
 
 if TYPE_CHECKING:
-    from ...runtime.probing import Modules
+    from ...runtime.modules.tree import ModuleTree as Modules
     from ...tracing import Block
     from ..driver import CompiledDriver
 
@@ -50,25 +48,18 @@ logger = logging.getLogger("nnsight.fx")
 #: Most environments of one block that are remembered.
 _KEPT = 64
 
-#: Most sets of roots of one block that are remembered.
+#: Most sets of guards of one block that are remembered.
 _READINGS = 4
 
 #: Runs of one block that may be written down without a replay in between; then its environment is never the same twice.
 _PATIENCE = 32
 
 
-class _Known:
-    """What is known about one block, if it reads these roots.
+class _Known(GuardPlan):
+    """The guards of a block, with its effects by what the guards are."""
 
-    Attributes:
-        roots: What it reads from outside, with the kind of comparison.
-        plan: How they are read.
-        environments: Its effects, by what the roots are.
-    """
-
-    def __init__(self, roots: tuple[tuple[Root, str], ...]) -> None:
-        self.roots = roots
-        self.plan = GuardPlan(roots)
+    def __init__(self, guards: tuple[tuple[GuardPath, str], ...]) -> None:
+        super().__init__(guards)
         self.environments: dict[Any, tuple[list[Callable[[], Any]], dict[Any, Effects]]] = {}
 
 
@@ -93,9 +84,9 @@ class _Memory:
             self.readings = []
 
     def found(self, settings: tuple[Any, ...], variable: Callable[[str], Any]) -> tuple[_Known, Any, Read] | None:
-        """Return what is known for the environment of now: the reading, what the roots are, and the objects among them."""
+        """Return what is known for the environment of now: the reading, what the guards are, and the objects among them."""
         for place, reading in enumerate(self.readings):
-            read = reading.plan.read(variable)
+            read = reading.read(variable)
             key = None if read is None else (*settings, *read.key)
             if read is not None and key in reading.environments:
                 if place:  # a new list: other threads may be going over this one
@@ -103,38 +94,25 @@ class _Memory:
                 return reading, key, read
         return None
 
-    def reading_of(self, roots: tuple[tuple[Root, str], ...]) -> _Known:
-        """Return what is known of the block where it reads ``roots``."""
-        known = next((reading for reading in self.readings if reading.roots == roots), None)
+    def reading_of(self, guards: tuple[tuple[GuardPath, str], ...]) -> _Known:
+        """Return what is known of the block where it reads ``guards``."""
+        known = next((reading for reading in self.readings if reading.guards == guards), None)
         if known is None:
-            known = _Known(roots)
+            known = _Known(guards)
             self.readings = [known, *self.readings][:_READINGS]
         return known
 
 
 class Replays:
-    """The blocks that one compiled model can replay.
-
-    Attributes:
-        reasons: Why blocks are not replayed, for those that are not, by file and line.
-    """
+    """The blocks that one compiled model can replay."""
 
     def __init__(self) -> None:
         self._memories: weakref.WeakKeyDictionary[Block, _Memory] = weakref.WeakKeyDictionary()
-        self.reasons: dict[tuple[str, int], str] = {}
 
     def prepare(
         self, block: Block, scope: Scope, module_globals: dict[str, Any], tracer: Any, modules: Modules
     ) -> Attempt | None:
-        """Return what can be tried for a block that is about to run; ``None`` if it must run unobserved.
-
-        Args:
-            block: The block.
-            scope: Its variables.
-            module_globals: The globals it sees.
-            tracer: What ``as`` binds.
-            modules: Of the model.
-        """
+        """Return an attempt for a block that is about to run with these variables and globals; ``None`` if it must run unobserved."""
         memory = self._memories.get(block)
         if memory is None:
             memory = self._memories[block] = _Memory()
@@ -154,72 +132,46 @@ class Replays:
         found = memory.found(settings, variable)
         if found is None:  # the proof is about the objects of now, another function may do anything
             try:
-                roots = roots_of(block, tracer, modules, variable)
+                guards = guards_of(block, tracer, modules, variable)
             except Undetermined as reason:
-                self.reasons[block.filename, block.line] = str(reason)
                 logger.debug("%s:%d: the block runs: %s", block.filename, block.line, reason)
                 memory.note_futile()
                 return None
-            reading = memory.reading_of(roots)
-            read = reading.plan.read(variable)
+            reading = memory.reading_of(guards)
+            read = reading.read(variable)
             if read is None:
                 return None
             found = reading, (*settings, *read.key), read
-        return Attempt(self, memory, block, *found)
+        return Attempt(memory, block, *found)
 
 
 class Attempt:
     """A block that is about to run, or to be replayed.
 
-    Args:
-        replays: What it belongs to.
-        memory: What is known about the block.
-        block: The block.
-        reading: What is known about it if it reads what it reads now.
-        key: What the roots and the settings are.
-        read: The objects among the roots.
+    Attributes:
+        tensors: The tensors among what the block reads.
+        filled: The lists that it appends to.
     """
 
-    def __init__(
-        self,
-        replays: Replays,
-        memory: _Memory,
-        block: Block,
-        reading: _Known,
-        key: tuple[Any, ...],
-        read: Read,
-    ) -> None:
-        self._replays, self._memory, self._block, self._reading = replays, memory, block, reading
-        self._key, self._read = key, read
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors among what the block reads."""
-        return self._read.tensors
-
-    @property
-    def filled(self) -> list[list[Any]]:
-        """The lists that it appends to."""
-        return self._read.filled
+    def __init__(self, memory: _Memory, block: Block, reading: _Known, key: tuple[Any, ...], read: Read) -> None:
+        self._memory, self._block, self._reading = memory, block, reading
+        self._key, self._objects = key, read.objects
+        self.tensors, self.filled = read.tensors, read.filled
 
     def known(self) -> dict[Any, Any] | None:
         """Return what is remembered of the block in this environment: effects, by what else they depend on."""
-        known = self._reading.environments.get(self._key)
-        if known is None or None in [reference() for reference in known[0]]:
-            return None
-        return known[1]
+        objects, known = self._reading.environments.get(self._key, ((), None))
+        return None if any(reference() is None for reference in objects) else known
 
     def remember(self, under: Any, effects: Any) -> None:
         """Remember effects of the block in this environment."""
-        environments = self._reading.environments
-        known = environments.get(self._key)
-        if known is None or any(reference() is None for reference in known[0]):
-            while len(environments) >= _KEPT:
-                environments.pop(next(iter(environments)))
-            known = environments[self._key] = ([_reference(item) for item in self._read.objects], {})
-        if len(known[1]) >= _KEPT:
-            known[1].pop(next(iter(known[1])))
-        known[1][under] = effects
+        environments, known = self._reading.environments, self.known()
+        if known is None:
+            known = {}
+            _drop_oldest(environments)
+            environments[self._key] = [_reference(item) for item in self._objects], known
+        _drop_oldest(known)
+        known[under] = effects
 
     def note_use(self) -> None:
         """Note that what is remembered was of use."""
@@ -232,23 +184,16 @@ class Attempt:
 
     def refuse(self, reason: Undetermined) -> None:
         """Note why this run cannot be replayed."""
-        self._replays.reasons[self._block.filename, self._block.line] = str(reason)
         logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
 
     def replay(
         self, driver: CompiledDriver, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report
     ) -> Playback | None:
-        """Call the model with the effects of the block if they are known; return ``None`` if nothing was done.
-
-        Args:
-            driver: Calls the compiled model.
-            arguments: Of the model.
-            report: Of the trace.
-        """
+        """Call the model with the effects of the block if they are known; return ``None`` if nothing was done."""
         known = self.known()
         if known is None:
             return None
-        playback = Playback(known, self._read.tensors, self._read.filled, report)
+        playback = Playback(known, self.tensors, self.filled, report)
         outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
             driver.call_known(*arguments)
@@ -264,7 +209,7 @@ class Attempt:
     @contextlib.contextmanager
     def written_down(self, function: Callable[[], None]) -> Iterator[tuple[Journal, Callable[[], None]]]:
         """Write down the run that is made in this context; yields the journal, and what is to run as ``function``."""
-        journal = Journal(self._read.filled)
+        journal = Journal(self.filled)
         token = journal_of_run.set(journal)
         try:
             yield journal, functools.partial(Listening(journal).run, function)
@@ -277,11 +222,16 @@ class Attempt:
         if not self.note_run():
             return
         try:
-            graph, binding, effects = effects_of(journal, self._block, scope, self._read.tensors, spliced)
+            graph, binding, effects = effects_of(journal, self._block, scope, self.tensors, spliced)
         except Undetermined as reason:
             self.refuse(reason)
             return
         self.remember((graph, binding), effects)
+
+
+def _drop_oldest(table: dict[Any, Any]) -> None:
+    if len(table) >= _KEPT:
+        table.pop(next(iter(table)))
 
 
 def _reference(item: Any) -> Callable[[], Any]:

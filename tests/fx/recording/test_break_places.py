@@ -1,7 +1,7 @@
 """Every kind of demand in every place of a block: as with plain hooks, in a compiled trace, whatever lowers its pieces.
 
 What is compared are values, what is printed and logged, lists that the block appends to, and random numbers drawn behind it; and the
-second compiled run compiles nothing. The kinds are those of the tests of breaks and of demands.
+second compiled run compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-import nnsight
 from nnsight import NNsight, fx
-from nnsight.fx.recording.execution import GraphBreakError
 
-from ...conftest import Hooks, assert_no_instrumentation, same
-from . import test_breaks, test_cut_reasons
-from .test_cut_reasons import _debugger, counter, logger  # noqa: F401 - a fixture
+from ...conftest import Hooks, assert_no_instrumentation
+from .test_cut_reasons import DEMANDS, _debugger, counter, logger  # noqa: F401 - a fixture
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad", "_debugger"),
@@ -35,16 +32,6 @@ X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 Log = list[Any]
 Need = Callable[[Any, Log], Any]
 Values = dict[str, Any]
-
-#: Kinds that demand a value, edit something and demand it again.
-EDITS_BETWEEN = (test_breaks.edit_cut_edit, test_breaks.view_across_the_cut)
-
-#: What demands a value, and how often the graph is cut for it.
-KINDS: list[tuple[Need, int]] = [
-    *((need, 2 if need in EDITS_BETWEEN else 1) for need in test_breaks.NEEDS),
-    *test_cut_reasons.DEMANDS,
-]
-
 
 class Rows(NNsight):
     """Joins the inputs of several invokes along their first dimension."""
@@ -101,68 +88,6 @@ def changed_by(need: Need, log: Log, value: Any) -> Any:
 # -- places: a block, and the same with hooks --------------------------------------------------------------------------
 
 
-def at_input(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
-    with model.trace(X.clone(), compile=compile) as tracer:
-        model[2].input = changed_by(need, log, model[2].input)
-        late = model[2].output.save()
-        out = model.output.save()
-    return {"late": late, "out": out}, tracer
-
-
-def at_input_by_hand(net: torch.nn.Module, need: Need, log: Log) -> Values:
-    hooks = Hooks(net).input("2", lambda args, kwargs: ((changed_by(need, log, args[0]),), kwargs))
-    hooks.output("2", hooks.keep("late"))
-    return {"out": hooks(X.clone()), **hooks.seen}
-
-
-def _deeper(need: Need, log: Log, values: Any) -> Any:
-    for value in values:
-        yield changed_by(need, log, value)
-
-
-def in_a_function(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
-    """Through a generator that is taken apart by a comprehension in a function of the block."""
-
-    def edited(value: Any) -> Any:
-        return [item for item in _deeper(need, log, [value])]  # noqa: C416
-
-    with model.trace(X.clone(), compile=compile) as tracer:
-        first = model[0].output.clone().save()
-        (model[1].output,) = edited(model[1].output)
-        out = (model.output + first).save()
-    return {"first": first, "out": out}, tracer
-
-
-def in_a_function_by_hand(net: torch.nn.Module, need: Need, log: Log) -> Values:
-    hooks = Hooks(net)
-    hooks.output("0", hooks.keep("first")).output("1", lambda out: changed_by(need, log, out))
-    return {"out": hooks(X.clone()) + hooks.seen["first"], **hooks.seen}
-
-
-def in_a_loop(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
-    kept = []
-    with model.trace(X.clone(), compile=compile) as tracer:
-        for number, layer in enumerate(model):
-            if number % 2:
-                layer.output = changed_by(need, log, layer.output)
-            kept.append((layer.output * 2).save())
-        out = model.output.save()
-    return {"kept": kept, "out": out}, tracer
-
-
-def in_a_loop_by_hand(net: torch.nn.Module, need: Need, log: Log) -> Values:
-    hooks, kept = Hooks(net), []
-
-    def edit(number: int, out: torch.Tensor) -> torch.Tensor:
-        out = changed_by(need, log, out) if number % 2 else out
-        kept.append(out * 2)
-        return out
-
-    for number in range(4):
-        hooks.output(str(number), functools.partial(edit, number))
-    return {"out": hooks(X.clone()), "kept": kept}
-
-
 def in_invokes(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
     with model.trace(compile=compile) as tracer:
         with tracer.invoke(X.clone()):
@@ -215,26 +140,6 @@ def at_steps_by_hand(net: torch.nn.Module, need: Need, log: Log) -> Values:
     return {"out": Hooks(net).output("layer", edit)(X.clone()), "kept": kept}
 
 
-def in_a_session(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
-    """The second trace uses what the first one has read."""
-    with model.session():
-        with model.trace(X.clone(), compile=compile):
-            first = model[1].output * 1
-            log.append("first trace")
-        with model.trace(X.flip(0), compile=compile) as tracer:
-            model[1].output = changed_by(need, log, model[1].output) + first
-            out = model.output.save()
-        nnsight.save(tracer)
-    return {"out": out}, tracer
-
-
-def in_a_session_by_hand(net: torch.nn.Module, need: Need, log: Log) -> Values:
-    hooks = Hooks(net).output("1", (kept := Hooks(net)).keep("first"))
-    hooks(X.clone())
-    log.append("first trace")
-    return {"out": Hooks(net).output("1", lambda out: changed_by(need, log, out) + kept.seen["first"])(X.flip(0))}
-
-
 def in_an_edit(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
     """A block that is kept and runs in the trace of another one, which has a cut of its own."""
     with model.edit() as edited:
@@ -283,18 +188,6 @@ def in_a_trace_inside_by_hand(net: torch.nn.Module, need: Need, log: Log) -> Val
     return {"inner": found["inner"], "out": out + found["outer"]}
 
 
-def at_an_operation(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
-    with model.trace(X.clone(), compile=compile) as tracer:
-        operation = model[1].source.F_linear_0
-        operation.output = changed_by(need, log, operation.output)
-        out = model.output.save()
-    return {"out": out}, tracer
-
-
-def at_an_operation_by_hand(net: torch.nn.Module, need: Need, log: Log) -> Values:
-    return {"out": Hooks(net).output("1", lambda out: changed_by(need, log, out))(X.clone())}
-
-
 def beside_a_break_of_the_model(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
     """In the graph before a module that runs as Python, at that, and in the graph behind it."""
     with model.trace(X.clone(), compile=compile) as tracer:
@@ -319,21 +212,6 @@ def beside_a_break_of_the_model_by_hand(net: torch.nn.Module, need: Need, log: L
     return {"out": hooks(X.clone())}
 
 
-def before_an_early_stop(model: Any, need: Need, log: Log, compile: bool) -> tuple[Values, Any]:
-    with model.trace(X.clone(), compile=compile) as tracer:
-        kept = changed_by(need, log, model[1].output).save()
-        late = (model[2].output * 2).save()
-        tracer.stop()
-        log.append("never")
-    return {"kept": kept, "late": late}, tracer
-
-
-def before_an_early_stop_by_hand(net: Any, need: Need, log: Log) -> Values:
-    value = net[1](net[0](X.clone()))
-    kept = changed_by(need, log, value)
-    return {"kept": kept, "late": net[2](value) * 2}
-
-
 @dataclass(frozen=True)
 class Place:
     """A block with one demand or more, the same with hooks, and the model.
@@ -354,17 +232,11 @@ class Place:
 
 
 PLACES = [
-    Place(at_input, at_input_by_hand, 1),
-    Place(in_a_function, in_a_function_by_hand, 1),
-    Place(in_a_loop, in_a_loop_by_hand, 2),
     Place(in_invokes, in_invokes_by_hand, 2),
     Place(at_steps, at_steps_by_hand, 2, 0, Again),
-    Place(in_a_session, in_a_session_by_hand, 1),
     Place(in_an_edit, in_an_edit_by_hand, 1, 1),
     Place(in_a_trace_inside, in_a_trace_inside_by_hand, 1),
-    Place(at_an_operation, at_an_operation_by_hand, 1),
     Place(beside_a_break_of_the_model, beside_a_break_of_the_model_by_hand, 2, 0, Broken),
-    Place(before_an_early_stop, before_an_early_stop_by_hand, 1),
 ]
 
 
@@ -413,13 +285,13 @@ def check(place: Place, need: Need, cuts: int, backend: str, capsys: Any, caplog
 def cases(chosen: Callable[[int, int], bool]) -> list[Any]:
     """Return all cases; those that are not ``chosen`` by the numbers of kind and place are slow."""
     found = []
-    for (number, (need, cuts)), (position, place) in itertools.product(enumerate(KINDS), enumerate(PLACES)):
+    for (number, (need, cuts)), (position, place) in itertools.product(enumerate(DEMANDS), enumerate(PLACES)):
         marks = [] if chosen(number, position) else [pytest.mark.slow]
         found.append(pytest.param(place, need, cuts, id=f"{place.block.__name__}-{need.__name__}", marks=marks))
     return found
 
 
-EACH = cases(lambda number, position: number % len(PLACES) == position)
+EACH = cases(lambda number, position: number % len(PLACES) == position and number % 2 == 0)
 NONE = cases(lambda number, position: False)
 
 
@@ -442,29 +314,3 @@ def test_a_demand_in_its_place_of_pieces_of_inductor(
     place: Place, need: Need, cuts: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     check(place, need, cuts, "inductor", capsys, caplog)
-
-
-@pytest.mark.parametrize(
-    "need", [need for need, _ in KINDS if need is not test_cut_reasons.in_a_thread], ids=lambda need: need.__name__
-)
-def test_each_demand_is_an_error_with_fullgraph(need: Need) -> None:
-    """It names the line of the demand and what to write instead, and the model is as before."""
-    model = strict_model()
-    code = need.__code__
-    with pytest.raises(GraphBreakError) as raised:
-        with model.trace(X.clone()):
-            changed_by(need, [], model[1].output)
-    filename, line, rest = str(raised.value).split(":", 2)
-    lines = [number for *_, number in code.co_lines() if number is not None]
-    assert filename == code.co_filename, "no library that the block calls"
-    if need not in (test_cut_reasons.classifier, test_cut_reasons.stopped_in_a_debugger):  # which call others of the file
-        assert min(lines) <= int(line) <= max(lines)
-    assert "at `model.1.output`" in rest and "Instead, use " in rest
-    assert_no_instrumentation(model._module)
-    same(model(X), model._module(X))
-
-
-@functools.cache
-def strict_model() -> Any:
-    torch.manual_seed(0)
-    return NNsight(_row(), compile={"backend": "eager", "fullgraph": True})

@@ -57,6 +57,7 @@ def test_a_block_looks_into_the_cache_and_goes_on(model: Any, compile: bool) -> 
         assert norm > 0.0
 
 
+@pytest.mark.slow
 @both
 def test_a_cache_by_itself_is_saved_and_used_again(model: Any, compile: bool) -> None:
     with model.trace(TEXT, compile=compile):
@@ -91,6 +92,7 @@ def test_what_is_replaced_behind_a_look_is_what_the_caller_gets(model: Any, comp
     close(result.logits, due.logits + 1.0)
 
 
+@pytest.mark.slow
 @both
 def test_each_step_of_a_generation_has_the_cache_of_its_time(model: Any, compile: bool) -> None:
     with model.generate(TEXT, max_new_tokens=3, compile=compile) as tracer:
@@ -138,6 +140,7 @@ def test_a_look_is_no_cut_and_is_recorded_once(model: Any) -> None:
     assert fx.counters.recordings == fx.counters.compiles == fx.counters.captures == 0
 
 
+@pytest.mark.slow
 def test_rows_of_an_object_are_not_told_apart(model: Any) -> None:
     """Eagerly each invoke has a cache of its rows; a compiled trace refuses, where it would have to make several of one."""
     with pytest.raises(TypeError, match="cannot look inside"), model.trace(compile=True) as tracer:

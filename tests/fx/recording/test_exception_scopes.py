@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,15 @@ from nnsight.fx.recording.exception_scopes import handler
 from nnsight.fx.recording.execution import GraphBreakError
 
 
-@pytest.fixture
-def net() -> torch.nn.Module:
+@pytest.fixture(scope="module")
+def model() -> Any:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    return NNsight(net, compile={"backend": "eager"})
 
 
 def _index(hidden: torch.Tensor) -> Any:
     return torch.zeros(2)[hidden.argmax(-1) + 7]
-
-
-def _select(hidden: torch.Tensor) -> Any:
-    return torch.zeros(2).index_select(0, (hidden[0] * 0 + 9).long())
-
-
-def _embed(hidden: torch.Tensor) -> Any:
-    return torch.nn.functional.embedding((hidden[0] * 0 + 9).long(), torch.zeros(2, 2))
 
 
 def _invert(hidden: torch.Tensor) -> Any:
@@ -47,12 +39,12 @@ def _assign(hidden: torch.Tensor) -> Any:
     hidden[hidden.argmax(-1) + 7] = 0.0
 
 
-FAILING = [_index, _select, _embed, _invert, _factorize, _assign]
+FAILING = [_index, _invert, _factorize, _assign]
 
 
 @pytest.mark.parametrize("function", FAILING)
-def test_an_error_of_values_is_caught_by_the_block(net: torch.nn.Module, function: Callable[..., Any]) -> None:
-    model, x = NNsight(net, compile={"backend": "eager"}), torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+def test_an_error_of_values_is_caught_by_the_block(model: Any, function: Callable[..., Any]) -> None:
+    x = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
     def run(compile: bool) -> Any:
         notes: list[str] = []
@@ -70,9 +62,9 @@ def test_an_error_of_values_is_caught_by_the_block(net: torch.nn.Module, functio
         return notes, out, tracer
 
     expected, wanted, _ = run(False)
-    hidden = net[0](x)
+    hidden = model._module[0](x)
     assert len(expected) == 3 and expected[1] != "no error"
-    assert torch.equal(wanted, net[2](hidden * 2.0))
+    assert torch.equal(wanted, model._module[2](hidden * 2.0))
     for _ in range(2):
         notes, out, tracer = run(True)
         assert notes == expected
@@ -80,28 +72,9 @@ def test_an_error_of_values_is_caught_by_the_block(net: torch.nn.Module, functio
         assert [found.reason.endswith("inside a `try`") for found in tracer.report.breaks] == [True]
 
 
-def test_a_function_that_the_block_calls_catches(net: torch.nn.Module) -> None:
-    model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
-
-    def looked_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        try:
-            return table[index]
-        except IndexError:
-            return table.sum()
-
-    def run(compile: bool) -> Any:
-        with model.trace(x, compile=compile) as tracer:
-            total = looked_up(torch.ones(3), model[0].output.argmax(-1) + 9).save()
-        return total, tracer
-
-    assert run(False)[0] == 3.0
-    total, tracer = run(True)
-    assert total == 3.0 and len(tracer.report.breaks) == 1
-
-
-def test_elsewhere_such_calls_stay_in_the_graph(net: torch.nn.Module) -> None:
+def test_elsewhere_such_calls_stay_in_the_graph(model: Any) -> None:
     """Modes of torch catch nothing, a clause of a `try` is outside of it, and most calls fail by no value."""
-    model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
+    x = torch.ones(2, 4)
     with model.trace(x) as tracer:
         hidden = model[0].output
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -121,8 +94,8 @@ def test_elsewhere_such_calls_stay_in_the_graph(net: torch.nn.Module) -> None:
     assert out[0].shape == (2,) and out[1] is not None
 
 
-def test_an_invoke_is_no_with_around_its_block(net: torch.nn.Module) -> None:
-    model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
+def test_an_invoke_is_no_with_around_its_block(model: Any) -> None:
+    x = torch.ones(2, 4)
     with model.trace() as tracer:
         with tracer.invoke(x):
             rows = torch.arange(4.0)[model[0].output.argmax(-1)].save()
@@ -131,8 +104,8 @@ def test_an_invoke_is_no_with_around_its_block(net: torch.nn.Module) -> None:
     assert tracer.report.breaks == [] and rows.shape == (2,)
 
 
-def test_with_one_graph_the_call_is_refused(net: torch.nn.Module) -> None:
-    model = NNsight(net, compile={"backend": "eager", "fullgraph": True})
+def test_with_one_graph_the_call_is_refused(model: Any) -> None:
+    model = NNsight(model._module, compile={"backend": "eager", "fullgraph": True})
     with pytest.raises(
         GraphBreakError, match="`__getitem__` may fail because of values, inside a `try` at `model.0.output`"
     ):
@@ -155,8 +128,8 @@ MISTAKES: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=range(len(MISTAKES)))
-def test_a_mistake_has_the_words_of_an_eager_trace(net: torch.nn.Module, mistake: Callable[..., Any]) -> None:
-    model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
+def test_a_mistake_has_the_words_of_an_eager_trace(model: Any, mistake: Callable[..., Any]) -> None:
+    x = torch.ones(2, 4)
 
     def run(compile: bool) -> Any:
         notes: list[Any] = []
@@ -176,62 +149,29 @@ def test_a_mistake_has_the_words_of_an_eager_trace(net: torch.nn.Module, mistake
 # -- what catches ------------------------------------------------------------------------------------------------------
 
 
-class Quiet:
-    """Lets errors through."""
-
-    def __init__(self, other: Any = None) -> None:
-        self.other = other
-
-    def __enter__(self) -> Quiet:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
-        if error is not None:
-            return False
-        self.left = True
-        return None
-
-
-class Loud(Quiet):
+class Loud:
     """Drops index errors."""
+
+    def __enter__(self) -> Loud:
+        return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
         return kind is not None and issubclass(kind, IndexError)
 
-    @contextlib.contextmanager
-    def method(self) -> Iterator[None]:
-        try:
-            yield
-        except IndexError:
-            self.left = True
-
-
-class Renaming(Quiet):
-    """Raises another error for one."""
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is IndexError:
-            raise KeyError("no such row") from error
-
 
 def _harmless(note: Callable[[], None]) -> None:
-    no_grad = torch.no_grad
     with torch.no_grad(), torch.enable_grad(), torch.set_grad_enabled(False), torch.inference_mode():
         note()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.random.fork_rng(devices=[]):
         note()
-    with contextlib.nullcontext(Loud()), torch.set_grad_enabled(mode=bool(note)):
-        note()
-    with no_grad():
-        note()
     for _ in range(2):
-        with torch.autograd.grad_mode.no_grad() as torch_mode:  # a name of its own
+        with torch.no_grad() as torch_mode:
             note()
     del torch_mode
 
 
 def _withs(note: Callable[[], None]) -> None:
-    no_grad, loud, several = torch.no_grad, Loud(), [torch.no_grad]
+    loud, several, no_grad = Loud(), [torch.no_grad], Loud
     with loud:
         note()
     with Loud(), torch.no_grad():
@@ -240,25 +180,16 @@ def _withs(note: Callable[[], None]) -> None:
         note()
     with contextlib.suppress(IndexError) if several else torch.no_grad():
         note()
-    with torch.no_grad() and loud.method():
+    with torch.no_grad() and loud:
         note()
     with several[0]():
         note()
-    with (several[0] if several else Loud)():
-        note()
-    with torch.no_grad().clone():
-        note()
-    with Loud(torch.no_grad()), torch.no_grad():
-        note()
-    with functools.partial(torch.no_grad)():
-        note()
-    with no_grad():  # the name may stand for another one by now
-        no_grad = Loud  # type: ignore[assignment,misc]
+    with no_grad():  # not torch's
         note()
     with contextlib.ExitStack():
         note()
     with torch.no_grad():
-        with loud.method():
+        with loud:
             with torch.no_grad():
                 note()
 
@@ -277,11 +208,6 @@ def _tries(note: Callable[[], None]) -> None:
         note()
     finally:
         pass
-    for _ in range(2):
-        try:
-            note()
-        finally:
-            break  # noqa: B012
     try:
         pass
     except ValueError:
@@ -310,11 +236,6 @@ def _no_tries(note: Callable[[], None]) -> None:
     except ValueError:
         note()
     try:
-        raise KeyError
-    except KeyError as error:
-        note()
-        del error
-    try:
         pass
     finally:
         note()
@@ -330,10 +251,10 @@ def _no_tries(note: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (_harmless, [None] * 6),
-        (_withs, ["a `with` that may catch it"] * 13),
-        (_tries, ["a `try`"] * 5),
-        (_no_tries, [None] * 6),
+        (_harmless, [None] * 4),
+        (_withs, ["a `with` that may catch it"] * 9),
+        (_tries, ["a `try`"] * 4),
+        (_no_tries, [None] * 5),
     ],
     ids=lambda item: getattr(item, "__name__", ""),
 )
@@ -356,36 +277,7 @@ def expected_by_a_test(hidden: torch.Tensor, notes: list[str]) -> None:
 
 
 def dropped_by_a_class(hidden: torch.Tensor, notes: list[str]) -> None:
-    with Loud(), Quiet():
-        _index(hidden)
-        notes.append("no error")
-
-
-def renamed_by_a_class(hidden: torch.Tensor, notes: list[str]) -> None:
-    try:
-        with Renaming():
-            _index(hidden)
-            notes.append("no error")
-    except KeyError as error:
-        notes.append(str(error))
-
-
-def dropped_by_one_of_two(hidden: torch.Tensor, notes: list[str]) -> None:
-    with contextlib.suppress(IndexError) if notes == [] else torch.no_grad():
-        _index(hidden)
-        notes.append("no error")
-
-
-def dropped_by_a_generator(hidden: torch.Tensor, notes: list[str]) -> None:
-    with Loud().method():
-        _index(hidden)
-        notes.append("no error")
-
-
-def dropped_by_a_stack(hidden: torch.Tensor, notes: list[str]) -> None:
-    with contextlib.ExitStack() as stack:
-        stack.callback(notes.append, "left")
-        stack.enter_context(contextlib.suppress(IndexError))
+    with Loud(), torch.no_grad():
         _index(hidden)
         notes.append("no error")
 
@@ -408,31 +300,19 @@ def tried_around_a_manager(hidden: torch.Tensor, notes: list[str]) -> None:
         notes.append("caught")
 
 
-def tried_around_a_finally(hidden: torch.Tensor, notes: list[str]) -> None:
-    try:
-        try:
-            _index(hidden)
-            notes.append("no error")
-        finally:
-            notes.append("finally")
-    except IndexError:
-        notes.append("caught")
-
-
 DROPPING: list[Callable[..., Any]] = [
-    suppressed, expected_by_a_test, dropped_by_a_class, renamed_by_a_class, dropped_by_one_of_two, dropped_by_a_generator,
-    dropped_by_a_stack, dropped_by_a_finally, tried_around_a_manager, tried_around_a_finally,
+    suppressed, expected_by_a_test, dropped_by_a_class, dropped_by_a_finally, tried_around_a_manager,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("attempt", DROPPING)
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "does not fail"])
 def test_an_error_of_values_that_something_drops(
-    net: torch.nn.Module, attempt: Callable[..., Any], fails: bool
+    model: Any, attempt: Callable[..., Any], fails: bool
 ) -> None:
     if attempt is expected_by_a_test and not fails:
         return  # raises by itself
-    model, x = NNsight(net, compile={"backend": "eager"}), torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+    x = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
     def run(compile: bool) -> Any:
         notes: list[str] = []
@@ -445,7 +325,7 @@ def test_an_error_of_values_that_something_drops(
         return notes, out, tracer
 
     expected, wanted, _ = run(False)
-    assert torch.equal(wanted, net[2](net[0](x) * 2.0))
+    assert torch.equal(wanted, model._module[2](model._module[0](x) * 2.0))
     for _ in range(2):
         fx.counters.reset()
         notes, out, tracer = run(True)
@@ -457,22 +337,3 @@ def test_an_error_of_values_that_something_drops(
             Path(__file__).read_text().splitlines()[cut.line - 1] == "    return torch.zeros(2)[hidden.argmax(-1) + 7]"
         )
     assert fx.counters.compiles == fx.counters.recordings == 0
-
-
-def test_a_try_around_an_iteration_catches(net: torch.nn.Module) -> None:
-    """Its body is a block in the block."""
-    model, x = NNsight(net, compile={"backend": "eager"}), torch.ones(2, 4)
-
-    def run(compile: bool) -> list[str]:
-        notes: list[str] = []
-        with model.trace(x, compile=compile) as tracer:
-            try:
-                with tracer.iter[0:1]:
-                    _index(model[0].output)
-                    notes.append("no error")
-            except IndexError:
-                notes.append("caught")
-            model.output.save()
-        return notes
-
-    assert run(False) == run(True) == run(True) == ["caught"]

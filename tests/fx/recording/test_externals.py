@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch._functorch.config
@@ -35,7 +34,7 @@ def _nothing_on_disk() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(params=["eager", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor"))])
 def model(request: pytest.FixtureRequest) -> NNsight:
     torch._dynamo.reset()
     made = NNsight(Net(), compile={"backend": request.param})
@@ -69,38 +68,12 @@ def copy_position(h: torch.Tensor, i: int) -> None:
     h[:, i] = h[..., i - 1, :] * 2
 
 
-def several_numbers(h: torch.Tensor, i: int) -> None:
-    h[0, i, i % 8] = 0.25
-    h[:, : i + 1] *= 1.0 + i
-    h[:, i:, 1] -= i
-
-
-def beside_an_index_tensor(h: torch.Tensor, i: int) -> torch.Tensor:
-    return h + h[torch.tensor([1, 0]), i].sum()
-
-
-def index_array(h: torch.Tensor, i: int) -> torch.Tensor:
-    return h + h[:, np.array([i, 0])].sum(1, keepdim=True)
-
-
 def index_tensor(h: torch.Tensor, i: int) -> torch.Tensor:
     return h + h[:, torch.tensor(i)][:, None]
 
 
-def numpy_integer(h: torch.Tensor, i: int) -> torch.Tensor:
-    return h + h[:, np.int64(i)][:, None] * np.float32(i)
-
-
-def vector_of_numpy(h: torch.Tensor, i: int) -> torch.Tensor:
-    return h * torch.from_numpy(np.arange(8, dtype=np.float32) + i)
-
-
 def shift(h: torch.Tensor, i: int) -> torch.Tensor:
     return torch.roll(h, i, 1)
-
-
-def keep_top(h: torch.Tensor, i: int) -> torch.Tensor:
-    return h * (h >= h.topk(i % 8 + 1, dim=-1).values[..., -1:])
 
 
 def integer_coefficient(h: torch.Tensor, i: int) -> torch.Tensor:
@@ -111,14 +84,9 @@ def external_of_some_length(h: torch.Tensor, i: int) -> None:
     h[:, : i + 1] += torch.linspace(0.0, 1.0, i + 1)[:, None]
 
 
-def external_with_strides(h: torch.Tensor, i: int) -> None:
-    length = i % 8 + 2
-    h[:, :length] += torch.linspace(0.0, 1.0, 8 * length).reshape(8, length).T
-
-
 INTEGER_EDITS = [
-    set_position, copy_position, several_numbers, beside_an_index_tensor, index_array, index_tensor, numpy_integer,
-    vector_of_numpy, shift, keep_top, integer_coefficient, external_of_some_length, external_with_strides,
+    set_position, copy_position, index_tensor,
+    shift, integer_coefficient, external_of_some_length,
 ]  # fmt: skip
 
 
@@ -136,11 +104,11 @@ def test_integers(model: NNsight, edit: Edit) -> None:
 
 
 def test_a_loop_over_positions(model: NNsight) -> None:
-    x = torch.randn(2, 50, 4)
-    for i in range(50):
+    x = torch.randn(2, 12, 4)
+    for i in range(12):
         agree(model, set_position, i, x)
     assert fx.counters.compiles <= 3
-    for i in range(-50, 0):
+    for i in range(-12, 0):
         agree(model, set_position, i, x)
     assert fx.counters.compiles <= 4, "a negative index is another case for a backend"
     assert fx.counters.recordings == 2
@@ -198,27 +166,6 @@ def test_floats_are_inputs_from_the_first_time(model: NNsight, edit: Edit) -> No
     assert fx.counters.recordings == fx.counters.compiles == 1
 
 
-def power(h: torch.Tensor, m: float) -> torch.Tensor:
-    return h.abs() ** m
-
-
-def scaled_sum(h: torch.Tensor, m: float) -> torch.Tensor:
-    return torch.add(h, h.sin(), alpha=m)
-
-
-def leak(h: torch.Tensor, m: float) -> torch.Tensor:
-    return torch.nn.functional.leaky_relu(h, m)
-
-
-@pytest.mark.parametrize("edit", [power, scaled_sum, leak], ids=lambda edit: edit.__name__)
-def test_other_floats_are_one_program(model: NNsight, edit: Edit) -> None:
-    for m in (0.5, 1.5, 0.25, 2.0):
-        agree(model, edit, m)
-    assert fx.counters.recordings == 2
-    # A backend that has to know the number compiles for each.
-    assert fx.counters.compiles in ((2,) if model.__dict__["exact"] else (2, 4))
-
-
 def test_numbers_that_decide_the_structure_stay_constants(model: NNsight) -> None:
     def parts(h: torch.Tensor, n: int) -> torch.Tensor:
         return torch.cat(h.chunk(n, -1)[::-1], -1)
@@ -226,11 +173,6 @@ def test_numbers_that_decide_the_structure_stay_constants(model: NNsight) -> Non
     for n in (1, 2, 4, 8, 2, 1):
         agree(model, parts, n)
     assert fx.counters.recordings == 4
-
-
-def test_dimensions(model: NNsight) -> None:
-    for dim in (0, 1, 2, -1, 1):
-        agree(model, lambda h, d: h - h.mean(d, keepdim=True), dim)
 
 
 def test_booleans_do_not_stand_for_numbers(model: NNsight) -> None:
@@ -269,15 +211,6 @@ def test_a_generator_on_a_hidden_state_cuts_with_a_reason(model: NNsight) -> Non
 
     report = agree(model, drawn, 3)
     assert "Generator" in str(report.breaks[0])
-
-
-def test_moves_and_casts(model: NNsight) -> None:
-    def moved(h: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return h.cpu().to(dtype).mul(0.3).to(h.device).to(h)
-
-    for dtype in (torch.float64, torch.float32, torch.float64):
-        assert not agree(model, moved, dtype).breaks
-    assert fx.counters.recordings == 2
 
 
 def test_a_tensor_that_goes_into_the_model_is_one_input_of_the_graph() -> None:

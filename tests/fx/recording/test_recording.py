@@ -59,40 +59,19 @@ def _set(key: Any, value: Any) -> Callable[[torch.Tensor], None]:
     return function
 
 
-def iadd(h: Any) -> None:
+def in_place_arithmetic(h: Any) -> None:
     h += 1.0
-
-
-def isub_slice(h: Any) -> None:
     h[:, 1:3] -= VECTOR[1:3]
-
-
-def imul_row(h: Any) -> None:
-    h[-1] *= 3
-
-
-def itruediv(h: Any) -> None:
     h /= 2.0
-
-
-def ipow(h: Any) -> None:
     h **= 2
-
-
-def ifloordiv(h: Any) -> None:
-    h //= 0.25
-
-
-def imod(h: Any) -> None:
     h %= 0.5
 
 
-def view_edit(h: Any) -> None:
+def edits_of_views(h: Any) -> None:
     h.view(-1)[::3] = 0.5
-
-
-def transposed_edit(h: Any) -> None:
     h.T[0] += 2.0
+    h[h > 0] = -1.0
+    h[MASK] = 0.25
 
 
 def chained_views(h: Any) -> None:
@@ -108,41 +87,9 @@ def view_seen_after_base_edit(h: Any) -> Any:
     return h + row
 
 
-def reads_before_and_after(h: Any) -> Any:
-    before = h.clone()
-    h.add_(1.0)
-    return before * h
-
-
-def masked_assign(h: Any) -> None:
-    h[h > 0] = -1.0
-
-
-def masked_rows(h: Any) -> None:
-    h[MASK] = 0.25
-
-
-def masked_fill(h: Any) -> Any:
-    return h.masked_fill(h.abs() < 0.2, 9.0)
-
-
 def topk(h: Any) -> Any:
     values, indices = torch.topk(h, 2, dim=-1)
     return torch.zeros_like(h).scatter(-1, indices, values)
-
-
-def max_dim(h: Any) -> Any:
-    result = h.max(dim=-1, keepdim=True)
-    return h - result.values + result.indices
-
-
-def split(h: Any) -> Any:
-    left, right = h.split(3, dim=-1)
-    return torch.cat([right, left], dim=-1)
-
-
-def chunk_and_stack(h: Any) -> Any:
-    return torch.stack(h.chunk(3, dim=-1)).sum(0).repeat(1, 3)
 
 
 def unbind(h: Any) -> Any:
@@ -151,112 +98,10 @@ def unbind(h: Any) -> Any:
     return torch.stack(rows)
 
 
-def svd(h: Any) -> Any:
-    u, s, vh = torch.linalg.svd(h, full_matrices=False)
-    return u @ torch.diag(s.clamp(max=0.5)) @ vh
-
-
-def sort_named(h: Any) -> Any:
-    out = torch.sort(h, dim=-1)
-    return out.values - out[1]
-
-
-def einsum(h: Any) -> Any:
-    return torch.einsum("ij,jk->ik", h, MATRIX)
-
-
-def where(h: Any) -> Any:
-    return torch.where(h > 0, h, VECTOR)
-
-
-def factories(h: Any) -> Any:
-    return h + torch.zeros_like(h) + torch.ones(6) + torch.arange(6) + torch.full_like(h, 0.5) + h.new_ones(6)
-
-
-def lazy_sized_factory(h: Any) -> Any:
-    return h + torch.eye(h.shape[0], h.size(1)) * h.shape[-1] + len(h) + h.numel() + h.dim() + h.ndim
-
-
-def functional(h: Any) -> Any:
-    return F.softmax(h, dim=-1) + F.gelu(h) + F.layer_norm(h, (6,)) + F.linear(h, MATRIX, VECTOR)
-
-
-def reductions(h: Any) -> Any:
-    return h - h.mean(-1, keepdim=True) + h.std() + h.sum() + h.amax() + h.norm(dim=-1, keepdim=True)
-
-
-def projection(h: Any) -> Any:
-    unit = VECTOR / VECTOR.norm()
-    return h - (h @ unit).unsqueeze(-1) * unit
-
-
-def matmul_chain(h: Any) -> Any:
-    return h @ MATRIX @ MATRIX.T
-
-
-def reversed_operators(h: Any) -> Any:
-    return 1.0 - h + (2 / (h + 10.0)) + (2.0**h) + (-h) + (3 * h) + abs(h)
-
-
-def integer_scalars(h: Any) -> Any:
-    return h * 2 + 1 - 3
-
-
-def boolean_algebra(h: Any) -> Any:
-    return ((h > 0) & ~(h > 0.5) | (h < -0.5)).float() * h
-
-
-def compare_chain(h: Any) -> Any:
-    return (h >= VECTOR).to(h.dtype) + (h == h).float() + (h != 0).int()
-
-
-def numpy_scalar(h: Any) -> Any:
-    return h * np.float32(1.5) + np.float64(0.25)
-
-
-def numpy_scalar_left(h: Any) -> Any:
-    return float(np.float64(2.0)) * h
-
-
-def numpy_external(h: Any) -> Any:
-    return h + torch.from_numpy(np.arange(6, dtype=np.float32))
-
-
-def dtype_round_trip(h: Any) -> Any:
-    return h.double().to(torch.bfloat16).float() + h.half().to(h)
-
-
-def half_scalar(h: Any) -> Any:
-    return (h.bfloat16() * 0.1 + 0.3).float()
-
-
-def zero_dim_scalar(h: Any) -> Any:
-    return h * (h.bfloat16().mean() * 0.1).float()
-
-
-def index_tensor(h: Any) -> Any:
-    return h[INDEX].repeat(3, 1)[:5] + h[INDEX, INDEX].sum()
-
-
-def lazy_index(h: Any) -> Any:
-    order = h[:, 0].argsort()
-    return h[order]
-
-
-def gather(h: Any) -> Any:
-    return h.gather(1, h.argsort(dim=1))
-
-
-def index_put(h: Any) -> None:
-    h.index_put_((INDEX,), torch.ones(2, 6))
-
-
-def index_add(h: Any) -> None:
-    h.index_add_(0, INDEX, torch.ones(2, 6), alpha=0.5)
-
-
-def copy_into(h: Any) -> None:
+def in_place_functions(h: Any) -> None:
     h.copy_(h.flip(0))
+    h.index_put_((INDEX,), torch.ones(2, 6))
+    h.index_add_(0, INDEX, torch.ones(2, 6), alpha=0.5)
 
 
 def out_argument(h: Any) -> Any:
@@ -265,46 +110,10 @@ def out_argument(h: Any) -> Any:
     return target
 
 
-def list_argument(h: Any) -> Any:
-    return torch.cat([h[:2], torch.zeros(1, 6), h[3:]], dim=0)
-
-
-def ellipsis_and_none(h: Any) -> Any:
-    return h[..., None, :][:, 0] * h[None][0, ..., :]
-
-
-def cumulative(h: Any) -> Any:
-    return torch.cumsum(h, dim=0) + h.cumprod(-1)
-
-
-def reshape_permute(h: Any) -> Any:
-    return h.reshape(5, 2, 3).permute(0, 2, 1).contiguous().view(5, 6)
-
-
-def expand(h: Any) -> Any:
-    return h.mean(0, keepdim=True).expand(5, -1).clone()
-
-
-def property_T(h: Any) -> Any:  # noqa: N802
-    return (h.T @ h).mT[:5]
-
-
-def real_getter(h: Any) -> Any:
-    return h.real * 2 + h.data * 0.5
-
-
-def detach(h: Any) -> Any:
-    return h.detach() * 2.0
-
-
 def no_grad_inside(h: Any) -> Any:
     with torch.no_grad():
         offset = h * 2.0
     return h + offset
-
-
-def keyword_arguments(h: Any) -> Any:
-    return torch.clamp(h, min=-0.3, max=0.3) + torch.add(input=h, other=h, alpha=2)
 
 
 def block_python(h: Any) -> Any:
@@ -323,44 +132,55 @@ def iteration(h: Any) -> Any:
     return h * total + first
 
 
-def complex_numbers(h: Any) -> Any:
-    return torch.fft.irfft(torch.fft.rfft(h, dim=-1) * 1.5j, n=6, dim=-1)
-
-
-def module_call(h: Any) -> Any:
-    return torch.nn.LayerNorm(6, elementwise_affine=False)(h)
-
-
-OPERATIONS: list[Callable[[Any], Any]] = [
-    iadd, isub_slice, imul_row, itruediv, ipow, ifloordiv, imod, view_edit, transposed_edit, chained_views,
-    view_seen_after_base_edit, reads_before_and_after, masked_assign, masked_rows, masked_fill, topk, max_dim, split,
-    chunk_and_stack, unbind, svd, sort_named, einsum, where, factories, lazy_sized_factory, functional, reductions,
-    projection, matmul_chain, reversed_operators, integer_scalars, boolean_algebra, compare_chain, numpy_scalar,
-    numpy_scalar_left, numpy_external, dtype_round_trip, half_scalar, zero_dim_scalar, index_tensor, lazy_index,
-    gather,
-    index_put, index_add, copy_into, list_argument, ellipsis_and_none, cumulative, reshape_permute, expand,
-    property_T, real_getter, detach, no_grad_inside, keyword_arguments, block_python, iteration, complex_numbers, module_call,
-]  # fmt: skip
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "split": lambda h: torch.cat(h.split(3, dim=-1)[::-1], dim=-1),
+    "sort": lambda h: torch.sort(h, dim=-1).values - torch.sort(h, dim=-1)[1] + h.max(dim=-1, keepdim=True).indices,
+    "svd": lambda h: torch.linalg.svd(h, full_matrices=False)[0] @ torch.linalg.svd(h, full_matrices=False).Vh,
+    "lazy_index": lambda h: h[h[:, 0].argsort()],
+    "masked_fill": lambda h: h.masked_fill(h.abs() < 0.2, 9.0),
+    "chunk_and_stack": lambda h: torch.stack(h.chunk(3, dim=-1)).sum(0).repeat(1, 3),
+    "einsum": lambda h: torch.einsum("ij,jk->ik", h, MATRIX),
+    "where": lambda h: torch.where(h > 0, h, VECTOR),
+    "factories": lambda h: h + torch.zeros_like(h) + torch.ones(6) + torch.arange(6) + torch.full_like(h, 0.5) + h.new_ones(6),
+    "lazy_sized_factory": lambda h: h + torch.eye(h.shape[0], h.size(1)) * h.shape[-1] + len(h) + h.numel() + h.dim() + h.ndim,
+    "functional": lambda h: F.softmax(h, dim=-1) + F.gelu(h) + F.layer_norm(h, (6,)) + F.linear(h, MATRIX, VECTOR),
+    "reductions": lambda h: h - h.mean(-1, keepdim=True) + h.std() + h.sum() + h.amax() + h.norm(dim=-1, keepdim=True),
+    "matmul_chain": lambda h: h @ MATRIX @ MATRIX.T,
+    "reversed_operators": lambda h: 1.0 - h + (2 / (h + 10.0)) + (2.0**h) + (-h) + (3 * h) + abs(h),
+    "integer_scalars": lambda h: h * 2 + 1 - 3,
+    "boolean_algebra": lambda h: ((h > 0) & ~(h > 0.5) | (h < -0.5)).float() * h,
+    "compare_chain": lambda h: (h >= VECTOR).to(h.dtype) + (h == h).float() + (h != 0).int(),
+    "numpy_scalar": lambda h: h * np.float32(1.5) + np.float64(0.25),
+    "numpy_external": lambda h: h + torch.from_numpy(np.arange(6, dtype=np.float32)),
+    "dtype_round_trip": lambda h: h.double().to(torch.bfloat16).float() + h.half().to(h),
+    "zero_dim_scalar": lambda h: h * (h.bfloat16().mean() * 0.1).float(),
+    "index_tensor": lambda h: h[INDEX].repeat(3, 1)[:5] + h[INDEX, INDEX].sum(),
+    "gather": lambda h: h.gather(1, h.argsort(dim=1)),
+    "list_argument": lambda h: torch.cat([h[:2], torch.zeros(1, 6), h[3:]], dim=0),
+    "ellipsis_and_none": lambda h: h[..., None, :][:, 0] * h[None][0, ..., :],
+    "cumulative": lambda h: torch.cumsum(h, dim=0) + h.cumprod(-1),
+    "reshape_permute": lambda h: h.reshape(5, 2, 3).permute(0, 2, 1).contiguous().view(5, 6),
+    "expand": lambda h: h.mean(0, keepdim=True).expand(5, -1).clone(),
+    "property_T": lambda h: (h.T @ h).mT[:5],
+    "real_getter": lambda h: h.real * 2 + h.data * 0.5,
+    "detach": lambda h: h.detach() * 2.0,
+    "keyword_arguments": lambda h: torch.clamp(h, min=-0.3, max=0.3) + torch.add(input=h, other=h, alpha=2),
+    "complex_numbers": lambda h: torch.fft.irfft(torch.fft.rfft(h, dim=-1) * 1.5j, n=6, dim=-1),
+    "module_call": torch.nn.LayerNorm(6, elementwise_affine=False),
+    **{
+        function.__name__: function
+        for function in (
+            in_place_arithmetic, edits_of_views, chained_views, view_seen_after_base_edit, topk, unbind, in_place_functions,
+            no_grad_inside, block_python, iteration,
+        )
+    },
+}  # fmt: skip
 
 SETITEMS: list[tuple[Any, Any]] = [
-    (0, 1.0),
-    (-1, 2),
-    (slice(None), 0.5),
-    (slice(1, 4, 2), 3.0),
-    ((slice(None), -1), 0.0),
-    ((slice(None), slice(None, 2)), 7.5),
-    ((Ellipsis, 0), True),
-    ([0, 2], 1.5),
-    ((0, 1), 5.0),
-    (None, 1.0),
-    (MASK, 0.0),
-    (INDEX, 4.0),
-    ((INDEX, INDEX), 4.0),
-    ((slice(None), INDEX), torch.ones(5, 2)),
-    (slice(0, 2), VECTOR),
-    (slice(0, 2), VECTOR.double()),
-    (0, np.float64(2.5)),
-]
+    (0, 1.0), (-1, 2), (slice(None), 0.5), (slice(1, 4, 2), 3.0), ((slice(None), -1), 0.0), ((slice(None), slice(None, 2)), 7.5),
+    ((Ellipsis, 0), True), ([0, 2], 1.5), ((0, 1), 5.0), (None, 1.0), (MASK, 0.0), (INDEX, 4.0), ((INDEX, INDEX), 4.0),
+    ((slice(None), INDEX), torch.ones(5, 2)), (slice(0, 2), VECTOR), (slice(0, 2), VECTOR.double()), (0, np.float64(2.5)),
+]  # fmt: skip
 
 
 def run(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any], compile: bool) -> tuple[Any, ...]:
@@ -408,15 +228,12 @@ def check(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any], brea
         assert again.report.spliced == ["model.second.output", "model.output"]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-def test_operation(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any]) -> None:
-    check(small, x, operation)
-
-
-@pytest.mark.parametrize("operation", [*OPERATIONS, out_argument], ids=lambda operation: operation.__name__)
-def test_operation_without_gradients(small: NNsight, x: torch.Tensor, operation: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("name", [*OPERATIONS, "out_argument"])
+def test_operation(small: NNsight, x: torch.Tensor, name: str) -> None:
+    if name in OPERATIONS:
+        check(small, x, OPERATIONS[name])
     with torch.no_grad():
-        check(small, x, operation)
+        check(small, x, OPERATIONS.get(name, out_argument))
 
 
 @pytest.mark.parametrize(("key", "value"), SETITEMS, ids=str)
@@ -428,11 +245,11 @@ def test_setitem(small: NNsight, x: torch.Tensor, key: Any, value: Any) -> None:
 def test_every_operation_lowered_by_inductor_at_once(small: NNsight, x: torch.Tensor) -> None:
     """Functions that do not draw on data-dependent shapes, in one block and one graph."""
     model = NNsight(small._module, compile={"backend": "inductor"})
-    chosen = [view_edit, chained_views, topk, split, einsum, where, functional, projection, index_put, copy_into]
+    chosen = "chained_views topk split einsum where functional in_place_functions".split()
 
     def everything(h: Any) -> Any:
-        for operation in chosen:
-            changed = operation(h)
+        for name in chosen:
+            changed = OPERATIONS[name](h)
             h = h if changed is None else changed
         return h
 
@@ -463,20 +280,6 @@ def test_new_values_of_externals_record_nothing(small: NNsight, x: torch.Tensor)
         assert not any(torch.equal(out, other) for other in results)
         results.append(out)
     assert fx.counters.recordings == fx.counters.compiles == fx.counters.captures == 0
-
-
-def test_a_new_shape_of_an_external_records_anew(small: NNsight, x: torch.Tensor) -> None:
-    for external in (torch.ones(6), torch.ones(1, 6), torch.ones(5, 6), torch.ones(()), torch.ones(6).double()):
-        check(small, x, lambda h, external=external: h + external.to(h.dtype))
-
-
-def test_one_external_twice(small: NNsight, x: torch.Tensor) -> None:
-    check(small, x, lambda h: h * VECTOR + VECTOR)
-
-
-def test_externals_that_share_memory(small: NNsight, x: torch.Tensor) -> None:
-    base = torch.linspace(0.0, 1.0, 6)
-    check(small, x, lambda h: h * base[:3].repeat(2) + base[3:].repeat(2) + base.view(6))
 
 
 def test_an_external_edited_before_its_use(small: NNsight, x: torch.Tensor) -> None:
@@ -523,16 +326,6 @@ def test_an_external_accumulates_hidden_states(small: NNsight, x: torch.Tensor) 
     assert torch.equal(results[0], expected)
     assert torch.equal(results[1], expected)
     assert type(results[1]) is torch.Tensor
-
-
-def test_writing_hidden_states_into_a_buffer(small: NNsight, x: torch.Tensor) -> None:
-    expected = by_hooks(small, x, lambda h: h.clone())[0].detach()
-    for compile in (False, True):
-        buffer = torch.zeros(2, 5, 6)
-        with torch.no_grad(), small.trace(x, compile=compile):
-            buffer[1] = small.second.output
-        assert torch.equal(buffer[1], expected), compile
-        assert torch.equal(buffer[0], torch.zeros(5, 6))
 
 
 def test_a_view_of_an_external_sees_the_edit(small: NNsight, x: torch.Tensor) -> None:
@@ -588,67 +381,10 @@ def test_modules_called_on_hidden_states(small: NNsight, x: torch.Tensor) -> Non
     assert not tracer.report.breaks
 
 
-def test_random_numbers_follow_the_seed(small: NNsight, x: torch.Tensor) -> None:
-    """Noise on a hidden state: drawn each time anew, and the same numbers as eagerly under the same seed."""
-
-    def run(compile: bool, seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        with small.trace(x, compile=compile):
-            hidden = small.second.output
-            hidden += torch.randn_like(hidden)
-            hidden += torch.rand(6)
-            out = hidden.save()
-        return out
-
-    assert torch.equal(run(False, 1), run(True, 1))
-    assert torch.equal(run(False, 2), run(True, 2))
-    assert not torch.equal(run(True, 1), run(True, 2))
-
-
-def test_dropout_in_the_block(small: NNsight, x: torch.Tensor) -> None:
-    def run(compile: bool) -> torch.Tensor:
-        torch.manual_seed(4)
-        with small.trace(x, compile=compile):
-            out = F.dropout(small.second.output, 0.5).save()
-        return out
-
-    assert torch.equal(run(False), run(True))
-    assert bool((run(True) == 0).any())
-
-
-def test_swapping_in_an_external(small: NNsight, x: torch.Tensor) -> None:
-    replacement = torch.randn(5, 6)
-    check(small, x, lambda h: replacement)
-    assert torch.equal(replacement, replacement.clone())
-
-
-def test_the_saved_tensor_is_the_models(small: NNsight, x: torch.Tensor) -> None:
-    """A read without a copy shares memory with what a later edit of the same tensor changes."""
-    for compile in (False, True):
-        with small.trace(x, compile=compile):
-            before = small.second.output.clone().save()
-            hidden = small.second.output.save()
-            hidden += 1.0
-            view = hidden[0].save()
-        assert torch.equal(hidden, before + 1.0), compile
-        assert torch.equal(view, hidden[0]), compile
-
-
-def test_a_view_and_its_base_share_memory_after_the_trace(small: NNsight, x: torch.Tensor) -> None:
-    with torch.no_grad():
-        for compile in (False, True):
-            with small.trace(x, compile=compile):
-                hidden = small.second.output.save()
-                row = hidden[0].save()
-            row.fill_(5.0)
-            assert torch.equal(hidden[0], torch.full((6,), 5.0)), compile
-
-
 # -- results that are not tensors ----------------------------------------------------------------------------------
 
 
 def test_metadata_is_real(small: NNsight, x: torch.Tensor) -> None:
-    eager_seen: list[Any] = []
     eager_seen: list[Any] = []
     for compile in (False, True):
         with small.trace(x, compile=compile) as tracer:
@@ -701,29 +437,13 @@ def test_keys_and_identity_survive(small: NNsight, x: torch.Tensor) -> None:
     assert seen[0] is hidden
 
 
-def test_scalars_of_one_type_do_not_stand_for_another(small: NNsight, x: torch.Tensor) -> None:
-    """``1``, ``1.0`` and ``True`` are equal in Python and differ in torch's type promotion."""
-
-    def run(scalar: Any, compile: bool) -> torch.Tensor:
-        with small.trace(x, compile=compile):
-            result = ((small.second.output > 0).int() * scalar).save()
-        return result
-
-    for scalar in (1, 1.0, True, 2, 2.5):
-        eager, compiled = run(scalar, False), run(scalar, True)
-        assert eager.dtype == compiled.dtype, scalar
-        assert torch.equal(eager, compiled), scalar
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scalar", [0.1, 1e-3, 3.0, 1e10, float("inf")])
-def test_float_scalars_round_as_eagerly(dtype: torch.dtype, scalar: float) -> None:
+def test_float_scalars_round_as_eagerly(dtype: torch.dtype) -> None:
     """A Python float becomes an input of the graph without a change in any bit."""
-    torch.manual_seed(0)
     model = NNsight(torch.nn.Sequential(torch.nn.Identity()).to(dtype), compile={"backend": "eager"})
     values = torch.randn(64, dtype=torch.float64).to(dtype)
 
-    def run(compile: bool) -> list[torch.Tensor]:
+    def run(compile: bool, scalar: float) -> list[torch.Tensor]:
         with model.trace(values, compile=compile):
             h = model[0].output
             results = [h * scalar, h + scalar, h - scalar, scalar - h, h / scalar, scalar / h, scalar * h].save()
@@ -731,9 +451,10 @@ def test_float_scalars_round_as_eagerly(dtype: torch.dtype, scalar: float) -> No
             results += [mean * scalar, scalar + mean, h + mean * scalar]
         return results
 
-    for eager, compiled in zip(run(False), run(True), strict=True):
-        assert eager.dtype == compiled.dtype
-        assert torch.equal(eager, compiled) or bool(eager.isnan().eq(compiled.isnan()).all())
+    for scalar in (0.1, 1e-3, 3.0, 1e10, float("inf")):
+        for eager, compiled in zip(run(False, scalar), run(True, scalar), strict=True):
+            assert eager.dtype == compiled.dtype
+            torch.testing.assert_close(compiled, eager, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_what_one_block_does_to_a_value_is_unknown_to_the_next(x: torch.Tensor) -> None:
@@ -753,17 +474,6 @@ def test_what_one_block_does_to_a_value_is_unknown_to_the_next(x: torch.Tensor) 
         inside = model.second.output.requires_grad.save()
     assert inside is True
     assert look() is False
-
-
-def test_views_of_one_block_survive_edits_of_another(small: NNsight, x: torch.Tensor) -> None:
-    model = NNsight(small._module, compile={"backend": "eager"})
-    with model.trace(x):
-        torch.stack(model.second.output.unbind(0)).save()
-    with model.trace(x):
-        model.second.output[:] += 1.0
-    with model.trace(x):
-        first = model.second.output.unbind(0)[0].sum().save()
-    assert torch.equal(first, by_hooks(small, x, lambda h: h.clone())[0][0].sum())
 
 
 class Counting(torch.nn.Module):
@@ -805,8 +515,8 @@ def _needs_buffers(model: Any, net: Counting, x: torch.Tensor, compile: bool) ->
     return (found, out), tracer
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("block", [_reads_buffers, _needs_buffers])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block", [pytest.param(_reads_buffers, marks=pytest.mark.slow), _needs_buffers])
 def test_buffers_that_the_model_edits(block: Any, backend: str) -> None:
     """Where a block stands they are as the model has edited them by then, though no location hands them over."""
     expected, found = [], []

@@ -1,7 +1,4 @@
-"""Process-wide counts of what the compiler did, for tests and for watching a service.
-
-A steady state shows as counters that stand still: tests assert counts, never times.
-"""
+"""Process-wide counts of the stages of the compiler, for tests and for monitoring. In a steady state they do not change."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ class Counters:
     """How often each stage of the compiler ran in this process.
 
     Attributes:
-        captures: Graphs dynamo captured of wrapped models.
-        recordings: Programs recorded anew (a block that follows a known program is not recorded).
-        splices: Programs put into captured graphs.
+        captures: Graphs that dynamo captured of wrapped models.
+        recordings: New programs (a block that follows a known program is not recorded).
+        splices: Programs written into captured graphs.
         compiles: Graphs lowered, plain and spliced ones, or regions of them.
-        reuses: Regions for which an earlier lowering of an equal region served.
-        loads: Graphs and regions whose code was found in inductor's cache on disk.
+        reuses: Regions that an earlier lowering of an equal region served.
+        loads: Graphs and regions whose code was found in Inductor's cache on disk.
         breaks: Cuts of a graph because a block needed a concrete value.
-        replays: Runs in which the effects of a block were had without running it.
-        reasons: How often a graph was captured for each kind of reason (:class:`~nnsight.runtime.report.Capture`).
+        replays: Runs whose blocks were replayed.
+        reasons: Captures by the kind of their reason (:class:`~nnsight.runtime.report.Capture`).
     """
 
     captures: int = 0
@@ -42,7 +39,7 @@ class Counters:
             setattr(self, name, getattr(self, name) + 1)
 
     def add_capture(self, kind: str) -> None:
-        """Count a captured graph, and the kind of reason for which it was captured."""
+        """Count a captured graph, and the kind of its reason."""
         with self._lock:
             self.captures += 1
             self.reasons[kind] = self.reasons.get(kind, 0) + 1

@@ -1,13 +1,12 @@
-"""The compiled driver, and the dynamo backend behind it.
+"""The compiled driver, and its dynamo backend.
 
-``torch.compile`` captures the wrapped model with all locations tapped. The backend does not lower what it is
-given: it returns a *dispatcher*, which looks at the active run each time the graph is called. Without a run it calls the
-plain graph; with one it walks the taps, and calls the variant that the blocks amount to. So one capture serves every block, and
-no block touches dynamo's cache or its recompile limit.
+``torch.compile`` captures the wrapped model with a tap at each location. The backend returns a *dispatcher*, which looks at the active run
+each time the graph is called. Without a run it calls the plain graph. With one it walks the taps and calls the variant for the program of
+the blocks. So one capture serves every block, and no block touches dynamo's cache or its recompile limit.
 
-Where the model runs eagerly after all (dynamo was told to skip a function, or the model broke the graph), the intercepted
-module calls offer their values as they do for the eager driver. For that, dynamo may inline an intercepted call but must not
-compile one as a frame of its own: the call stays Python and hands over real values, and what it calls is compiled.
+Where the model runs eagerly after all (dynamo skips a function, or the model breaks the graph), intercepted module calls offer their
+values as they do for the eager driver. So dynamo may inline an intercepted call, but must not compile it as a frame of its own: the call
+stays Python and offers real values, and the functions that it calls are compiled.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,8 +35,7 @@ from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
 from . import progress
 from .capturing.captures import MAX_CAPTURES, Captures
-from .capturing.compiled_calls import NotCompiled, caller_of_compiled
-from .capturing.dynamo import new_caller, tensors_were_compared, watch_captures
+from .capturing.dynamo import NotCompiled, caller_of_compiled, new_caller, tensors_were_compared, watch_captures
 from .capturing.graph import CapturedGraph
 from .lowering.backends import BackendCallable, resolve_backend
 from .lowering.regions import KnownRegions
@@ -64,25 +63,26 @@ skip_code(INTERCEPTED_CODE)
 #: ``handle`` for intercepted calls that dynamo runs eagerly: blocks must not be compiled as part of the model.
 _offer_uncompiled = torch.compiler.disable(Interleaver.handle, reason="blocks run beside the compiled model")
 
-#: Where the dispatchers of the current call report to.
+#: The report that the dispatchers of the current call write to.
 _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=None)
-
 
 #: The driver through which calls of its model are routed in this context.
 _routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", default=None)
 
-#: Why the function that runs in this context calls its model as Python from now on: dynamo has failed to follow a call, and would
-#: fail again at the next step, after seconds. ``None`` outside of such functions.
+#: Why a function of :meth:`CompiledDriver.around` calls its model as Python from now on: dynamo has failed to trace a call, and would fail
+#: again at the next step, after seconds. ``None`` outside of such functions.
 _given_up: ContextVar[list[str] | None] = ContextVar("nnsight_fx_given_up", default=None)
-
 
 logger = logging.getLogger("nnsight.fx")
 
-#: What dynamo has forgotten costs time in each call of a new kind. After so many failed calls the model is captured anew.
+#: Invalidated entries of dynamo cost time in each call of a new kind. After so many failed calls the model is captured anew.
 _MANY_FORGOTTEN = 64
 
-#: What ``Module.__call__`` calls instead of the method, if it is set.
+#: The attribute of a module that ``Module.__call__`` calls instead of the method, if it is set.
 _COMPILED_CALL = "_compiled_call_impl"
+
+#: Options of ``torch.compile``, and our own.
+_TORCH_OPTIONS, _STAGES = ("backend", "mode", "options", "dynamic", "fullgraph"), ("background", "regions")
 
 
 class CompiledDriver:
@@ -101,27 +101,14 @@ class CompiledDriver:
     """
 
     def __init__(self, tree: ModuleTree, options: dict[str, Any]) -> None:
-        known = {"backend", "mode", "options", "dynamic", "fullgraph"}
-        stages = {"regions", "background"}
-        ours = {*stages, "max_captures"}
-        unknown = set(options) - known - ours
-        if unknown:
-            raise TypeError(
-                f"compile() got unknown options {sorted(unknown)}; those of torch.compile are {sorted(known)}, and there "
-                f"are {sorted(ours)}."
-            )
+        _check_options(options)
         self._limit = options.get("max_captures", MAX_CAPTURES)
-        if type(self._limit) is not int or self._limit < 1:
-            raise TypeError(f"compile(): `max_captures` is a number of captures, 1 or more, not {self._limit!r}.")
-        for name in sorted(stages & options.keys()):
-            if not isinstance(options[name], bool):
-                raise TypeError(f"compile(): `{name}` is True or False, not {options[name]!r}.")
         self.tree = tree
         self.options = dict(options)
         self.fullgraph = bool(options.get("fullgraph", False))
-        lowering = {name: options[name] for name in ("backend", "mode", "options", "dynamic") if name in options}
+        lowering = {name: options[name] for name in _TORCH_OPTIONS if name in options and name != "fullgraph"}
         self._guard_filter: Callable[..., Any] | None = None
-        if "guard_filter_fn" in (options.get("options") or {}):  # dynamo's, and no backend's
+        if "guard_filter_fn" in (options.get("options") or {}):  # an option of dynamo, not of a backend
             lowering["options"] = {**options["options"]}
             self._guard_filter = lowering["options"].pop("guard_filter_fn")
         self._lower_with = resolve_backend(**lowering)
@@ -129,20 +116,20 @@ class CompiledDriver:
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
         self._code = new_caller(tree.root).__code__  # of what the function was compiled from
-        self._call_compiled: Callable[..., Any] | None = None  # the function, if dynamo has compiled code for the arguments
+        self._call_compiled: Callable[..., Any] | None = None  # see `caller_of_compiled`
         self._captures = Captures(self._code)
-        self._told: set[str] = set()  # reasons for which a call ran uncompiled
-        self._version = -1  # of the tree, for which the function is
+        self._told: set[str] = set()  # reasons for which a call ran uncompiled, each warned of once
+        self._version = -1  # of the tree that the function was made for
         self._lock = threading.Lock()
         self._routes = 0
         self.replays = Replays()
 
     def share_regions(self, other: CompiledDriver) -> None:
-        """Lower regions once for both; ``other`` has the same options, and nothing was compiled here yet."""
+        """Share lowered regions with ``other``, which has the same options; nothing was compiled here yet."""
         self._regions = other._regions
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-        """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if nobody sees it."""
+        """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if no block waits for it."""
         report.mode = "compiled"
         interleaver.offer = _offer_uncompiled
         interleaver.promises = []
@@ -169,17 +156,14 @@ class CompiledDriver:
         return progress.call(type(self.tree.root).__name__, hint)
 
     def call_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled model; nothing of that becomes part of a recording that is going on."""
+        """Call the compiled model outside of any recording that is under way."""
         with suspended(args, kwargs):
             if active_interleaver() is None:
                 return self.call_known(args, kwargs)
             return self.call_captured(args, kwargs)
 
     def call_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled model for somebody who waits at no location.
-
-        Then calls of modules need not be intercepted, which takes a while, if nothing but one captured graph is going to run.
-        """
+        """Call the compiled model where no block waits; modules are not intercepted if one captured graph is all that runs."""
         captures, call_compiled = self._captures, self._call_compiled
         if call_compiled is None or not captures.suffice or self._version != self.tree.version or not is_outermost():
             return self.call_captured(args, kwargs)
@@ -187,23 +171,23 @@ class CompiledDriver:
         try:
             return call_compiled(self.tree.root, args, kwargs)
         except NotCompiled:
-            pass  # what follows is not its consequence
+            pass  # a later error does not follow from it
         result = self.call_captured(args, kwargs)
         if captures.count == known:
-            captures.give_up()  # what dynamo checks before the call depends on the interception
+            captures.give_up()  # dynamo's guards depend on the interception
         return result
 
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled model where nothing is being recorded."""
+        """Call the compiled model with its modules intercepted."""
         tree, function = self.tree, self._compiled()
         with tree.instrumentation, self._watched():
             return self._call(function, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled function; where the model fails while dynamo follows it, before anything has run, call the model as Python.
+        """Call the compiled function; if the model fails while dynamo traces it, before anything has run, call the model as Python.
 
-        Dynamo follows all of the model, also a module that a block skips and that would fail if it ran, because an earlier step has
-        skipped it and stored no keys for it. And an error of the model itself is best raised by the model.
+        Dynamo traces all of the model, also a module that a block skips, which may fail because an earlier step has skipped it and stored
+        no keys for it. And an error of the model itself is best raised by the model.
         """
         given_up = _given_up.get()
         if given_up:
@@ -235,18 +219,17 @@ class CompiledDriver:
             self._note_uncompiled(*captures.uncompiled)
 
     def _note_uncompiled(self, reason: str, remedy: str) -> None:
-        """Say in the report that a call of the model ran uncompiled and, once for each reason, as a warning."""
+        """Report that a call of the model ran uncompiled, and warn once for each reason."""
         if stands_aside():
             return
         report = _report_now()
         filename, line = position_of(report)
         found = Break("model", f"the model runs uncompiled ({reason})", filename, line)
-        if report is not None and found not in report.breaks:  # it may be called more than once
+        if report is not None and found not in report.breaks:  # the model may be called more than once
             report.breaks.append(found)
         if reason not in self._told:
             self._told.add(reason)
-            name = type(self.tree.root).__name__
-            message = f"A call of the compiled model {name} runs uncompiled: {reason}. {remedy}"
+            message = f"A call of the compiled model {type(self.tree.root).__name__} runs uncompiled: {reason}. {remedy}"
             warnings.warn_explicit(message, UncompiledWarning, filename, line)
 
     def around(self, function: Callable[..., Any]) -> Driver:
@@ -270,7 +253,7 @@ class CompiledDriver:
 
     @contextlib.contextmanager
     def _route(self) -> Iterator[None]:
-        """Send calls of the root module through the compiled function, in this context only."""
+        """Route calls of the root module through the compiled function, in this context only."""
         root, compiled = self.tree.root, self._compiled()
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
@@ -302,11 +285,11 @@ class CompiledDriver:
                 function = new_caller(self.tree.root)
                 code = function.__code__
                 self._code, self._captures, self._call_compiled = code, self._new_captures(code, version), None
+                regions = (lambda: None) if self._regions is None else weakref.ref(self._regions)
+                how = (self._lower_with, self.fullgraph, regions, self._background, code.co_name, self._captures)
                 self._function = torch.compile(
                     function,
-                    backend=_CaptureBackend(
-                        self._lower_with, self.fullgraph, self._regions, self._background, code.co_name, self._captures
-                    ),
+                    backend=_CaptureBackend(*how),
                     dynamic=self.options.get("dynamic"),
                     fullgraph=self.fullgraph,
                     options={"guard_filter_fn": functools.partial(_kept_guards, self._guard_filter)},
@@ -317,64 +300,67 @@ class CompiledDriver:
             return self._function
 
     def _new_captures(self, code: types.CodeType, version: int) -> Captures:
-        if self._function is None:
-            first = Capture("the first call")
-        elif version == self._version:
-            first = Capture("many calls of the model have failed", "model")
-        else:
-            what = "modules of the model, their hooks, or what is watched in them by `.source`, have changed"
-            first = Capture(what, "model")
+        what = "modules of the model, their hooks, or what is watched in them by `.source`, have changed"
+        if version == self._version:
+            what = "many calls of the model have failed"
+        first = Capture("the first call") if self._function is None else Capture(what, "model")
         alike = max(Counter(map(type, self.tree.paths)).values())
         parameters = tuple(inspect.signature(self.tree.root.forward).parameters)
         return Captures(code, first, self._limit, alike, self.fullgraph, parameters)
 
 
-def _kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> list[bool]:
-    """Say which guards of a capture dynamo is to check before each call.
+def _check_options(options: dict[str, Any]) -> None:
+    ours = (*_STAGES, "max_captures")
+    unknown = options.keys() - {*_TORCH_OPTIONS, *ours}
+    if unknown:
+        known = f"those of torch.compile are {sorted(_TORCH_OPTIONS)}, and there are {sorted(ours)}"
+        raise TypeError(f"compile() got unknown options {sorted(unknown)}; {known}.")
+    limit = options.get("max_captures", MAX_CAPTURES)
+    if type(limit) is not int or limit < 1:
+        raise TypeError(f"compile(): `max_captures` is a number of captures, 1 or more, not {limit!r}.")
+    for name in _STAGES:
+        if not isinstance(options.get(name, False), bool):
+            raise TypeError(f"compile(): `{name}` is True or False, not {options[name]!r}.")
 
-    Those on the intercepted calls can be left out, and there are many for each module: what is installed
-    when a capture is called is the interception of this version of the tree, for which the function was made.
+
+def _kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> list[bool]:
+    """Return which guards of a capture dynamo checks before each call.
+
+    Those on the intercepted calls, many for each module, always hold: the function was made for the interception of this version of the
+    tree, which is installed for each call.
     """
     kept = [True] * len(guards) if chosen is None else list(chosen(guards))
     return [keep and not _is_ours(guard.name) for keep, guard in zip(kept, guards, strict=True)]
 
 
 def _is_ours(source: str) -> bool:
-    """Whether a guard is on a global of this package, or on what interception has installed as seen from the root.
+    """Whether a guard is on a global of this package, or on an intercepted call as seen from the root.
 
-    Behind a break of the graph, modules have frames of their own. There such a guard tells a module from another of its class.
+    Behind a break of the graph modules have frames of their own, where such a guard distinguishes modules of one class.
     """
     installed = source.startswith("the_model") and f".{INTERCEPTED_METHOD}." in f"{source}."
     return installed or source.startswith("G['__import_nnsight_dot_")
 
 
+@dataclass(frozen=True, eq=False)
 class _CaptureBackend:
     """The dynamo backend: keeps each captured graph and returns its dispatcher.
 
-    Dynamo holds on to every backend it has seen for the life of the process, so this refers to nothing of the model.
+    Dynamo keeps every backend for the life of the process, so this refers to nothing of the model. ``name`` is that of the function that
+    dynamo compiles.
     """
 
-    def __init__(
-        self,
-        lower_with: BackendCallable,
-        fullgraph: bool,
-        regions: KnownRegions | None,
-        background: bool,
-        name: str,
-        captures: Captures,
-    ) -> None:
-        self._captures = captures
-        self._name = name  # of the function that dynamo compiles
-        self._lower_with = lower_with
-        self._fullgraph = fullgraph
-        self._regions = None if regions is None else weakref.ref(regions)
-        self._background = background
+    lower_with: BackendCallable
+    fullgraph: bool
+    regions: Callable[[], KnownRegions | None]
+    background: bool
+    name: str
+    captures: Captures
 
     def __call__(self, graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        regions, fullgraph = None if self._regions is None else self._regions(), self._fullgraph
-        captures, is_whole = self._captures, is_whole_call(graph_module, self._name)
+        regions, captures, is_whole = self.regions(), self.captures, is_whole_call(graph_module, self.name)
         only_output = is_whole and only_returns()
-        graph = CapturedGraph(graph_module, self._lower_with, regions, self._background, is_whole, only_output)
+        graph = CapturedGraph(graph_module, self.lower_with, regions, self.background, is_whole, only_output)
         graph.compares_tensors = tensors_were_compared()
         captured, report = captures.add(is_whole, bool(graph.symbols)), _report_now()
         if report is not None:
@@ -393,14 +379,14 @@ class _CaptureBackend:
             run: Interleaver | None = active
             if run is None or run.current is not None:
                 return run_plain(graph, actual)
-            if is_whole and graph.taps and ANYWHERE in run.waited:  # so that what waits for a call leaves nothing in the program
+            if is_whole and graph.taps and ANYWHERE in run.waited:  # a wait for the next call leaves nothing in the program
                 run.begin_step(graph.taps[0].location)
             journal = journal_of_run.get()
             if not run.waited and journal is None:
                 return run_plain(graph, actual)
             report = _report.get() or Report()
-            outputs = Recording(graph, actual, run, report, fullgraph, journal).walk()
-            if broken is not None and broken not in report.breaks[-1:]:  # dynamo may come to one place more than once
+            outputs = Recording(graph, actual, run, report, self.fullgraph, journal).walk()
+            if broken is not None and broken not in report.breaks[-1:]:  # dynamo may reach one place more than once
                 report.breaks.append(broken)
             return outputs
 
@@ -420,13 +406,13 @@ def _break_of(graph_module: torch.fx.GraphModule, graph: CapturedGraph) -> Break
 
 
 def _report_now() -> Report | None:
-    """Return the report of the trace that is running in this context, which may be a replay."""
+    """Return the report of the trace or replay in this context."""
     active: Any = active_interleaver()
     return active.report if type(active) is Playback else _report.get()
 
 
 def _not_whole(report: Report) -> Break:
-    """Return the break of a run in which no captured graph was the whole model, and no break was met by a waiting block."""
+    """Return the break of a run in which no captured graph was the whole model, and no waiting block met a break."""
     filename, line = position_of(report)
     reason = (
         "the model breaks the graph (torch.compile did not capture its call as one, and ran what is between graphs as Python; "

@@ -1,4 +1,4 @@
-"""Small pieces of dynamo's symbolic execution: constants and containers as its variables, guards, and why it stops."""
+"""Helpers for dynamo's symbolic execution: constants and containers as its variables, guards, and errors."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import types
 from typing import Any
 
 from ..tracing.block import is_bound
-from .torch_compat import (
-    AttrSource,
-    GetItemSource,
-    ValueMutationNew,
-    VariableTracker,
-    exc,
-    variables,
-)
+from .torch_compat import AttrSource, GetItemSource, ValueMutationNew, VariableTracker, exc, variables
 
 
 def guard_closures(tx: Any, layers: list[types.FunctionType], source: Any) -> None:
-    """Tell dynamo where the values come from that a function and those that it decorates have in their closures.
+    """Tell dynamo the sources of the values in the closures of a function and its decorators.
 
-    The rewritten function shares these cells. Dynamo does not know where that function itself comes from, and so would not
-    guard what it reads of them.
+    The rewritten function shares these cells. Dynamo does not know the source of that function, and so would not guard what it reads.
 
     Args:
-        tx: The frame of dynamo that makes the call.
+        tx: Dynamo's frame that makes the call.
         layers: The decorators' functions, outermost first, and the function that they decorate.
-        source: Where dynamo finds the first.
+        source: Dynamo's source of the first.
     """
     for layer, decorated in zip(layers, [*layers[1:], object()], strict=True):
         within = None

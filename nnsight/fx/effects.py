@@ -1,12 +1,11 @@
-"""What a node of a graph does besides returning a value, as far as that is known.
+"""Effects: what a node of a graph does besides returning a value.
 
-Dynamo's graphs hold calls of torch functions as people write them, not of operators: ``x.relu_()``, ``torch.nn.functional.dropout``,
-``x[0] = y``. A pass that moves, merges or removes calls has to know which of them edit memory, draw random numbers, switch a
-mode or print. Most answers are in the schema of the ATen operator with the same name. A call is taken
-to have effects unless the schema, or a short table, says that it has none: what is unknown stays where it is.
+Dynamo's graphs hold calls of torch functions as people write them: ``x.relu_()``, ``torch.nn.functional.dropout``, ``x[0] = y``. A pass
+that moves, merges or removes calls has to know which of them edit memory, draw random numbers, switch a mode or print. The schema of the
+ATen operator of the same name, or a short table, gives the answer. An unknown call is assumed to have effects, so it stays where it is.
 
-Memory is followed in the same spirit. :class:`Memory` puts two nodes in one group if they *may* share memory: a call's result
-may share the memory of its arguments, unless its operator is known to return new memory; all inputs of a graph may share theirs.
+Alias analysis (:class:`Memory`) is as careful. Two nodes are in one group if they *may* share memory: all inputs of a graph may share
+theirs, and a result may share the memory of its arguments unless its operator is known to return new memory.
 """
 
 from __future__ import annotations
@@ -25,21 +24,13 @@ REQUIRES_GRAD = "requires_grad"
 
 
 class Kind(Enum):
-    """What a torch function is known to do.
+    """What a torch function is known to do, the least known first."""
 
-    Attributes:
-        EFFECT: Perhaps more than returning a value.
-        RANDOM: It returns a value that a random number generator decides, and moves the generator on.
-        READ: It returns a value, which may share memory with its arguments.
-        VIEW: It returns a view of its first argument.
-        NEW: It returns new memory.
-    """
-
-    EFFECT = 0
-    RANDOM = 1
-    READ = 2
-    VIEW = 3
-    NEW = 4
+    EFFECT = 0  #: Perhaps more than returning a value.
+    RANDOM = 1  #: It draws from a random number generator.
+    READ = 2  #: It returns a value, which may share memory with its arguments.
+    VIEW = 3  #: It returns a view of its first argument.
+    NEW = 4  #: It returns new memory.
 
 
 _ARITHMETIC = (
@@ -58,11 +49,9 @@ _KINDS: dict[Any, Kind] = {
 }
 
 #: Methods without a schema of their own.
-_METHODS = dict.fromkeys(
-    "float double half bfloat16 int long short bool cpu cuda size dim numel stride type".split(), Kind.READ
-)
+_METHODS = frozenset("float double half bfloat16 int long short bool cpu cuda size dim numel stride type".split())
 
-#: Operators that are made of others, so that their schema does not say that they return new memory.
+#: Composite operators that return new memory, which their schema does not say.
 _NEW = frozenset(
     "linear matmul outer layer_norm rms_norm group_norm softmax log_softmax where max min square absolute negative clip multiply subtract "
     "divide true_divide greater greater_equal less less_equal not_equal concat concatenate hstack vstack dstack".split()
@@ -109,11 +98,16 @@ _SWITCHES: dict[str, tuple[Any, ...]] = {
     "running_var": (None,),
 }
 
-#: Random functions that are not with this value of this argument, by position or name.
-_NOT_RANDOM: dict[str, tuple[int, str, tuple[Any, ...]]] = {
-    "dropout": (2, "training", (False,)),
-    "scaled_dot_product_attention": (4, "dropout_p", (0.0,)),
+#: Random functions that draw nothing with a value of an argument: its position, name and default, and the value.
+_NOT_RANDOM: dict[str, tuple[int, str, Any, Any]] = {
+    "dropout": (2, "training", True, False),
+    "scaled_dot_product_attention": (4, "dropout_p", 0.0, 0.0),
 }
+
+
+def name_of(node: torch.fx.Node) -> str:
+    """Return the name of the function or method that ``node`` calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def kind_of(node: torch.fx.Node) -> Kind:
@@ -122,25 +116,19 @@ def kind_of(node: torch.fx.Node) -> Kind:
         return Kind.READ
     if node.op not in ("call_function", "call_method"):
         return Kind.EFFECT
-    target: Any = node.target
-    kind = _kind_of_method(target) if node.op == "call_method" else _kind_of_function(target)
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if kind is Kind.RANDOM and name in _NOT_RANDOM:
-        kind = _without_randomness(node, name)
-    if target is operator.getitem and _is_view(*node.args):
+    kind = _kind_of_target(node.target)
+    if kind is Kind.RANDOM and _draws_nothing(node):
+        kind = Kind.READ
+    if node.target is operator.getitem and _is_view(*node.args):
         kind = Kind.VIEW
-    if kind is not Kind.EFFECT and not _switched_off(node):
-        return Kind.EFFECT
-    return kind
+    return kind if _switched_off(node) else Kind.EFFECT
 
 
 def may_fail(node: torch.fx.Node) -> bool:
     """Whether the call at ``node`` may raise an error although it was made on fakes without one."""
     if node.target is operator.getitem:
         return not is_basic_index(node.args[1])
-    target: Any = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "").partition(".")[0]
-    return is_failing(name)
+    return is_failing(name_of(node).partition(".")[0])
 
 
 def is_failing(name: str) -> bool:
@@ -148,54 +136,48 @@ def is_failing(name: str) -> bool:
     return name in FAILING or "linalg" in name
 
 
-def _without_randomness(node: torch.fx.Node, name: str) -> Kind:
-    position, argument, values = _NOT_RANDOM[name]
-    default = 0.0 if name == "scaled_dot_product_attention" else True
+def _draws_nothing(node: torch.fx.Node) -> bool:
+    if name_of(node) not in _NOT_RANDOM:
+        return False
+    position, argument, default, value = _NOT_RANDOM[name_of(node)]
     given = node.args[position] if len(node.args) > position else node.kwargs.get(argument, default)
-    if not any(given is value or (type(given) is type(value) and given == value) for value in values):
-        return Kind.RANDOM
-    return Kind.READ
+    return type(given) is type(value) and given == value
 
 
 @functools.cache
-def _kind_of_method(name: str) -> Kind:
-    if name in _METHODS:
-        return _METHODS[name]
-    if name.startswith("__") or not hasattr(torch.Tensor, name):
+def _kind_of_target(target: Any) -> Kind:
+    """Return the kind of a method, by its name, or of a function, with all switches off."""
+    if isinstance(target, str):
+        if target in _METHODS:
+            return Kind.READ
+        is_method = not target.startswith("__") and hasattr(torch.Tensor, target)
+        return _kind_of_overloads(getattr(torch.ops.aten, target, None)) if is_method else Kind.EFFECT
+    if target in _KINDS:
+        return _KINDS[target]
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _kind_of_overloads(target)
+    name, module = getattr(target, "__name__", ""), _MODULES.get(getattr(target, "__module__", None) or "")
+    if name in _FUNCTIONAL and getattr(torch.nn.functional, name, None) is target:
+        module = torch.nn.functional
+    if module is None or getattr(module, name, None) is not target:
         return Kind.EFFECT
-    return _kind_of_operator(name)
+    return _kind_of_overloads(getattr(torch.ops.aten, name, None))
 
 
-@functools.cache
-def _kind_of_function(function: Callable[..., Any]) -> Kind:
-    if function in _KINDS:
-        return _KINDS[function]
-    if isinstance(function, torch._ops.OpOverload):
-        return _kind_of_overloads([function], function.namespace)
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        namespace = function._qualified_op_name.split("::")[0]
-        return _kind_of_overloads([getattr(function, name) for name in function.overloads()], namespace)
-    name, module = getattr(function, "__name__", ""), _MODULES.get(getattr(function, "__module__", None) or "")
-    if name in _FUNCTIONAL and getattr(torch.nn.functional, name, None) is function:
-        return _kind_of_operator(name)
-    if module is None or getattr(module, name, None) is not function:
-        return Kind.EFFECT
-    return _kind_of_operator(name)
+def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
+    """Return an operator as the list of its overloads; empty for anything else."""
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return [getattr(operator, name) for name in operator.overloads()]
+    return [operator] if isinstance(operator, torch._ops.OpOverload) else []
 
 
-def _kind_of_operator(name: str) -> Kind:
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return Kind.EFFECT
-    return _kind_of_overloads([getattr(packet, overload) for overload in packet.overloads()], "aten")
-
-
-def _kind_of_overloads(overloads: list[Any], namespace: str) -> Kind:
-    """Return the kind of an operator that may be any of ``overloads``; those that write to ``out=`` are left aside."""
-    if namespace not in ("aten", "prims"):  # a schema says nothing about printing, or talking to other processes
-        return Kind.EFFECT
+def _kind_of_overloads(operator: Any) -> Kind:
+    """Return the kind of an operator that may be any of its overloads, except for those that write to ``out=``."""
+    overloads = overloads_of(operator)
+    if any(overload.namespace not in ("aten", "prims") for overload in overloads):
+        return Kind.EFFECT  # a schema says nothing about printing, or communication with other processes
     kinds = {kind for overload in overloads if (kind := _kind_of_overload(overload)) is not None}
-    return min(kinds, key=lambda kind: kind.value) if kinds else Kind.EFFECT
+    return min(kinds, key=lambda kind: kind.value, default=Kind.EFFECT)
 
 
 def _kind_of_overload(overload: Any) -> Kind | None:
@@ -233,7 +215,7 @@ def _switched_off(node: torch.fx.Node) -> bool:
 
 
 @functools.cache
-def _switch_positions(function: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+def _switch_positions(function: Any) -> tuple[tuple[int, str], ...]:
     """Return positions and names of the arguments of a Python function that are switches."""
     if not inspect.isfunction(function):
         return ()
@@ -261,36 +243,28 @@ def _is_view(node: Any, index: Any) -> bool:
 
 def is_differentiated(graph: torch.fx.Graph) -> bool:
     """Whether autograd may follow calls of ``graph``."""
-    for node in graph.nodes:
-        example, declaration = node.meta.get("example_value"), node.meta.get("declaration")
-        if node.op == "placeholder":
-            if declaration is not None and declaration.requires_grad:
-                return True
-            if torch.is_grad_enabled() and _wants_grad(example):
-                return True
-        elif node.meta.get(REQUIRES_GRAD) or _wants_grad(example):
-            return True
-    return False
+    return any(map(_is_differentiated, graph.nodes))
 
 
-def _wants_grad(example: Any) -> bool:
-    leaves = example if isinstance(example, (tuple, list)) else (example,)
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+def _is_differentiated(node: torch.fx.Node) -> bool:
+    declaration, example = node.meta.get("declaration"), node.meta.get("example_value")
+    if node.meta.get(REQUIRES_GRAD) or (declaration is not None and declaration.requires_grad):
+        return True
+    if node.op == "placeholder" and not torch.is_grad_enabled():
+        return False
+    return any(map(requires_grad, example if isinstance(example, (tuple, list)) else (example,)))
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether ``value`` is a tensor that requires a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 class Memory:
-    """Groups of nodes that may share memory.
-
-    Args:
-        graph: Not changed.
-
-    Attributes:
-        order: Number of each node.
-    """
+    """Groups of nodes of ``graph`` that may share memory; ``order`` has the number of each node."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._parent: dict[Any, Any] = {}
-        self._members: dict[Any, list[torch.fx.Node]] | None = None
         for node in graph.nodes:
             if _is_number(node):
                 continue
@@ -298,34 +272,27 @@ class Memory:
                 self._join(node, "inputs")
             elif node.op != "output" and kind_of(node) is not Kind.NEW:
                 for argument in written(node):
-                    if not _is_number(argument):  # a view is not of its sizes
+                    if not _is_number(argument):  # a view shares nothing with its sizes
                         self._join(node, argument)
         self.order = {node: number for number, node in enumerate(graph.nodes)}
 
-    def _find(self, item: Any) -> Any:
+    def group(self, item: Any) -> Any:
+        """Return the representative of the group that a node is in."""
         while (parent := self._parent.get(item, item)) is not item:
             self._parent[item] = self._parent.get(parent, parent)
             item = parent
         return item
 
     def _join(self, one: Any, other: Any) -> None:
-        self._parent[self._find(one)] = self._find(other)
+        self._parent[self.group(one)] = self.group(other)
 
-    def group(self, node: torch.fx.Node) -> Any:
-        """Return what names the group of ``node``."""
-        return self._find(node)
-
-    def of_inputs(self) -> Any:
-        """Return what names the group of the graph's inputs."""
-        return self._find("inputs")
+    def is_input(self, node: torch.fx.Node) -> bool:
+        """Whether ``node`` may share memory with an input of the graph."""
+        return self.group(node) is self.group("inputs")
 
     def sharing(self, node: torch.fx.Node) -> list[torch.fx.Node]:
         """Return the nodes that may share memory with ``node``, itself among them."""
-        if self._members is None:
-            self._members = {}
-            for item in self.order:
-                self._members.setdefault(self._find(item), []).append(item)
-        return self._members[self._find(node)]
+        return [item for item in self.order if self.group(item) is self.group(node)]
 
 
 def _is_number(node: torch.fx.Node) -> bool:
@@ -333,12 +300,15 @@ def _is_number(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), _NUMBERS) or "number" in node.meta
 
 
+def edits(graph: torch.fx.Graph) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    """Return the calls that may write to an argument, each with that argument."""
+    return [(node, source) for node in effects(graph) if node.op != "output" for source in written(node)]
+
+
 def writes_to_inputs(graph: torch.fx.Graph) -> bool:
-    """Whether a graph may write to memory that it is given."""
+    """Whether a graph may write to the memory of its inputs."""
     memory = Memory(graph)
-    given = memory.of_inputs()
-    sources = (source for node in effects(graph) if node.op != "output" for source in written(node))
-    return any(memory.group(source) is given for source in sources)
+    return any(memory.is_input(source) for _, source in edits(graph))
 
 
 def edits_of_inputs(
@@ -347,13 +317,13 @@ def edits_of_inputs(
     inputs: Mapping[torch.fx.Node, int] | None = None,
     nodes: Sequence[torch.fx.Node] | None = None,
 ) -> Iterator[tuple[torch.fx.Node, frozenset[int], bool]]:
-    """Yield calls that may edit inputs in place, with the positions of these inputs, and whether autograd follows the call.
+    """Yield calls that may edit inputs in place, the positions of these inputs, and whether autograd follows the call.
 
-    A call is taken at its word if it does not say that it edits something.
+    A call whose name and arguments show no edit is taken to make none.
 
     Args:
         graph: Not changed.
-        source_of: Tells what a node passes on, if it does nothing else.
+        source_of: Returns the argument that a node passes on, if it does nothing else.
         inputs: The nodes that are inputs, with their positions; by default the placeholders.
         nodes: The calls to look at; by default all.
     """
@@ -361,7 +331,7 @@ def edits_of_inputs(
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         inputs = {node: position for position, node in enumerate(placeholders) if not _is_number(node)}
     given = {node: frozenset({position}) for node, position in inputs.items()}
-    follows, nothing = True, frozenset[int]()
+    follows, nothing, detached = True, frozenset[int](), set[torch.fx.Node]()
     for node in graph.nodes if nodes is None else nodes:
         passed_on = source_of(node)
         if node in given:
@@ -374,14 +344,16 @@ def edits_of_inputs(
             sources = all_edited(node)
             found = nothing.union(*(given.get(source, nothing) for source in sources))
             if found:
-                yield node, found, follows
+                yield node, found, follows and not detached.issuperset(sources)
             if kind_of(node) in (Kind.READ, Kind.VIEW):
                 sources = node.all_input_nodes
             given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
+            if name_of(node) == "detach" or (sources and detached.issuperset(sources)):
+                detached.add(node)
 
 
 def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that a call says it edits, or may edit."""
+    """Return the arguments that a call edits, or may edit, by its name and arguments."""
     known = edited(node)
     if known is not None:
         return [known]
@@ -390,20 +362,27 @@ def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
     target: Any = node.target
     name = getattr(target, "__name__", "").partition(".")[0]
     if name in _EDITING:
-        return [item for item in node.all_input_nodes if item is not node.args[0]]
-    if isinstance(target, torch._ops.OpOverload):
-        names = [argument.name for argument in target._schema.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        writes = [argument.name for argument in target._schema.arguments if argument.is_write]
-        found = [given.get(argument) for argument in writes]
+        given = _named_arguments(node, name)
+        found = [given.get("running_mean"), given.get("running_var")]
+    elif isinstance(target, torch._ops.OpOverload):
+        given = _named_arguments(node, name)
+        found = [given.get(argument.name) for argument in target._schema.arguments if argument.is_write]
     else:
         in_place = node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
-        in_place = in_place or (kind_of(node) is Kind.EFFECT and _kind_of_function(target) is not Kind.EFFECT)
+        in_place = in_place or (kind_of(node) is Kind.EFFECT and _kind_of_target(target) is not Kind.EFFECT)
         found = [node.args[0] if in_place and node.args else None, node.kwargs.get("out")]
     return [item for item in found if isinstance(item, torch.fx.Node)]
 
 
-#: Operators that write to their first argument, and what they return shares memory with nothing else.
+def _named_arguments(node: torch.fx.Node, name: str) -> dict[str, Any]:
+    """Return the arguments of a call of a Python function or an operator, by name."""
+    names: Any = inspect.signature(node.target).parameters if inspect.isfunction(node.target) else ()
+    for overload in (overloads_of(node.target) or overloads_of(getattr(torch.ops.aten, name, None)))[:1]:
+        names = names or [argument.name for argument in overload._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+#: Operators that write to their first argument; their result shares memory with nothing else.
 _WRITING = frozenset(
     getattr(operator, name)
     for name in "setitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
@@ -411,28 +390,30 @@ _WRITING = frozenset(
 
 
 def edited(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the argument that ``node`` is known to edit in place; ``None`` if it edits none, or nothing is known of it."""
-    name = node.target if isinstance(node.target, str) else ""
-    method = node.op == "call_method" and name.endswith("_") and not name.endswith("__") and name != "set_"
-    if not (method or node.target in _WRITING or _is_in_place(node)):
+    """Return the argument that ``node`` is known to edit in place, and returns; ``None`` if there is none, or nothing is known."""
+    if isinstance(node.meta.get("example_value"), _NUMBERS):
+        return None  # ``+=`` of a number makes another one
+    if not (node.target in _WRITING or _is_in_place(node)):
         return None
     source = node.args[0] if node.args else node.kwargs.get("input")
     return source if isinstance(source, torch.fx.Node) else None
 
 
 def _is_in_place(node: torch.fx.Node) -> bool:
-    """Whether ``node`` calls a function of torch that edits its first argument: ``relu_``, or ``relu`` with ``inplace=True``."""
-    target: Any = node.target
-    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or ""
-    if node.op != "call_function" or module.partition(".")[0] != "torch":
+    """Whether ``node`` calls ``relu_``, say, or ``relu`` with ``inplace=True``."""
+    target, name = node.target, name_of(node)
+    has_name = name.endswith("_") and not name.endswith("__")
+    if node.op == "call_method":
+        return has_name and name != "set_"
+    if node.op != "call_function" or (getattr(target, "__module__", None) or "").partition(".")[0] != "torch":
         return False
-    if (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace"):
+    if has_name or node.kwargs.get("inplace"):
         return True
     return any(switch == "inplace" and node.args[at] for at, switch in _switch_positions(target) if at < len(node.args))
 
 
 def written(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that a call with effects may write to, and whose memory its result may share."""
+    """Return the arguments that a call with effects may write to; its result may share their memory."""
     known = edited(node)
     return node.all_input_nodes if known is None else [known]
 

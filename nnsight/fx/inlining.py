@@ -32,6 +32,7 @@ from ..runtime.controls import RunControls
 from ..runtime.editing import Edit
 from ..runtime.errors import ReplacementShapeError
 from ..runtime.interleaver import active_interleaver
+from ..runtime.iteration import await_step, begin_loop, end_loop, keep_pace, point_at
 from ..runtime.mediator import Mediator
 from ..runtime.modules.interception import intercepted
 from ..runtime.modules.listing import SourceError
@@ -318,6 +319,22 @@ class _ActiveRun(VariableTracker):
         return _Handle(run) if isinstance(run, _TracedRun) else constant(None)
 
 
+class _HostFunction(VariableTracker):
+    """A function on objects of the package that dynamo calls at once instead of tracing it.
+
+    Args:
+        function: The function.
+    """
+
+    def __init__(self, function: Callable[..., Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        given = [argument.value if isinstance(argument, _Handle) else argument.as_python_constant() for argument in args]
+        return constant(self.function(*given))
+
+
 class _LeaveFrame(VariableTracker):
     """:func:`leave_frame`, as dynamo sees it."""
 
@@ -417,3 +434,5 @@ VariableBuilder._id_dispatch()[id(offer_call)] = lambda builder, value: _OfferCa
 VariableBuilder._id_dispatch()[id(source_of)] = lambda builder, value: _SourceOf()
 VariableBuilder._id_dispatch()[id(leave_frame)] = lambda builder, value: _LeaveFrame()
 VariableBuilder._id_dispatch()[id(call_edited)] = lambda builder, value: _CallEdited()
+for called in (begin_loop, point_at, await_step, keep_pace, end_loop):
+    VariableBuilder._id_dispatch()[id(called)] = lambda builder, value: _HostFunction(value)

@@ -1,7 +1,7 @@
 """The steps of a compiled trace as plain functions on plain values, without an envoy.
 
-A compiled trace captures the model once, records its block, splices the program into the captured graph, and lowers the result. The
-functions here do one step each, for reading, for tests, and for tools that bring a model or a backend of their own:
+A compiled trace captures the model once, records its block, splices the program into the captured graph, and lowers the result. Each
+function here does one step, for tests, and for tools with a model or a backend of their own:
 
     captured = fx.capture(module, x)
     recorded = fx.record(captured, block)
@@ -9,7 +9,7 @@ functions here do one step each, for reading, for tests, and for tools that brin
     function = fx.lower(spliced, recorded, backend="inductor")
     function(*spliced.arguments(recorded.inputs))
 
-Traces use the same parts, and keep what each step made.
+Traces use the same parts, and cache the result of each step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .splicing.splice import splice as splice_graph
 
 @dataclass(frozen=True, eq=False)
 class CapturedCall:
-    """A captured graph, and the inputs that it had in the call it was captured from.
+    """A captured graph, and its inputs in the call that it was captured from.
 
     Attributes:
         graph: The graph, with a tap for each location.
@@ -62,9 +62,8 @@ class RecordedBlock:
         captured: The graph, and its inputs.
         program: The block as data: it compares by what it does, and prints.
         results: The tensors that the block returned, as references to values of the program.
-        externals: Tensors from outside the block, and factors and summands that are Python numbers, as scalars. They are inputs of the
-            spliced graph.
-        numbers: Other Python numbers that may vary between runs, such as an index. They are inputs of the spliced graph, too.
+        externals: Tensors from outside the block, and Python numbers that are factors or summands, as scalars; inputs of the spliced graph.
+        numbers: Other Python numbers that may vary between runs, such as an index; inputs of the spliced graph, too.
         outputs: What the captured graph returned in the run that was recorded.
     """
 
@@ -95,9 +94,7 @@ class Values:
 
 
 def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> CapturedCall:
-    """Capture one call of ``module`` as a graph with a tap for each location.
-
-    The module runs once, as the graph does without a backend. Nothing is left on it.
+    """Capture one call of ``module`` as a graph with a tap for each location; the captured graph runs once.
 
     Args:
         module: Any module that dynamo can capture as one graph.
@@ -107,7 +104,7 @@ def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **
 
     Raises:
         torch._dynamo.exc.Unsupported: If the module breaks the graph.
-        RuntimeError: If ``torch.compile`` runs functions as they are here, because of its stance or inside of another tracer.
+        RuntimeError: If ``torch.compile`` runs functions as Python here, under a stance or inside of another tracer.
     """
     tree = ModuleTree(module, traced_call=tapped_call)
     found: list[CapturedCall] = []
@@ -132,16 +129,16 @@ def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **
 
 
 def record(captured: CapturedCall, block: Callable[[Values], Any]) -> RecordedBlock:
-    """Run ``block`` against the captured graph, and the graph with what the block does.
+    """Run ``block`` against the captured graph, and the graph with its edits.
 
     Args:
         captured: See :func:`capture`.
-        block: Called with the values of the run: ``values[location]`` waits for one, assigning replaces it. Locations begin with
-            ``model``, such as ``model.0.output``. What the block returns, tensors in any containers, is :attr:`RecordedBlock.results`.
+        block: Called with the values of the run: ``values[location]`` waits for one, an assignment replaces it. Locations begin with
+            ``model``, such as ``model.0.output``. It returns tensors in any containers, which become :attr:`RecordedBlock.results`.
 
     Raises:
         GraphBreakError: If the block needs the value of a tensor while it runs.
-        TypeError: If it returns something else than values of the graph, or what it computed of them.
+        TypeError: If it returns anything but values of the graph, or results computed from them.
         MissedProviderError: If the block waits for a location that the graph does not pass, or has passed.
     """
     results: list[Value | Input] = []
@@ -150,7 +147,7 @@ def record(captured: CapturedCall, block: Callable[[Values], Any]) -> RecordedBl
         for leaf in pytree.tree_leaves(block(Values(mediator))):
             reference = recording.refer(leaf) if isinstance(leaf, torch.Tensor) else None
             if not isinstance(reference, (Value, Input)):
-                raise TypeError(f"The block returned a {type(leaf).__name__} that is no value of the graph, and not computed of one.")
+                raise TypeError(f"The block returned a {type(leaf).__name__} that is no value of the graph, nor computed from one.")
             results.append(reference)
 
     mediator = Mediator(intervention)
@@ -167,8 +164,7 @@ def splice(recorded: RecordedBlock) -> SplicedGraph:
     """Write a program into a copy of its captured graph, and simplify the copy.
 
     Returns:
-        A graph that returns the results of the block, and then what the captured graph returns. It takes
-        ``spliced.arguments(recorded.inputs)``.
+        A graph of ``spliced.arguments(recorded.inputs)`` that returns the results of the block, then those of the captured graph.
     """
     graph = recorded.captured.graph
     piece = Piece.of(graph, 0)
@@ -182,12 +178,12 @@ def lower(spliced: SplicedGraph, recorded: RecordedBlock, backend: Any = "induct
 
     Args:
         spliced: See :func:`splice`.
-        recorded: Whose inputs the function is lowered for. With symbolic sizes it takes inputs of other sizes, too.
+        recorded: Has the inputs to lower for. With symbolic sizes the function takes inputs of other sizes, too.
         backend: As for ``torch.compile``.
         **options: ``mode`` and ``options``, as for ``torch.compile``.
 
     Returns:
-        A function of ``spliced.arguments(recorded.inputs)``, or of other values in their places. It returns a list.
+        A function of ``spliced.arguments(recorded.inputs)``, or of other values in their places, that returns a list.
     """
     graph, inputs = recorded.captured.graph, spliced.arguments(recorded.inputs)
     symbols = [symbol for _, symbol in graph.symbols]

@@ -1,7 +1,4 @@
-"""The stages of a compiled trace as ranges in a profile of ``torch.profiler``.
-
-They are ``nnsight::record``, ``nnsight::splice``, ``nnsight::lower`` and ``nnsight::run``. Without a profiler they cost one look at a flag.
-"""
+"""The stages of a compiled trace as ranges ``nnsight::record``, ``splice``, ``lower`` and ``run`` in a profile of ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def stage(name: str) -> Any:
-    """Return a context manager that makes a range of a profile, if there is a profiler."""
+    """Return a context manager for a range of a profile, if there is a profiler."""
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(f"nnsight::{name}")
     return _NOTHING

@@ -1,20 +1,18 @@
 """Programs: what a block does to one captured graph, as data.
 
-A program is a sequence of events. ``Visit`` stops at a tap and names the tensors there as values; ``Call`` applies a
-torch function to values, inputs of the graph, externals and constants, and names its results; ``Write`` replaces a
-tensor of the tap where the block stands. Values are numbered in the order in which they appear, so two runs of a block that
-do the same thing yield equal programs, whatever the tensors behind them.
+A program is a sequence of events. ``Visit`` stops at a tap and numbers the tensors there as values; ``Call`` applies a torch function to
+values, inputs of the graph, externals and constants, and numbers its results; ``Write`` replaces a tensor of the present tap. Values are
+numbered in order, so two runs of a block that do the same thing yield equal programs, whatever the tensors behind them.
 
-The programs known for a captured graph form a tree of :class:`State`: one step per event. A run walks down this tree
-while its block executes. As long as each event is known nothing needs to be computed, recorded or hashed
-as a whole, and the state at the end holds the compiled variant. Only an event without an edge is recorded. The block's
-own Python always runs, exactly once, so no assumption about its side effects is needed to reuse a program.
+The programs known for a captured graph form a tree of :class:`State`, with one step per event. A run walks down this tree while its block
+executes. Only an event without an edge is recorded, and the state at the end holds the compiled variant. The Python of the block always
+runs, exactly once, so reusing a program assumes nothing about side effects.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +23,7 @@ class Value(NamedTuple):
     """A tensor of this program, by number."""
 
     index: int
-    tag: str = "value"  # named tuples compare as tuples: the tag tells the three references apart
+    tag: str = "value"  # named tuples compare as tuples: the tag makes the references different
 
 
 class Input(NamedTuple):
@@ -64,7 +62,7 @@ class Nest(NamedTuple):
     items: tuple[Any, ...]
 
     def build(self, items: list[Any]) -> Any:
-        """Return the container with ``items`` in place of what they stand for."""
+        """Return the container with ``items`` as its items."""
         return items if self.kind == "list" else slice(*items) if self.kind == "slice" else tuple(items)
 
 
@@ -85,9 +83,9 @@ class Symbol(NamedTuple):
 class Declare(NamedTuple):
     """The next external is a tensor like this.
 
-    A size that equals one of the graph's symbolic sizes is taken to vary with it (torch calls this duck shaping), so
-    noise of the shape of a hidden state is the same program for every prompt length. Any other size or stride that varies is a
-    number of the program. ``stride`` is ``None`` for a contiguous tensor.
+    A size that equals one of the graph's symbolic sizes varies with it (duck shaping in torch), so noise of the shape of a hidden state is
+    the same program for every prompt length. Any other size or stride that varies is a number of the program. ``stride`` is ``None`` for a
+    contiguous tensor.
     """
 
     shape: tuple[int | Symbol | Number, ...]
@@ -99,10 +97,7 @@ class Declare(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A torch function applied to values.
-
-    ``grad`` is the block's grad mode when it differs from the graph's, else ``None``.
-    """
+    """A torch function applied to values; ``grad`` is the block's grad mode if it differs from the graph's, else ``None``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -111,9 +106,7 @@ class Call(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The call before returned a container like this: how many tensors `unbind` gives depends on sizes, which may differ
-    between runs of one graph.
-    """
+    """The call before returned a container like this. The number of tensors of `unbind`, say, depends on sizes."""
 
     structure: Any
     leaves: tuple[Any, ...]
@@ -128,45 +121,12 @@ class Write(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """The nodes from tap number ``tap`` to tap number ``until`` are left out; ``sources`` stand for the tensor leaves of
-    the latter, by number of the leaf.
-    """
+    """The nodes from tap ``tap`` to tap ``until`` are left out; ``sources`` replace the tensor leaves of the latter, by their numbers."""
 
     tap: int
     until: int
     sources: tuple[tuple[int, Value | Input | External], ...]
     tag: str = "skip"
-
-
-class Enter(NamedTuple):
-    """A function begins that an operator will call; its arguments, which are like ``operands``, are the next values."""
-
-    operands: tuple[Value | Input | External, ...]
-    tag: str = "enter"
-
-
-class Leave(NamedTuple):
-    """The function that began last ends, and returns ``results``, or the only one of them itself."""
-
-    results: tuple[Value | Input | External, ...]
-    is_single: bool
-    tag: str = "leave"
-
-
-class Apply(NamedTuple):
-    """An operator is called with the latest ``count`` functions and then ``groups`` of tensors, to the last of which comes what
-    the functions use from around them; its results are the next values.
-    """
-
-    operator: Callable[..., Any]
-    count: int
-    groups: tuple[tuple[Value | Input | External, ...], ...]
-    tag: str = "apply"
-
-    @property
-    def operands(self) -> tuple[Value | Input | External, ...]:
-        """All tensors it is given itself."""
-        return tuple(operand for group in self.groups for operand in group)
 
 
 class Cut(NamedTuple):
@@ -177,7 +137,7 @@ class Cut(NamedTuple):
     tag: str = "cut"
 
 
-Event = Visit | Declare | Call | Results | Write | Skip | Enter | Leave | Apply | Cut
+Event = Visit | Declare | Call | Results | Write | Skip | Cut
 Reference = Value | Input | External
 
 
@@ -187,12 +147,12 @@ class Outcome:
 
     Attributes:
         structure: ``TreeSpec`` of the result.
-        leaves: For each leaf the number of its value, or a leaf that is no tensor wrapped in a one-element tuple, or, for an edit
-            in place of a tensor from outside, the reference to that.
+        leaves: For each leaf the number of its value, or, for an edit in place of a tensor from outside, the reference to that. A leaf that
+            is no tensor is wrapped in a one-element tuple.
         paths: For each leaf the indices (or attribute names) that lead to it.
         fakes: Fake tensors of the new values, in order of their numbers.
         requires_grad: Whether they require gradients; ``None`` if that is not known before the graph runs.
-        gains_grad: Whether the call edits a tensor in place so that it requires a gradient from here on; or ``None``.
+        gains_grad: Whether an edit in place makes a tensor require a gradient from here on; or ``None``.
     """
 
     structure: Any
@@ -209,18 +169,15 @@ class Outcome:
 
     @property
     def results(self) -> Results:
-        """What tells this outcome from others of the same call."""
+        """The part in which outcomes of one call differ."""
         return Results(self.structure, self.leaves)
 
 
 @dataclass(eq=False)
 class Family:
-    """Events at one state that differ in numbers alone.
+    """Events at one state that differ in numbers alone: the first ``event``, and its numbers in order.
 
-    Attributes:
-        event: The first of them.
-        values: Its numbers, in order.
-        varying: Which of them have had other values; ``None`` if they must stay constants.
+    ``varying`` says which of the numbers have had other values; ``None`` if they must stay constants.
     """
 
     event: Event
@@ -234,16 +191,16 @@ class State:
 
     Attributes:
         parent: The state before, ``None`` for the start.
-        event: What led here.
+        event: The event that led here.
         position: Number of the tap at which the event happened.
         edges: The states after, by event.
-        outcomes: Result of the event's call, by the sizes the symbols of the graph and the integers of the program had.
+        outcomes: Result of the event's call, by the sizes of the graph's symbols and the integers of the program.
         families: Events after this state that differ in numbers alone, by what they share.
         twin: The state of an earlier run that did the same with constants for numbers.
         stack_trace: The user's line, as torch shows it in graphs.
         variants: Compiled graphs of the program that ends here, by what they return.
-        wanting: If a tap was visited, whether the new values require gradients; see :mod:`~nnsight.fx.recording.autograd_state`.
-        behind: If the graph was cut here, the piece behind and what it takes.
+        wanting: For a visit, whether the new values require gradients; see :mod:`~nnsight.fx.recording.autograd_state`.
+        behind: For a cut, the piece behind it and its inputs.
     """
 
     parent: State | None = None
@@ -286,13 +243,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A block's effect on one captured graph.
-
-    Two programs are equal if their events are; the lines of the user that led to them do not count.
-
-    Attributes:
-        steps: The events in order.
-    """
+    """A block's effect on one captured graph: its steps in order. Programs with equal events are equal, whatever the user's lines."""
 
     steps: tuple[Step, ...]
 
@@ -310,39 +261,33 @@ class Program:
 
 
 def _shown(event: Event) -> str:
-    if isinstance(event, Call):
-        name = getattr(event.function, "__name__", repr(event.function))
-        parts = [_shown_argument(argument) for argument in event.args]
-        parts += [f"{key}={_shown_argument(argument)}" for key, argument in event.kwargs]
-        return f"call {name}({', '.join(parts)})"
-    if isinstance(event, Write):
-        return f"write leaf {event.leaf} = {_shown_argument(event.source)}"
-    if isinstance(event, Skip):
-        return f"skip to @{event.until}"
-    if isinstance(event, (Enter, Leave, Apply)):
-        tensors = ", ".join(map(_shown_argument, event.results if isinstance(event, Leave) else event.operands))
-        return f"{event.operator if isinstance(event, Apply) else event.tag} {tensors}"
-    if isinstance(event, Results):
-        return f"results {len(event.leaves)}"
-    if isinstance(event, Declare):
-        sizes = ", ".join(_shown_argument(size) for size in event.shape)
-        return f"external {event.dtype} [{sizes}] {event.device}"
+    def listed(arguments: Iterable[Any]) -> str:
+        return ", ".join(map(_shown_argument, arguments))
+
+    match event:
+        case Call():
+            named = [f"{key}={_shown_argument(argument)}" for key, argument in event.kwargs]
+            name = getattr(event.function, "__name__", repr(event.function))
+            return f"call {name}({', '.join([*map(_shown_argument, event.args), *named])})"
+        case Write():
+            return f"write leaf {event.leaf} = {_shown_argument(event.source)}"
+        case Skip():
+            return f"skip to @{event.until}"
+        case Results():
+            return f"results {len(event.leaves)}"
+        case Declare():
+            return f"external {event.dtype} [{listed(event.shape)}] {event.device}"
     return "visit"
 
 
 def _shown_argument(argument: Any) -> str:
-    if isinstance(argument, Value):
-        return f"%{argument.index}"
-    if isinstance(argument, Input):
-        return f"input {argument.index}"
-    if isinstance(argument, External):
-        return f"external {argument.index}"
-    if isinstance(argument, Number):
-        return f"number {argument.index}"
-    if isinstance(argument, Symbol):
-        return f"s{argument.position}"
-    if isinstance(argument, Constant):
-        return repr(argument.value)
-    if isinstance(argument, Nest):
-        return f"{argument.kind}({', '.join(_shown_argument(item) for item in argument.items)})"
-    return repr(argument)
+    match argument:
+        case Value():
+            return f"%{argument.index}"
+        case Input() | External() | Number():
+            return f"{argument.tag} {argument.index}"
+        case Symbol():
+            return f"s{argument.position}"
+        case Nest():
+            return f"{argument.kind}({', '.join(map(_shown_argument, argument.items))})"
+    return repr(argument.value if isinstance(argument, Constant) else argument)

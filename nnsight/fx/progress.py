@@ -1,12 +1,11 @@
-"""A line that says what a program is waiting for: a capture or a lowering that takes more than two seconds.
+"""A progress line for captures and lowerings that take more than two seconds.
 
-Captures and lowerings are *steps* (:func:`step`); a loop that knows how many steps it has says so before (:func:`expected`). The
-outermost of these that is under way has a thread beside it. Once the steps of one call of a model (:func:`call`) have taken two seconds
-together, the thread draws a progress bar on ``stderr``, in a notebook as a widget, and keeps its clock going; it ends with the step.
+Captures and lowerings are *steps* (:func:`step`); a loop announces its number of steps (:func:`expected`). The outermost of these starts a
+thread. Once the steps of one call of a model (:func:`call`) have taken two seconds together, the thread draws a progress bar on ``stderr``,
+or a widget in a notebook, until the step ends.
 
-Shown is only what the main thread waits for: not what is lowered in the background, nor what the threads of a server do.
-``CONFIG.APP.PROGRESS = False`` or ``TQDM_DISABLE=1`` switches the line off, and so does a logger ``nnsight.fx`` that lets no
-warning through.
+Only steps of the main thread are shown, none of the background or of a server. ``CONFIG.APP.PROGRESS = False``, ``TQDM_DISABLE=1``, or a
+logger ``nnsight.fx`` that drops warnings switches the line off.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from ..config import CONFIG
 
 logger = logging.getLogger("nnsight.fx")
 
-#: What a step does that can be done in the background.
+#: The step that can be done in the background.
 LOWERING = "lowering"
 
 #: Seconds for which nothing is shown.
 DELAY = 2.0
 
-#: Seconds between two looks at the clock, and for how long a step may go on unseen once a line has been shown.
+#: Seconds between two updates, and before a step is shown once a line has been.
 _INTERVAL = 0.5
 
 _SHAPE = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}"
 
 
 class _Call(threading.local):
-    """What one call of a model has waited for so far, in this thread."""
+    """The steps of one call of a model so far, in this thread."""
 
     def __init__(self) -> None:
         self.begin("the model", "")
@@ -49,7 +48,7 @@ class _Call(threading.local):
         self.name, self.hint = name, hint
         self.seconds = 0.0
         self.done = 0
-        self.left = 0  # steps that are known to come
+        self.left = 0  # announced steps
         self.doing = ""
 
 
@@ -61,11 +60,7 @@ class _Bar(tqdm):  # type: ignore[misc] # a class without types
 
 
 class _Line:
-    """The line while something is under way, and the thread that draws it.
-
-    Args:
-        call: What is shown; the thread that waits writes it, and the other reads it.
-    """
+    """The line of a call, and the thread that draws it."""
 
     def __init__(self, call: _Call) -> None:
         self._name, self._hint = call.name, call.hint
@@ -77,7 +72,7 @@ class _Line:
         self._thread.start()
 
     def close(self) -> float:
-        """Remove the line, and return for how many seconds the call has waited."""
+        """Remove the line, and return the seconds that the steps of the call have taken."""
         self._over.set()
         self._thread.join()
         return time.monotonic() - self._started
@@ -91,14 +86,12 @@ class _Line:
             while not bar.disable:
                 doing, done, total = self.state
                 bar.n, bar.total = done, total
-                bar.bar_format = (
-                    f"{_SHAPE} {self._hint}" if LOWERING in doing else _SHAPE
-                )  # no hint helps against a capture
+                bar.bar_format = f"{_SHAPE} {self._hint}" if LOWERING in doing else _SHAPE  # no hint helps against a capture
                 bar.set_description_str(f"{doing} ({total - done} left)" if total > done + 1 else doing, refresh=False)
                 bar.refresh()
                 if self._over.wait(_INTERVAL):
                     break
-        except Exception:  # a stream that is closed, or a notebook without widgets: not what the program is about
+        except Exception:  # a closed stream, or a notebook without widgets, must not disturb the program
             logger.debug("the progress line cannot be shown", exc_info=True)
         finally:
             if bar is not None:
@@ -114,12 +107,7 @@ class _Line:
 
 @contextlib.contextmanager
 def call(name: str, hint: str = "") -> Iterator[None]:
-    """Surround a call of a model: what its steps take is taken together.
-
-    Args:
-        name: Of the model.
-        hint: What to do against waiting for a lowering; without braces.
-    """
+    """Surround a call of a model called ``name``, whose steps are timed together; ``hint`` says how not to wait for a lowering."""
     if _here.depth == 0 and _here.line is None:
         _here.begin(name, hint)
     _here.depth += 1
@@ -157,7 +145,7 @@ def step(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _line() -> Iterator[None]:
-    """Have a line, which is shown once the call has waited long enough, if there is none around."""
+    """Start a line, if there is none; it is shown once the call has waited long enough."""
     if _here.line is not None or not _is_shown():
         yield
         return

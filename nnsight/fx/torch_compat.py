@@ -1,13 +1,11 @@
-"""What of torch's compiler is not public, or differs between the supported versions, 2.11 to 2.13: in one place.
+"""Private names of torch's compiler, and the differences between the supported versions, 2.11 to 2.13, in one place.
 
-Other modules of this package take such names from here. What a torch of another version may lack is found, and mended, in this file.
-Nothing of torch is changed by importing it; what :func:`with_backward_repeatable` and the like change is changed in their context.
+Other modules of this package import such names from here. The import changes nothing in torch; :func:`lowering` changes it in a context.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import sys
 import types
@@ -36,18 +34,18 @@ from torch._guards import TracingContext, tracing
 from ..shared_changes import replaced
 from ..tracing.block import is_bound
 
-#: Methods in which dynamo's variable of a set takes the items one after the other: the second one up to 2.12, both since.
+#: Methods in which dynamo's variable of a set iterates over the items: the second one up to 2.12, both since.
 METHODS_ITERATING = [name for name in ("tp_iter_impl", "unpack_var_sequence") if hasattr(SetVariable, name)]
 
-#: Sets how many compiled frames dynamo has counted in a call with ``fullgraph=True``: with none it fails, and with -1 it does not count.
-#: Torch 2.11 never counts.
+#: Sets the number of compiled frames that dynamo has counted in a call with ``fullgraph=True``, which fails at 0; -1 does not count.
 set_counted_frames: Callable[[int], Any] = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
 
 #: Held by dynamo while it compiles; inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock
 
+
 def stands_aside() -> bool:
-    """Whether compiled functions run as they are, or not as always: inside of another tracer, or by a stance that was chosen."""
+    """Whether compiled functions run as Python, or in an unusual way: inside of another tracer, or under a stance."""
     stance = eval_frame._stance
     return (
         stance.stance != "default"
@@ -59,7 +57,7 @@ def stands_aside() -> bool:
 
 
 def is_outermost() -> bool:
-    """Whether a call made here is neither inside of something else that dynamo runs, which has settings of its own, nor unusual."""
+    """Whether a call made here is outside of anything else that dynamo runs, and compiled functions run as usual."""
     return not (
         frame_evaluation.get_eval_frame_callback() is not None
         or eval_frame._stance.skip_guard_eval_unsafe
@@ -68,7 +66,7 @@ def is_outermost() -> bool:
 
 
 def is_slow(backend: Any = "inductor", mode: str | None = None, options: dict[str, Any] | None = None, **_: Any) -> bool:
-    """Whether lowering takes so long that it should be done once for equal parts. A CUDA graph should be whole."""
+    """Whether lowering takes long enough to lower equal parts once. A CUDA graph should be whole."""
     if backend != "inductor" or mode not in (None, "default", "max-autotune-no-cudagraphs"):
         return False
     from torch._inductor import config
@@ -77,7 +75,7 @@ def is_slow(backend: Any = "inductor", mode: str | None = None, options: dict[st
 
 
 def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> bool:
-    """Whether a graph that dynamo has just captured is all that the function of this name does."""
+    """Whether a graph that dynamo has just captured is the whole function of this name."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     context = TracingContext.try_get()
     traced: list[Any] = getattr(context, "traced_code", None) or []
@@ -85,18 +83,15 @@ def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> boo
 
 
 def is_held_by_argument(placeholder: torch.fx.Node) -> bool:
-    """Whether an input of a captured graph is an attribute of an object that the model was given, such as a tensor of a cache."""
+    """Whether an input of a captured graph is an attribute of an argument of the model, such as a tensor of a cache."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
-    if not isinstance(source, AttrSource):
-        return False
-    return source.name.startswith(("L['args']", "L['kwargs']"))
+    return isinstance(source, AttrSource) and source.name.startswith(("L['args']", "L['kwargs']"))
 
 
 def only_returns() -> bool:
-    """Whether the tensors of the graph that dynamo is handing to its backend go into what the function returns, and nowhere else.
+    """Whether the tensors of the graph that dynamo hands to its backend go into the result of the function and nowhere else.
 
-    Behind the graph Python may have more to do than to put the result together: to store tensors in objects that were there before, or
-    to hook them.
+    Python may also store them in objects that were there before the call, or hook them.
     """
     tx = symbolic_convert.InstructionTranslator.current_tx()
     effects = tx.output.side_effects
@@ -124,24 +119,24 @@ def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | N
 
 
 def frames_seen() -> int:
-    """Return how many frames dynamo has tried to compile in this process, in vain or not."""
+    """Return how many frames dynamo has tried to compile in this process."""
     return int(dynamo_counters["frames"]["total"])
 
 
 def graph_breaks_seen() -> dict[str, int]:
-    """Return how often dynamo has broken a graph, or given up on a function, in this process, by its reason."""
+    """Return how often dynamo has broken a graph or given up on a function in this process, by reason."""
     return dict(dynamo_counters["graph_break"])
 
 
 def compiled_entries(code: types.CodeType) -> list[types.CodeType]:
-    """Return the code that dynamo has compiled for calls of a function; it checks the conditions of one after the other."""
+    """Return the code objects that dynamo has compiled for calls of a function."""
     return [entry.code for entry in frame_evaluation._debug_get_cache_entry_list(code)]
 
 
 def forget_entries(code: types.CodeType, known: Sequence[types.CodeType]) -> int:
-    """Let dynamo forget what it has compiled for a function besides ``known``, or that it has given up on the function.
+    """Invalidate what dynamo has compiled for a function besides ``known``, and let it compile the function again.
 
-    What is forgotten never runs again, but still counts for dynamo's limits. Returns how many entries these are.
+    Returns the number of invalidated entries. They never run again, but still count for dynamo's limits.
     """
     forgotten = 0
     for entry in frame_evaluation._debug_get_cache_entry_list(code):
@@ -154,30 +149,13 @@ def forget_entries(code: types.CodeType, known: Sequence[types.CodeType]) -> int
 
 
 def allow_code(code: types.CodeType) -> None:
-    """Let dynamo try again to compile a function that it has given up on; what it has compiled of it stays."""
+    """Let dynamo compile a function again that it has given up on; compiled entries stay."""
     default = frame_evaluation._FrameAction.DEFAULT
     frame_evaluation.set_code_exec_strategy(code, frame_evaluation._FrameExecStrategy(default, default))
 
 
-@contextlib.contextmanager
-def found_in_cache() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether all code of the lowerings in this context came from Inductor's caches on disk.
-
-    Spliced graphs and regions reach Inductor as ordinary graphs with names that are the same in every process, so it finds what an earlier
-    process has left and generates no code. Only for a caller who holds :data:`compile_lock`: the counts are those of the process.
-    """
-    hits, misses = _cache_counts()
-    after = hits, misses
-
-    def found() -> bool:
-        return after[0] > hits and after[1] == misses
-
-    yield found
-    after = _cache_counts()
-
-
-def _cache_counts() -> tuple[int, int]:
-    """Return how many graphs Inductor has found in its caches, and how many not."""
+def cache_counts() -> tuple[int, int]:
+    """Return how many graphs Inductor has found in its caches on disk in this process, and how many it has not."""
     inductor, autograd = dynamo_counters["inductor"], dynamo_counters["aot_autograd"]
     hits = inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"]
     return hits, inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
@@ -188,34 +166,38 @@ def may_share(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
     return bool(torch._C._any_output_is_alias_to_input_or_output(tuple(others), {}, tuple(tensors)))
 
 
-def without_view_replay() -> contextlib.AbstractContextManager[Any]:
-    """Let ahead-of-time autograd make views among the results of a graph from their sizes and strides, in this context.
-
-    By default it calls the view functions of the graph again. For a view and what was detached from it, it calls them on the wrong one
-    of two tensors: ``x.T.detach()`` beside ``x.T`` comes out as ``x``, without a word.
-    """
-    patch: contextlib.AbstractContextManager[Any] = functorch_config.patch(view_replay_for_aliased_outputs=False)
-    return patch
-
-
 @contextlib.contextmanager
-def with_backward_repeatable() -> Iterator[None]:
-    """Let backward passes of what is lowered in this context be made more than once, as ``retain_graph=True`` asks for.
+def lowering() -> Iterator[None]:
+    """Let ahead-of-time autograd make what eager autograd makes, for what is lowered in this context, in which nobody else compiles.
 
-    By default a compiled backward pass may overwrite what the forward pass has kept, and refuses ``retain_graph``. Torch has an option
-    against that, but looks at it again in the backward pass. So no buffer is named as one that may be overwritten. Only for a caller who
-    holds :data:`compile_lock`.
+    * Views among the results are made from sizes and strides. By default autograd calls the view functions of the graph again, for a view
+      and what was detached from it on the wrong one of two tensors: ``x.T.detach()`` beside ``x.T`` comes out as ``x``.
+    * A backward pass can be made more than once, as ``retain_graph=True`` asks for: no buffer is named as one that it may overwrite.
+    * No two gradients that a backward pass returns share memory. Autograd keeps the first gradient of a parameter and adds later ones to
+      it in place; if it is a view of another gradient, both are wrong from the second backward pass on. A pass over the joint graph that
+      the user has set comes first. The tag keeps code that was compiled without this out of torch's caches.
+    * Autograd does not warn where a backward pass cannot be traced: the error says so, and is dealt with.
     """
-    with replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []):
+    compiler_config: Any = torch.compiler.config
+    tag, before = f"{compiler_config.cache_key_tag}nnsight", functorch_config.joint_custom_pass
+
+    def change(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        return _copy_shared_gradients(before(joint, inputs) if callable(before) else joint, inputs)
+
+    with (
+        compile_lock,
+        functorch_config.patch(view_replay_for_aliased_outputs=False, joint_custom_pass=change),
+        compiler_config.patch(cache_key_tag=tag),
+        replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []),
+        _without_tracebacks(),
+    ):
+        symbolic_convert.TensorifyState.clear()  # which floats an earlier lowering took as constants; torch keeps them by name
         yield
 
 
 @contextlib.contextmanager
-def without_tracebacks_of_autograd() -> Iterator[None]:
-    """Keep ahead-of-time autograd from warning where a backward pass cannot be traced: the error says so, and is dealt with.
-
-    Only this filter is added and removed. ``warnings.catch_warnings`` would put back all filters, those of other threads, too.
-    """
+def _without_tracebacks() -> Iterator[None]:
+    """Add a filter of warnings, and remove it. ``warnings.catch_warnings`` would also put back the filters of other threads."""
     warnings.filterwarnings("ignore", message="Error detected in .* Traceback of forward call", category=UserWarning)
     added = warnings.filters[0]
     try:
@@ -225,31 +207,11 @@ def without_tracebacks_of_autograd() -> Iterator[None]:
             cast("list[Any]", warnings.filters).remove(added)
 
 
-@contextlib.contextmanager
-def with_gradients_apart() -> Iterator[None]:
-    """Let no two gradients that a compiled backward pass returns share memory, for what is lowered in this context.
-
-    Autograd keeps the first gradient of a parameter as it is and adds later ones to it in place. Torch does not look whether compiled
-    code has returned two views of one tensor, as where a token is put in front of a batch of one and positions are added: from the
-    second backward pass on, both gradients are wrong.
-
-    The tag keeps code that was compiled without this out of torch's caches. A pass that the user has set comes first.
-    """
-    config: Any = torch.compiler.config
-    tag, before = f"{config.cache_key_tag}nnsight", functorch_config.joint_custom_pass
-
-    def change(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-        return _copy_shared_gradients(before(joint, inputs) if callable(before) else joint, inputs)
-
-    with functorch_config.patch(joint_custom_pass=change), config.patch(cache_key_tag=tag):
-        yield
-
-
 def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-    """Copy each gradient that shares memory with an earlier one and is not the same value: autograd sees that itself.
+    """Copy each gradient that shares memory with an earlier one without being the same value, a case that autograd handles.
 
     Args:
-        joint: A graph of forward and backward pass, which returns results and then the gradients of its inputs.
+        joint: A graph of forward and backward pass; it returns results, then the gradients of its inputs.
         inputs: The inputs of the forward pass, and those of the backward pass.
     """
     output = joint.graph.output_node()
@@ -270,11 +232,9 @@ def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx
 
 
 def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
-    """Return what failed where dynamo followed a function on fake tensors; ``None`` if ``error`` is not such a failure.
+    """Return what failed where dynamo traced the function with this code on fake tensors; ``None`` if ``error`` is another failure.
 
-    Args:
-        error: What calling the compiled function raised.
-        code: Of the function. If dynamo was following another one, a part of the function may have run as Python before.
+    If dynamo was tracing another function, a part of this one may have run as Python before.
     """
     followed = getattr(error, "real_stack", None)
     if not followed or (followed[0].filename, followed[0].name) != (code.co_filename, code.co_name):
@@ -288,20 +248,12 @@ def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"
 
 
-#: What dynamo says of an operation that fails on fake tensors: the error is shown by its ``repr``.
+#: Dynamo's message about an operation that fails on fake tensors, with the ``repr`` of the error.
 _FAILED_ON_FAKES = re.compile(r"""got (?P<kind>\w+)\((?P<quote>['"])(?P<message>.*?)(?P=quote),?\)$""", re.MULTILINE)
 
 
-def forget_fixed_floats() -> None:
-    """Forget which symbolic floats a lowering had to take as constants; torch keeps them by name, for a second attempt."""
-    symbolic_convert.TensorifyState.clear()
-
-
 def generated_code_in(function: Callable[..., Any]) -> Any:
-    """Return the object of inductor's whose ``current_callable`` is the generated code that ``function`` calls.
-
-    ``None`` if there is none, or several, or if ``function`` is not made by torch alone.
-    """
+    """Return Inductor's ``CompiledFxGraph`` behind ``function``; ``None`` if there is not exactly one, or code of others is in between."""
     inductor: Any = sys.modules.get("torch._inductor.output_code")
     if inductor is None:
         return None
@@ -324,7 +276,7 @@ def generated_code_in(function: Callable[..., Any]) -> Any:
 
 
 def variables_of_wrapper(function: Any) -> dict[str, types.CellType]:
-    """Return the cells with what the wrapper that ``torch.compile`` has put around a function refers to, by name."""
+    """Return the closure of the wrapper that ``torch.compile`` has put around a function: its cells by name."""
     code = getattr(function, "__code__", None)
     return {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 

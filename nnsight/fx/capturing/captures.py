@@ -1,21 +1,17 @@
-"""What dynamo captures of a model: why, how often, and whether it is all there is to a call.
+"""The captures of a model: why, how often, and whether one captured graph is a whole call.
 
-Dynamo captures anew whenever a call differs from those before in what it has looked at: grad mode, sizes, flags. By its own limit
-it does so eight times for one function, and then runs the function as Python. That is few for a notebook, so the limit is one of
-ours (:data:`MAX_CAPTURES`), and each capture says why it happened (:mod:`~nnsight.fx.capturing.reasons`).
+Dynamo captures again whenever a guard fails: grad mode, sizes, flags. Its own limit is eight captures of one function, after which it runs
+the function as Python. That is few for a notebook, so the limit is our own (:data:`MAX_CAPTURES`), and each capture has a reason
+(:mod:`~nnsight.fx.capturing.reasons`).
 
-Calls of modules are intercepted while a run is active: dynamo has to see the taps when it captures, and where the model runs as
-Python the interception itself offers values. To install and remove it costs as much as the rest of a call of a small
-model. Somebody who waits at no location, such as a replay, can do without it if nothing but one captured graph is going to run.
+Intercepting the calls of modules costs as much as the rest of a call of a small model. It is needed where dynamo captures, to show it the
+taps, and where the model runs as Python. A call with no waiting block, such as a replay, does without it if it runs one captured graph
+and nothing else: dynamo has compiled code for the arguments, each of its captures was a whole call, and it has not given up on the model.
+It gives up only in calls that may compile, so each of those is watched: one that has called no captured graph ends it for good.
 
-That is so if dynamo has compiled code for the arguments (:mod:`~nnsight.fx.capturing.compiled_calls` asks for no more than that), each of
-its captures was a whole call, and dynamo has not given up on the model. It gives up, for example, at its limit of recompiles, and only in
-calls that may compile. So each of those is watched: one that called no captured graph ends it for good.
-
-A call that fails while dynamo looks at it (a string instead of a tensor, a hook that raises) says nothing of calls that succeed. But to
-dynamo it is a break of the graph: it compiles the function around the model to "call the model as Python", for want of anything read
-before the break without a condition on the arguments, and all later calls would go that way. Or it gives up on a function, and marks
-its code, which all modules of a class share, to be run as Python. So both are undone.
+A call may fail while dynamo traces it (a string instead of a tensor, a hook that raises). Dynamo then compiles the function around the
+model, without a guard, to call the model as Python, and all later calls would run that. Or it marks the code of a function, which all
+modules of a class share, to run as Python. Both are undone.
 """
 
 from __future__ import annotations
@@ -42,15 +38,15 @@ logger = logging.getLogger("nnsight.fx")
 #: How often a model is captured before further kinds of calls run uncompiled; ``compile(max_captures=...)`` chooses another number.
 MAX_CAPTURES = 256
 
-#: After so many captures for one reason or another a line is logged, once for a model.
+#: After so many captures a line is logged, once for a model.
 MANY_CAPTURES = 16
 
-#: What dynamo calls the code behind a break of the graph.
+#: Dynamo's name for code behind a break of the graph.
 _RESUMED = "torch_dynamo_resume_in_"
 
 
 class TooManyCapturesError(RuntimeError):
-    """A call would need one capture more than ``compile(max_captures=...)`` allows, and may not run uncompiled (``fullgraph=True``)."""
+    """A call needs one capture more than ``compile(max_captures=...)`` allows, and may not run uncompiled (``fullgraph=True``)."""
 
 
 class Captures:
@@ -60,16 +56,16 @@ class Captures:
         code: Of the function.
         first: Why it is captured for the first time.
         limit: How often it may be captured.
-        alike: How many modules share the code of a ``forward`` at most: each may be captured as often, behind a break.
+        alike: The most modules that share the code of a ``forward``: behind a break, each may be captured as often.
         fullgraph: Whether it is an error to run a call uncompiled.
         parameters: Names of the parameters of the model's ``forward``.
 
     Attributes:
-        uncompiled: Why a call that dynamo did not capture runs uncompiled, and what to do about it; ``None`` if there was none.
-        count: How many there have been.
+        uncompiled: Why a call that dynamo did not capture runs uncompiled, and the remedy; ``None`` if there was none.
+        count: The number of captures.
         whole: How many of them were of a whole call.
-        forgotten: How many things dynamo has compiled for calls that failed, and forgotten again; they count for its limits.
-        suffice: Whether a call that dynamo has compiled code for runs one captured graph and nothing else.
+        forgotten: The number of entries of failed calls that were invalidated; they count for dynamo's limits.
+        suffice: Whether a call for which dynamo has compiled code runs one captured graph and nothing else.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class Captures:
         self._here = threading.local()
 
     def around(self, missed: Missed, capture: Callable[[], Any]) -> Any:
-        """Let dynamo capture a call, or leave it uncompiled if there are too many captures; see :func:`~.dynamo.watch_captures`."""
+        """Let dynamo capture a call, or run it uncompiled if there are too many captures; see :func:`~.dynamo.watch_captures`."""
         is_function = missed.code is self._code
         situation = Situation(missed.variables, self._parameters, self._given)
         self._here.reason = reason = self._reason(missed, situation, is_function)
@@ -138,12 +134,7 @@ class Captures:
         self.uncompiled = (why, remedy)
 
     def add(self, is_whole: bool, is_symbolic: bool) -> Capture:
-        """Count a capture, and return why it was made.
-
-        Args:
-            is_whole: Whether it is one of a whole call.
-            is_symbolic: Whether it has sizes that may vary.
-        """
+        """Count a capture, perhaps of a whole call or with symbolic sizes, and return why it was made."""
         reason: Capture = getattr(self._here, "reason", self._first)
         if reason.kind == "size" and is_symbolic and "->" in reason.reason:
             reason = Capture(f"{reason}, sizes are symbolic from here on", reason.kind, reason.guard)
@@ -162,14 +153,8 @@ class Captures:
         self._kinds[reason.kind] += 1
         if self._kinds.total() == MANY_CAPTURES * self._alike:
             ((kind, times),) = self._kinds.most_common(1)
-            logger.warning(
-                "a model has been captured %d times, most often (%d) for the kind of reason %r, the last time because %s. %s",
-                self.count,
-                times,
-                kind,
-                reason,
-                REMEDIES.get(kind, ""),
-            )
+            text = "a model has been captured %d times, most often (%d) for the kind of reason %r, the last time because %s. %s"
+            logger.warning(text, self.count, times, kind, reason, REMEDIES.get(kind, ""))
 
     def give_up(self) -> None:
         """Let captures suffice never again."""
@@ -192,17 +177,14 @@ class Captures:
 
     @property
     def ran_whole(self) -> bool:
-        """Whether a graph of a whole call was the last that was called in this thread, since a call began."""
+        """Whether the last graph that was called in this thread since a call began was a whole call."""
         return bool(getattr(self._here, "whole", False))
 
     @contextlib.contextmanager
     def undone_if_it_fails(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """If the call within raises an error and dynamo has compiled something for it, let later calls be as if it had not been.
+        """If the call within raises an error, undo what dynamo has compiled for it, also of the ``modules`` of the model.
 
-        Captures of the whole call stay: then dynamo was done with the model, and it was something else that failed.
-
-        Args:
-            modules: Those of the model.
+        Captures of a whole call stay: dynamo had finished with the model, and something else has failed.
         """
         seen, whole = frames_seen(), self.whole
         known = compiled_entries(self._code) if self.count else ()

@@ -1,16 +1,14 @@
-"""Calling generated code without what is around it.
+"""Direct calls of generated code, past the wrappers around it.
 
-What a backend returns is generated code inside of several functions: dynamo is switched off, statistics are kept, and ahead-of-time
-autograd prepares inputs and outputs. For a graph that computes no gradients, writes to no input and returns no view of one, all
-this does nothing, and yet it takes about 90 µs in the middle of a model, whose weights have taken its place in the processor's
-caches. A model in regions pays that for each layer. It also holds on to inputs that nobody needs any more.
+A backend returns generated code inside of several wrappers, which switch dynamo off, keep statistics, and prepare inputs and outputs for
+autograd. For a graph that computes no gradients, writes to no input and returns no view of one, they do nothing, but take about 90 µs in
+the middle of a model. A model in regions pays that for each layer. They also keep inputs alive that are no longer needed.
 
-That it does nothing is not concluded but watched. The first call goes through everything. If the generated code was handed
-the very inputs, in their order, if its very results came back, and if modes, versions of tensors and their attributes were left
-alone, later calls go to the generated code at once. They pass their inputs in a list, which the code empties, so memory is
-free again as early as in a graph that is not cut.
+The first call goes through the wrappers and is watched. If the generated code got exactly the inputs, if its results came back unchanged,
+and if modes, versions of tensors and their attributes stayed as they were, later calls go to the generated code. They pass their inputs in
+a list, which the code empties, so memory is free as early as in an uncut graph.
 
-While a profiler listens, calls go through everything, because inductor names its ranges there.
+Under a profiler all calls go through the wrappers, because Inductor names its ranges there.
 """
 
 from __future__ import annotations
@@ -29,15 +27,13 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 class Direct:
-    """A lowered graph that is called with a list of its inputs.
+    """A lowered graph, called with a list of its inputs.
 
     Args:
-        function: What a backend returned, which takes the inputs one by one.
+        function: A backend's result, which takes the inputs one by one.
 
     Attributes:
-        whole: Calls ``function``.
-        call: Calls the generated code if nothing else has to happen, and ``function`` if it has; ``None`` until one call of
-            :meth:`first` has shown which.
+        call: Calls the generated code if the wrappers do nothing, else ``function``; ``None`` until :meth:`first` has found out.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -47,13 +43,13 @@ class Direct:
         self.call: Boxed | None = self.whole if self._generated is None else None
 
     def whole(self, inputs: list[Any]) -> Sequence[Any]:
-        """Call the graph as the backend wants it."""
+        """Call the graph with its wrappers."""
         result: Sequence[Any] = self._function(*inputs)
         return result
 
     def first(self, inputs: list[Any]) -> Sequence[Any]:
-        """Call the graph as the backend wants it, and look at what that does besides calling the generated code."""
-        if not self._lock.acquire(blocking=False):  # the code may be anything, and wait for another thread
+        """Call the graph with its wrappers, and find out what they do."""
+        if not self._lock.acquire(blocking=False):  # the code may wait for another thread
             return self.whole(inputs)
         try:
             return self._watched(inputs)
@@ -93,5 +89,5 @@ def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _versions(inputs: Sequence[Any]) -> list[int | None]:
-    """How often each tensor has been written to; tensors of inference mode do not count that."""
+    """Return how often each tensor has been written to; tensors of inference mode do not count that."""
     return [tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else None for tensor in inputs]

@@ -1,9 +1,6 @@
-"""A captured graph: what dynamo gave us for one model and one set of guards.
+"""A captured graph: dynamo's graph for one model and one set of guards, with its taps and the tree of programs recorded on it.
 
-Besides the FX graph it holds what every run on it needs: the taps in order, which node each tap's tensors really are, and the
-tree of programs recorded so far.
-
-Dynamo keeps using its own graph module after the backend has returned, so this works on a copy.
+Dynamo keeps using its own graph module after the backend has returned, so this is a copy.
 """
 
 from __future__ import annotations
@@ -72,34 +69,28 @@ class CapturedGraph:
     """A captured graph with its taps and the programs known for it.
 
     Args:
-        graph_module: As dynamo gave it; copied.
-        backend: What lowers the plain and the spliced graphs.
-        regions: Where lowered regions are kept; ``None`` lowers graphs as a whole.
+        graph_module: Dynamo's; copied.
+        backend: Lowers the plain and the spliced graphs.
+        regions: Keeps lowered regions; ``None`` lowers graphs as a whole.
         background: Whether whole graphs are lowered in the background.
-        is_whole: Whether a call of the model amounts to a call of this graph: there are no others, and no Python around it.
-        only_output: Whether it is whole, and its tensors go into what the model returns, and nowhere else.
+        is_whole: Whether a call of the model is one call of this graph, without other graphs and Python around it.
+        only_output: Whether it is whole, and its tensors go into the result of the model and nowhere else.
 
     Attributes:
         each_size: Whether it is lowered for each combination of sizes by itself, because the backend could not for all of them.
         compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
-        graph_module: The copy.
-        nodes: Its nodes in order.
-        taps: Its taps in order.
-        placeholders: Its inputs in order.
         outputs: The nodes (or constants) it returns.
-        locations: Their locations.
         tap_number: Number of the tap, for each tap's node.
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
-        identities: For each node that returns its argument itself, the argument. Backends lower such a call to a copy, and then
-            an edit in place of the one would not be seen in the other, as it is in the eager model.
-        switched: What the graph has done to grad mode and autocast when it comes to a tap, where it has.
+        identities: For each node that returns its argument itself, the argument. A backend would lower such a call to a copy, and an
+            edit of one in place would not show in the other, as it does in the eager model.
+        switched: The modes that the graph has switched before a tap, where it has switched any.
         nested: Stretches that were graphs of their own, by their first node; an outer one before those in it.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
         cuts: The cuts that have been logged.
         start: The empty program.
         lock: Held while variants are made.
-        fake_mode: Mode of all fakes that blocks see. It keeps state on itself, so its fakes are touched under
-            ``fake_lock`` only.
+        fake_mode: Mode of all fakes that blocks see. It is not thread-safe: its fakes are used under ``fake_lock`` only.
     """
 
     def __init__(
@@ -126,27 +117,23 @@ class CapturedGraph:
         self.order = {node: number for number, node in enumerate(self.nodes)}
         self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self.input_index = {node: index for index, node in enumerate(self.placeholders)}
-        (self.output_node,) = (node for node in self.nodes if node.op == "output")
+        self.output_node = graph.output_node()
         returned = self.output_node.args[0]
         self.outputs: tuple[Any, ...] = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
         self.taps: list[Tap] = []
         self.tap_number: dict[torch.fx.Node, int] = {}
         self.tapped: dict[torch.fx.Node, tuple[int, int]] = {}
-        for node in self.nodes:
-            if node.op == "call_function" and node.target is tap:
-                self._add_tap(node)
+        for node in graph.find_nodes(op="call_function", target=tap):
+            self._add_tap(node)
         self.locations = {made.location for made in self.taps}
         self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
         self.switched: dict[torch.fx.Node, Switched] = switched_at(self.nodes, set(self.tap_number))
         self.symbols: list[tuple[int, Any]] = []
         for index, node in enumerate(self.placeholders):
             example = node.meta.get("example_value")
-            if (
-                isinstance(example, torch.SymInt)
-                and example.node.expr.is_symbol
-                and all(example.node.expr != symbol for _, symbol in self.symbols)  # equal ones need not be one object
-            ):
-                self.symbols.append((index, example.node.expr))
+            symbol = example.node.expr if isinstance(example, torch.SymInt) else None
+            if symbol is not None and symbol.is_symbol and all(symbol != known for _, known in self.symbols):  # not by identity
+                self.symbols.append((index, symbol))
         self.cuts: set[Break] = set()
         self.start = State()
         self.whole: Any = None  # the uncut graph as a piece, made by its first recording
@@ -177,11 +164,7 @@ class CapturedGraph:
         return Memory(self.graph_module.graph)
 
     def edits_in(self, piece: Piece) -> list[tuple[int, frozenset[int]]]:
-        """Return where the model may edit inputs of ``piece`` in place, such as its buffers, or what it computed before a cut.
-
-        Returns:
-            For each such call its number, and the positions of the inputs.
-        """
+        """Return the calls of the model that may edit inputs of ``piece`` in place: the number of each, and the positions of the inputs."""
         edits = self._edits.get(piece)
         if edits is None:
             nodes = self.nodes[piece.start :]
@@ -191,7 +174,7 @@ class CapturedGraph:
 
     @cached_property
     def edited_groups(self) -> frozenset[Any]:
-        """Groups of nodes that share memory which the model edits in place."""
+        """Groups of nodes whose memory the model edits in place."""
         nodes = [source for node in self.nodes if node not in self.tap_number for source in all_edited(node)]
         return frozenset(self.memory.group(node) for node in nodes)
 
@@ -211,7 +194,7 @@ class CapturedGraph:
         return tuple(int(inputs[index]) for index, _ in self.symbols)
 
     def concrete(self, number: Any, binding: tuple[int, ...]) -> Any:
-        """Return a symbolic number as the plain number it is under ``binding``."""
+        """Return the plain number that a symbolic one is under ``binding``."""
         if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return number
         values = {symbol: value for (_, symbol), value in zip(self.symbols, binding, strict=True)}
@@ -235,7 +218,7 @@ class CapturedGraph:
         return found
 
     def stand_ins(self, binding: tuple[int, ...]) -> list[Any]:
-        """Return what may be returned instead of the outputs where nobody sees them: tensors like them, without memory of their own."""
+        """Return tensors like the outputs, without memory of their own, for a run in which nobody sees the outputs."""
         found = self._stand_ins.get(binding)
         if found is None:
             if len(self._stand_ins) > 64:

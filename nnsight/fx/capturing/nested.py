@@ -1,9 +1,8 @@
-"""Graphs within a captured graph: what an activation checkpoint, or a nested region of the model, computes.
+"""Graphs nested in a captured graph: activation checkpoints, and nested compile regions of the model.
 
-Dynamo captures such a part of the model as a graph of its own, which an operator calls. The taps in it would be out of reach of
-a program, which knows one list of nodes. So the nodes are written into the graph around them, between the same inputs and outputs,
-and a :class:`NestedGraph` remembers where they came from. Where a program has nothing to do inside, the splicer writes
-the call of the operator again instead of the nodes: what nobody looks into is recomputed in the backward pass, as the model says.
+Dynamo captures such a part of the model as a graph of its own, which an operator calls. A program knows one list of nodes and could not
+reach the taps inside. So the nodes are written into the outer graph, and a :class:`NestedGraph` keeps where they came from. Where a program
+does nothing inside, the splicer writes the call of the operator instead of the nodes, so a checkpoint is recomputed in the backward pass.
 
 Operators that may call a graph any number of times, such as loops and branches, stay as they are.
 """
@@ -13,14 +12,15 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from .taps import tap
 
-#: Operators that call a graph once, with the number of the argument that is its first input. The graph is the first argument.
+#: Operators that call their first argument, a graph, once, with the position of the graph's first input among their arguments.
 _FIRST_INPUT = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2}
 
 
@@ -31,11 +31,11 @@ class NestedGraph:
     Attributes:
         start: The first of its nodes.
         last: The last of them.
-        operator: What called the graph.
+        operator: The operator that called the graph.
         name: The attribute that holds the graph, without taps.
-        args: What the operator was called with besides the graph.
-        kwargs: The same by name.
-        results: What the graph returns: nodes, or constants.
+        args: The arguments of the operator behind the graph.
+        kwargs: Those by name.
+        results: The nodes or constants that the graph returns.
         outcome: The ``example_value`` of the call.
     """
 
@@ -55,29 +55,16 @@ def unnest(graph_module: torch.fx.GraphModule) -> list[NestedGraph]:
     Returns:
         Where they came from, an outer one before those in it.
     """
-    calls = [node for node in graph_module.graph.nodes if _called_once(graph_module, node) is not None]
-    found: list[NestedGraph] = []
-    for node in calls:
-        found += _write_out(graph_module, node)
+    calls = [node for node in graph_module.graph.nodes if _is_called_once(graph_module, node)]
+    found = [nested for node in calls for nested in _write_out(graph_module, node)]
     if found:
         graph_module.graph.lint()
         graph_module.recompile()
     return found
 
 
-def call_nested(
-    graph: torch.fx.Graph, nested: NestedGraph, find: Callable[[torch.fx.Node], Any]
-) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Write the call that ``nested`` was into ``graph``.
-
-    Args:
-        graph: Where to write.
-        nested: What to call.
-        find: Returns what stands there for a captured node.
-
-    Returns:
-        The new node of each result.
-    """
+def call_nested(graph: torch.fx.Graph, nested: NestedGraph, find: Callable[[torch.fx.Node], Any]) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Write a call of ``nested`` into ``graph``, in which ``find`` returns the new node for a captured one; return that of each result."""
     args, kwargs = torch.fx.map_arg((nested.args, nested.kwargs), find)
     function = graph.get_attr(nested.name)
     call = graph.call_function(nested.operator, (function, *args), kwargs)
@@ -90,34 +77,27 @@ def call_nested(
     return made
 
 
-def _called_once(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """Return the graph that ``node`` calls once, if it does and there are taps in it."""
+def _is_called_once(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    """Whether ``node`` calls once a graph with taps in it."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _FIRST_INPUT:
-        return None
-    function = node.args[0] if node.args else None
-    if not isinstance(function, torch.fx.Node) or function.op != "get_attr":
-        return None
-    if any(user.target is not operator.getitem for user in node.users):
-        return None
-    body = getattr(graph_module, str(function.target))
-    return body if isinstance(body, torch.fx.GraphModule) and _has_taps(body) else None
+        return False
+    function: Any = node.args[0] if node.args else None
+    if getattr(function, "op", "") != "get_attr" or any(user.target is not operator.getitem for user in node.users):
+        return False
+    body = getattr(graph_module, function.target)
+    is_graph = isinstance(body, torch.fx.GraphModule)
+    return is_graph and any(inner.target is tap or _is_called_once(body, inner) for inner in body.graph.nodes)
 
 
-def _has_taps(body: torch.fx.GraphModule) -> bool:
-    return any(node.target is tap or _called_once(body, node) is not None for node in body.graph.nodes)
-
-
-def _write_out(graph_module: torch.fx.GraphModule, call: torch.fx.Node) -> list[NestedGraph]:
+def _write_out(graph_module: torch.fx.GraphModule, call: Any) -> list[NestedGraph]:
     """Replace ``call`` by the nodes of the graph it calls."""
     graph, function = graph_module.graph, call.args[0]
-    assert isinstance(function, torch.fx.Node)
-    original = getattr(graph_module, str(function.target))
+    original = getattr(graph_module, function.target)
     body = copy.deepcopy(original)  # two calls may share it
     inner = unnest(body)
     name = _add(graph_module, f"{function.target}_untapped", _without_taps(original))
-    first = _FIRST_INPUT[call.target.name()]  # type: ignore[union-attr]
-    inputs = (node for node in body.graph.nodes if node.op == "placeholder")
-    new: dict[torch.fx.Node, Any] = dict(zip(inputs, call.args[first:], strict=True))
+    first = _FIRST_INPUT[call.target.name()]
+    new: dict[torch.fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[first:], strict=True))
     written: list[torch.fx.Node] = []
     results: tuple[Any, ...] = ()
     with graph.inserting_before(call):
@@ -128,36 +108,22 @@ def _write_out(graph_module: torch.fx.GraphModule, call: torch.fx.Node) -> list[
                 new[node] = graph.node_copy(node, new.__getitem__)
                 written.append(new[node])
                 if node.op == "get_attr":
-                    new[node].target = _add(graph_module, str(node.target), _attribute(body, str(node.target)))
+                    new[node].target = _add(graph_module, str(node.target), attrgetter(str(node.target))(body))
     for user in list(call.users):
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     outcome = call.meta["example_value"]
     outer = NestedGraph(written[0], written[-1], call.target, name, call.args[1:], dict(call.kwargs), results, outcome)
     graph.erase_node(call)
     if not function.users:
         graph.erase_node(function)
-    return [outer, *(_moved(nested, new, graph_module, body) for nested in inner)]
-
-
-def _moved(
-    nested: NestedGraph,
-    new: dict[torch.fx.Node, Any],
-    graph_module: torch.fx.GraphModule,
-    body: torch.fx.GraphModule,
-) -> NestedGraph:
-    """Return ``nested``, found in ``body``, as it is where the nodes of ``body`` have been written to."""
-    args, kwargs, results = torch.fx.map_arg((nested.args, nested.kwargs, nested.results), new.__getitem__)
-    return NestedGraph(
-        new[nested.start],
-        new[nested.last],
-        nested.operator,
-        _add(graph_module, nested.name, getattr(body, nested.name)),
-        args,
-        kwargs,
-        results,
-        nested.outcome,
-    )
+    moved = []
+    for nested in inner:
+        args, kwargs, results = torch.fx.map_arg((nested.args, nested.kwargs, nested.results), new.__getitem__)
+        held = _add(graph_module, nested.name, getattr(body, nested.name))
+        ends = {"start": new[nested.start], "last": new[nested.last]}
+        moved.append(replace(nested, **ends, name=held, args=args, kwargs=kwargs, results=results))
+    return [outer, *moved]
 
 
 def _without_taps(original: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -166,21 +132,14 @@ def _without_taps(original: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for module in untapped.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=tap):
-                tensors = [leaf for leaf in node.args[1] if _is_tensor(leaf)]
+                nodes = [leaf for leaf in node.args[1] if isinstance(leaf, torch.fx.Node)]
+                tensors = [leaf for leaf in nodes if isinstance(leaf.meta.get("example_value"), torch.Tensor)]
                 for user in list(node.users):
                     user.replace_all_uses_with(tensors[user.args[1]])
                     module.graph.erase_node(user)
                 module.graph.erase_node(node)
             module.recompile()
     return untapped
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.fx.Node) and isinstance(leaf.meta.get("example_value"), torch.Tensor)
-
-
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    return operator.attrgetter(path)(module)
 
 
 def _add(graph_module: torch.fx.GraphModule, name: str, value: Any) -> str:

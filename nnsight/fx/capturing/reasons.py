@@ -1,9 +1,9 @@
 """Why a model is captured again, in words.
 
-Dynamo captures a call if none of its captures fits: of each, one *guard* does not hold, such as ``GLOBAL_STATE changed: grad_mode`` or
+Dynamo captures a call if one *guard* of each earlier capture fails, such as ``GLOBAL_STATE changed: grad_mode`` or
 ``tensor 'kwargs['input_ids']' size mismatch at index 1. expected 3, actual 12``. Here such a guard becomes a sentence about the call:
-"gradients are enabled now", "another length of prompt: 3 -> 12". The capture that comes nearest to the call tells most: the one of
-which most guards hold before one does not. A guard of an unknown kind is shown as dynamo writes it, shortened.
+"gradients are enabled now", "another length of prompt: 3 -> 12". The reason is the guard of the nearest capture: the one with most guards
+that hold before the failing one. A guard of an unknown kind is shown as dynamo writes it, shortened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKENS = frozenset(
     "input_ids attention_mask position_ids token_type_ids inputs_embeds labels decoder_input_ids decoder_attention_mask".split()
 )
 
-#: What to do about a kind of reason that comes again and again.
+#: What to do about a kind of reason that is frequent.
 REMEDIES = {
     "torch": "Run all traces with gradients, or all under `torch.no_grad()`.",
     "model": "Let the model stay as it is between traces: in train or eval mode, with the same hooks and attributes.",
@@ -40,6 +40,7 @@ _COUNT = re.compile(r"len\((args|kwargs)\) == (\d+)|not (args|kwargs)$")
 _MISSING = re.compile(r"KeyError on kwargs\['(\w+)'\]")
 _IN_CONDITION = re.compile(r"([A-Za-z_][\w.]*(?:\[[^\]]*\]|\.\w+)*)\.(?:size\(\)\[(\d+)\]|shape\[(\d+)\])")
 _VALUE = re.compile(r"(.+?) (==|!=|is not|is) (.+)")
+_CHECKED = re.compile(r"___(?:dict_version|check_\w+)\((.+?), ")  # a guard on the type or the identity of an object
 _ARGUMENT = re.compile(r"kwargs\['(\w+)'\](.*)|args\[(\d+)\](.*)")
 _CHILD = re.compile(r"\._modules\['([^']+)'\]")
 _PLAIN = (bool, int, float, str, type(None))
@@ -53,7 +54,7 @@ class Situation(NamedTuple):
     Attributes:
         variables: The arguments of the function that dynamo compiles, by name.
         parameters: Names of the parameters of the model's ``forward``, in order.
-        known: Names of the arguments that were given in earlier calls that were captured, the latest last.
+        known: Names of the arguments of each earlier captured call, the latest last.
     """
 
     variables: Mapping[str, Any]
@@ -66,7 +67,7 @@ class Situation(NamedTuple):
         return frozenset((*(self.name(f"args[{number}]") for number in positions), *self.variables.get("kwargs", ())))
 
     def name(self, source: str) -> str:
-        """Return what a user calls what dynamo calls ``source``."""
+        """Return the user's name for what dynamo calls ``source``."""
         found = _ARGUMENT.fullmatch(source)
         if found is None:
             return _CHILD.sub(r".\1", source).replace("the_model", "model", 1)
@@ -77,22 +78,17 @@ class Situation(NamedTuple):
         return first + found[4]
 
     def value(self, source: str) -> Any:
-        """Return what ``source`` is in this call; the text itself if that cannot be told."""
+        """Return the value of ``source`` in this call; the text itself if there is none."""
         try:
             return eval(source, {}, dict(self.variables))
-        except Exception:  # attributes of objects may be computed by code of theirs
+        except Exception:  # an attribute may be computed by code of the user
             return source
 
 
 def reason_of(guards: Sequence[str], situation: Situation) -> Capture:
-    """Return why a call is captured again.
-
-    Args:
-        guards: Of each earlier capture the guard that does not hold, the nearest capture first.
-        situation: The call.
-    """
+    """Return why a call is captured again, from the guard of each earlier capture that fails, the nearest capture first."""
     found = [_translated(guard, situation) for guard in guards]
-    if situation.given() in situation.known:  # then captures with other arguments are not the nearest
+    if situation.given() in situation.known:  # captures with other arguments are not the nearest
         found = [capture for capture in found if capture.kind != "arguments"] or found
     return found[0] if found else Capture("no capture fits", "unknown")
 
@@ -156,17 +152,18 @@ def _tensor(guard: str, situation: Situation) -> Capture | None:
     name, what, rest = situation.name(found[1]), found[2], found[3]
     value = situation.value(found[1])
     if not isinstance(value, torch.Tensor):
-        return Capture(f"`{name}` is another: {what} {rest}", "type", guard)
-    if what == "requires_grad":
-        requires = "requires" if value.requires_grad else "does not require"
-        return Capture(f"`{name}` {requires} a gradient now", "type", guard)
-    if what == "rank":
-        return Capture(f"`{name}` has {value.dim()} dimensions now", "type", guard)
-    if what == "dtype":
-        return Capture(f"`{name}` is {value.dtype} now", "type", guard)
-    if value.is_inference() or "mode" in rest:
-        return Capture(f"`{name}` is a tensor of another kind now: {value.dtype} on {value.device}", "type", guard)
-    return Capture(f"`{name}` is on {value.device} now", "type", guard)
+        said = f"is another: {what} {rest}"
+    elif what == "requires_grad":
+        said = f"{'requires' if value.requires_grad else 'does not require'} a gradient now"
+    elif what == "rank":
+        said = f"has {value.dim()} dimensions now"
+    elif what == "dtype":
+        said = f"is {value.dtype} now"
+    elif value.is_inference() or "mode" in rest:
+        said = f"is a tensor of another kind now: {value.dtype} on {value.device}"
+    else:
+        said = f"is on {value.device} now"
+    return Capture(f"`{name}` {said}", "type", guard)
 
 
 def _arguments(guard: str, situation: Situation) -> Capture | None:
@@ -198,12 +195,12 @@ def _condition(guard: str, situation: Situation) -> Capture | None:
 
 
 def _value(guard: str, situation: Situation) -> Capture | None:
-    """Translate a guard on an argument that is no tensor, or on what it holds, or on an attribute of the model."""
-    found = _VALUE.fullmatch(guard)
-    source, before = (found[1], found[3]) if found else _checked(guard)
-    if not source:
+    """Translate a guard on an argument that is no tensor, on a part of it, or on an attribute of the model."""
+    found, checked = _VALUE.fullmatch(guard), _CHECKED.match(guard)
+    if found is None and checked is None:
         return None
-    if f".{INTERCEPTED_METHOD}." in f"{source}.":  # which tells a module behind a break from another of its class
+    source, before = (found[1], found[3]) if found else (checked[1], None)  # type: ignore[index]
+    if f".{INTERCEPTED_METHOD}." in f"{source}.":  # it distinguishes a module behind a break from another of its class
         return Capture("another module of the class, behind a break of the graph", "break", guard)
     name, value = situation.name(source), situation.value(source)
     if name.endswith(".training"):
@@ -219,12 +216,6 @@ def _value(guard: str, situation: Situation) -> Capture | None:
         return Capture(f"`{name}` is another now", kind, guard)
     change = "" if before is None else f", not {_shortened(before)}"
     return Capture(f"`{name}` is {_shortened(repr(value))} now{change}", kind, guard)
-
-
-def _checked(guard: str) -> tuple[str, str | None]:
-    """Return what a guard on the type or the identity of an object is about."""
-    found = re.match(r"___(?:check_type_id|check_obj_id|dict_version|check_\w+)\((.+?), ", guard)
-    return (found[1], None) if found else ("", None)
 
 
 def _shortened(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Structures of values: containers taken apart, described as text, and put together again.
+"""Structures of values: containers flattened, described as text, and rebuilt.
 
-``pytree`` knows the containers of Python. Some objects that hold tensors are containers, too, although it does not know their classes:
-*records*, which are dataclasses, instances of subclasses of ``dict``, and instances of other classes that a module has returned.
+``pytree`` knows the containers of Python. *Records* are containers whose classes it does not know: dataclasses, instances of subclasses of
+``dict``, and instances of other classes that a module has returned, if they hold tensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ TUPLE, DICT = "builtins:tuple", "builtins:dict"
 #: The flag of classes that were made by a ``class`` statement.
 _HEAP_TYPE = 1 << 9
 
-
-#: Containers that can be changed, and what a description has of them, and of what ``pytree`` gives back as a tuple.
+#: Mutable containers.
 FILLED = (list, dict, OrderedDict, defaultdict, deque)
 
-
+#: Their names in a description, and that of a class that ``pytree`` would rebuild as a tuple.
 KEPT = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in FILLED], "'torch:Size'")
 
 
@@ -36,7 +35,7 @@ def describe(spec: pytree.TreeSpec, texts: list[str] | None = None) -> str:
 
     Args:
         spec: The structure.
-        texts: The same, with a comma each, for what stands where it has leaves; the last one first. They are used up.
+        texts: Descriptions of its leaves, each with a comma, consumed from the end.
     """
     if spec.is_leaf():
         return "None" if texts is None else texts.pop()[:-1]
@@ -86,19 +85,18 @@ def _find_class(name: str) -> Any:
         found = getattr(found, part, None)
     if found is not None:
         return found
-    known = [*pytree.SUPPORTED_NODES, *tuple.__subclasses__()]
-    for kind in known:
+    for kind in (*pytree.SUPPORTED_NODES, *tuple.__subclasses__()):
         if f"{kind.__module__}:{kind.__qualname__}" == name:
             return kind
     raise LookupError(f"The class {qualname} of module {module_name}, part of a captured value, cannot be found.")
 
 
-#: Classes of records that were met, by module and name.
+#: Known classes of records, by module and name.
 _records: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
 def kind_of_record(kind: type) -> str:
-    """Return whether instances of a class may be looked into: as a "dataclass", a "dict" or another "object"; ``""`` if not."""
+    """Return how to look into instances of a class: as a "dataclass", a "dict" or another "object"; ``""`` if not at all."""
     found = _kind_of_record(kind)
     if found:
         _records[f"{kind.__module__}:{kind.__qualname__}"] = kind
@@ -112,22 +110,13 @@ def _kind_of_record(kind: type) -> str:
         return "dict" if kind not in (dict, *FILLED) else ""
     if kind.__getattribute__ is not object.__getattribute__:
         return ""
+    sets_plainly = kind.__setattr__ is object.__setattr__
     if dataclasses.is_dataclass(kind):
-        return "dataclass" if _only_holds_values(kind) else ""
+        if kind.__dataclass_params__.frozen:  # type: ignore[attr-defined] # it is made anew, which must run no code
+            sets_plainly = not hasattr(kind, "__post_init__") and all(field.init for field in dataclasses.fields(kind))
+        return "dataclass" if sets_plainly else ""
     made_in_python = bool(kind.__flags__ & _HEAP_TYPE) and kind.__module__.partition(".")[0] not in ("torch", "builtins")
-    plain = made_in_python and _sets_attributes_plainly(kind) and not issubclass(kind, (BaseException, Enum))
-    return "object" if plain else ""
-
-
-def _only_holds_values(kind: type) -> bool:
-    """Whether nothing happens when an instance of a dataclass is made, if it cannot be changed, or else when it is changed."""
-    if kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return not hasattr(kind, "__post_init__") and all(field.init for field in dataclasses.fields(kind))
-    return _sets_attributes_plainly(kind)
-
-
-def _sets_attributes_plainly(kind: Any) -> bool:
-    return kind.__setattr__ is object.__setattr__
+    return "object" if made_in_python and sets_plainly and not issubclass(kind, (BaseException, Enum)) else ""
 
 
 def names_of_fields(kind: type) -> list[str]:
@@ -140,7 +129,7 @@ def names_of_fields(kind: type) -> list[str]:
 
 
 def has_attributes(kind: type) -> bool:
-    """Whether instances of a class have attributes of their own choice."""
+    """Whether instances of a class have a ``__dict__``."""
     return kind.__dictoffset__ != 0
 
 
@@ -150,7 +139,7 @@ def is_frozen(kind: type) -> bool:
 
 
 def is_record(value: Any, given: Sequence[Any] | None) -> bool:
-    """Whether a leaf of ``pytree`` is looked into; ``given`` as for :func:`_flattened`."""
+    """Whether a leaf of ``pytree`` is looked into; ``given`` as for :func:`~nnsight.fx.capturing.taps._flattened`."""
     found = kind_of_record(type(value))
     if found == "dict":
         return all([isinstance(key, (str, int)) for key in dict.keys(value)])  # noqa: C419
@@ -175,7 +164,7 @@ def entries(value: Any) -> tuple[list[Any], list[str]]:
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value and how they nest, with records that hold tensors as containers."""
+    """Return the leaves of a value and its structure, with records that hold tensors as containers."""
     leaves, spec = pytree.tree_flatten(value)
     if not any(kind_of_record(type(leaf)) for leaf in leaves):
         return leaves, spec
@@ -194,20 +183,20 @@ def _flatten_leaf(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def _held(record: Any) -> list[Any]:
-    """Return what a record holds."""
+    """Return the values in a record."""
     keys, names = entries(record)
     return [dict.__getitem__(record, key) for key in keys] + [getattr(record, name, None) for name in names]
 
 
 def _grafted(spec: pytree.TreeSpec, parts: list[pytree.TreeSpec]) -> pytree.TreeSpec:
-    """Return ``spec`` with ``parts``, the last one first, in place of its leaves."""
+    """Return ``spec`` with ``parts``, consumed from the end, in place of its leaves."""
     if spec.is_leaf():
         return parts.pop()
     return pytree.TreeSpec(spec.type, spec.context, [_grafted(child, parts) for child in spec.children()])
 
 
 def leaves_of(value: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """Return the leaves of a value as ``spec`` nests them, whatever it could be taken apart into otherwise.
+    """Return the leaves of a value, flattened as ``spec`` is.
 
     Raises:
         ValueError: If the value is built differently.
@@ -226,19 +215,12 @@ def leaves_of(value: Any, spec: pytree.TreeSpec) -> list[Any]:
 
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value that :func:`flatten` took apart; records are made anew."""
-    return _made(list(reversed(leaves)), spec) if _is_unusual(spec) else pytree.tree_unflatten(leaves, spec)
-
-
-def _is_unusual(spec: pytree.TreeSpec) -> bool:
-    """Whether ``pytree`` alone cannot make the value."""
-    if spec.is_leaf():
-        return False
-    return spec.type is torch.Size or spec.type not in pytree.SUPPORTED_NODES or any(map(_is_unusual, spec.children()))
+    """Return the value that :func:`flatten` has flattened; records are new objects."""
+    return _made(leaves[::-1], spec)
 
 
 def _made(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value that has these leaves, the last one first; they are used up."""
+    """Return the value with these leaves, consumed from the end."""
     if spec.is_leaf():
         return leaves.pop()
     children = [_made(leaves, child) for child in spec.children()]
@@ -256,5 +238,5 @@ def _made(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
 
 
 def set_item(record: Any, key: Any, value: Any) -> None:
-    """Set an item of an instance of a subclass of ``dict``, past what the class makes of that."""
+    """Set an item of an instance of a subclass of ``dict`` without calling methods of that class."""
     (OrderedDict if isinstance(record, OrderedDict) else dict).__setitem__(record, key, value)

@@ -1,8 +1,7 @@
-"""Modes that a captured graph switches on its way: gradients off for a stretch of the model, autocast, inference mode.
+"""Modes that a captured graph switches: grad mode, autocast, inference mode.
 
-The switches are calls in the graph. A block that stands between two of them computes in the model's autocast, and has a
-grad mode of its own. Where the graph is cut inside such a stretch, the piece before the cut leaves the modes and the piece
-behind it enters them again.
+The switches are calls in the graph. A block between two of them computes in the model's autocast, and has a grad mode of its own. Where the
+graph is cut between them, the piece before the cut leaves the modes and the piece behind it enters them again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Switched:
     """Modes that a graph has switched up to some node.
 
     Attributes:
-        grad: The grad mode it has set; ``None`` if it has set none, or has set it back.
+        grad: The grad mode it has set; ``None`` if it has set none.
         entered: The nodes that entered a mode that is still on, in order.
     """
 
@@ -51,7 +50,7 @@ class Switched:
             graph.call_function(torch._C._set_grad_enabled, (self.grad,))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Have the autocast of these modes on the current thread."""
+        """Enter the autocast of these modes on the current thread."""
         stack = contextlib.ExitStack()
         for node in self.entered:
             if node.target is autocast_mode._enter_autocast:
@@ -60,7 +59,7 @@ class Switched:
 
 
 def switched_at(nodes: Sequence[torch.fx.Node], wanted: set[torch.fx.Node]) -> dict[torch.fx.Node, Switched]:
-    """Return what the graph with ``nodes`` has switched when it comes to each of ``wanted``, where it has switched anything."""
+    """Return the modes that the graph with ``nodes`` has switched before each of ``wanted``, where it has switched any."""
     found: dict[torch.fx.Node, Switched] = {}
     now = Switched()
     for node in nodes:

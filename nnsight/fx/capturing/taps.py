@@ -1,19 +1,15 @@
 """Taps: identity operations that mark locations inside a dynamo graph.
 
-While dynamo traces a model, every intercepted module call passes its arguments and its result through :func:`tap`. Dynamo
-keeps the call as one node of the graph, with the location as a constant, so the captured graph says where
-every module's input and output are. A tap that nobody waits for is removed before lowering and costs nothing.
+While dynamo traces a model, every intercepted module call passes its arguments and its result through :func:`tap`. Dynamo keeps the call as
+one node, with the location as a constant, so the captured graph shows the input and output of every module. Splicing removes all taps.
 
-A value may be any nest of containers. Its leaves go through the tap one by one; the nest itself is kept as a string
-(dynamo can hold a string in the graph where it cannot hold a ``TreeSpec``), see :func:`describe` and
-:func:`parse_structure`. Leaves that a graph cannot hold (a cache object, say) stay where they are and appear as
-:class:`Opaque`.
+A value may be any nest of containers. Its leaves are arguments of the tap, and its structure is a string, which a graph can hold where it
+cannot hold a ``TreeSpec`` (:func:`~nnsight.fx.capturing.structures.describe`). A leaf that a graph cannot hold, such as a cache object,
+stays in the model and appears as :class:`Opaque`.
 
-Some objects that hold tensors are containers, too, although ``pytree`` does not know their classes; :func:`flatten` and
-:func:`unflatten` do. These *records* are dataclasses, instances of subclasses of ``dict``, and of other classes of Python what a module
-returns without having been given it: an object that modules pass on to each other may be anything, such as a cache, and stays closed.
-With lists, dicts and records the model goes on with the object that it made, whose tensors are then those
-behind the tap: a module may fill a list that it was given, and who else has the list sees that. The others are made anew.
+Records (:mod:`~nnsight.fx.capturing.structures`) are containers, too, except for objects of plain classes that a module was given: they may
+be anything, such as a cache. The model keeps its own lists, dicts and records, and the tensors behind the tap are stored in them, so a
+module may fill a list that others hold as well. Other containers are new objects.
 """
 
 from __future__ import annotations
@@ -42,7 +38,6 @@ from .structures import (
 #: Prefix of the constant that stands for a leaf no graph can hold.
 OPAQUE_MARK = "\0opaque:"
 
-
 _CONSTANTS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIMPLE = (torch.Tensor, type(None), *_CONSTANTS)
 
@@ -50,10 +45,10 @@ _SIMPLE = (torch.Tensor, type(None), *_CONSTANTS)
 class Opaque:
     """Stands, in a compiled trace, for an object inside a value that the captured graph does not contain.
 
-    It may be moved along (returned as part of a replaced tuple, for instance). Anything else raises.
+    It may be passed on, for instance as part of a replaced tuple. Any other use raises.
     """
 
-    #: For layers that do not know this class.
+    #: For layers that do not import this class.
     is_opaque = True
 
     def __init__(self, kind: str, location: str) -> None:
@@ -97,7 +92,7 @@ def tapped_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Make a call between two taps; runs while dynamo traces, which is why common values take a short way."""
+    """Make a call between two taps. It runs while dynamo traces, so common values take a short way."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return tapped(output_location, call(tap(input_location, [args[0]], _ONE_TENSOR)[0]))
     plain = _structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
@@ -114,7 +109,7 @@ def tapped_call(
     return tapped(output_location, call(*args, **kwargs), given)
 
 
-#: Of the arguments of a call ``module(tensor)``, as :func:`describe` has it.
+#: The structure of the arguments of a call ``module(tensor)``, as :func:`describe` writes it.
 _ONE_TENSOR = f"({TUPLE!r},None,(({TUPLE!r},None,(None,)),({DICT!r},[],()),))"
 
 
@@ -123,7 +118,7 @@ def _structure_of_call(args: str, names: list[str], named: str) -> str:
 
 
 def _short_way(location: str, values: list[Any], structure: str) -> list[Any] | None:
-    """Pass ``values`` through a tap if each is a tensor or a constant; ``None`` if one is not. Every line costs dynamo time."""
+    """Pass ``values`` through a tap if each is a tensor or a constant, else return ``None``. Every line costs dynamo time."""
     for value in values:
         if not isinstance(value, _SIMPLE):
             return None
@@ -158,25 +153,19 @@ def tapped(location: str, value: Any, given: Sequence[Any] = ()) -> Any:
 
 
 class _Kept:
-    """A value that holds containers which can be changed: the model goes on with these, not with others that are like them.
-
-    Args:
-        value: The value.
-        spec: How it nests, to ``pytree``.
-        given: As for :func:`_flattened`.
-    """
+    """A value with mutable containers, which the model keeps, and its ``pytree`` structure; ``given`` as for :func:`_flattened`."""
 
     def __init__(self, value: Any, spec: pytree.TreeSpec, given: Sequence[Any] | None) -> None:
         self.value, self.spec, self.given = value, spec, given
 
 
 def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any], Any, str]:
-    """Return the leaves of ``value``, how they nest (``None`` for a leaf), and that as text with a comma.
+    """Return the leaves of ``value``, its structure (``None`` for a leaf), and that as text with a comma.
 
     Args:
         value: Of the model.
-        given: What the module was given, as this function returns it: objects among its leaves stay closed; ``None`` for all that are
-            neither dataclasses nor dicts.
+        given: The arguments of the module, as this function returns them: plain objects among their leaves are not looked into; nor is any
+            with ``None``.
     """
     if _is_simple(value):
         return [value], None, "None,"
@@ -197,7 +186,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _flattened_leaf(value: Any, given: Sequence[Any] | None) -> tuple[list[Any], str]:
-    """Return the leaves and the text of what ``pytree`` takes for a leaf; a record with tensors is none."""
+    """Return the leaves and the text of a leaf of ``pytree``, which may be a record with tensors."""
     if not _is_simple(value) and is_record(value, given):
         kind, (keys, names) = type(value), entries(value)
         parts = [_flattened(dict.__getitem__(value, key), given) for key in keys]
@@ -210,7 +199,7 @@ def _flattened_leaf(value: Any, given: Sequence[Any] | None) -> tuple[list[Any],
 
 
 def _through(location: str, parts: list[tuple[list[Any], Any, str]], structure: str) -> list[Any]:
-    """Pass all leaves of ``parts`` through one tap; return the values that the parts are then."""
+    """Pass all leaves of ``parts`` through one tap; return the values with the tensors behind it."""
     leaves = [leaf for part in parts for leaf in part[0]]
     new_leaves = _behind(leaves, tap(location, [_marked(leaf) for leaf in leaves], structure))
     start = 0
@@ -227,10 +216,7 @@ def _through(location: str, parts: list[tuple[list[Any], Any, str]], structure: 
 
 
 def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Sequence[Any] | None) -> Any:
-    """Return ``value`` with other leaves, of which the last is the first, and which are used up.
-
-    Containers that can be changed stay the same objects, so that whoever else has them sees what becomes of them.
-    """
+    """Return ``value`` with other ``leaves``, consumed from the end. Mutable containers stay the same objects, which others may hold."""
     if spec.is_leaf():
         return leaves.pop() if _is_simple(value) else _put_back_entries(value, leaves, given)
     kind = type(value)
@@ -253,7 +239,7 @@ def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Seque
 
 
 def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None) -> Any:
-    """The same for what ``pytree`` takes for a leaf."""
+    """Return a leaf of ``pytree``, which may be a record, with other leaves."""
     kind = type(value)
     if not _holds_tensors(value, given):
         return leaves.pop()
@@ -277,7 +263,7 @@ def _holds_tensors(value: Any, given: Sequence[Any] | None) -> bool:
 
 
 def _is_made_anew(value: Any, given: Sequence[Any] | None) -> bool:
-    """Whether :func:`_put_back` gives another object for ``value``, which holds tensors."""
+    """Whether :func:`_put_back` returns another object for ``value``, which holds tensors."""
     if isinstance(value, torch.Tensor):
         return True
     kind = type(value)
@@ -294,10 +280,6 @@ def _marked(leaf: Any) -> Any:
     return OPAQUE_MARK + kind.__module__ + "." + kind.__qualname__
 
 
-# -- records -------------------------------------------------------------------------------------------------------------
-
-
-for _told in (kind_of_record, names_of_fields, has_attributes, is_frozen):  # of a class they are constants to dynamo
-    torch.compiler.assume_constant_result(_told)
-
+for _of_class in (kind_of_record, names_of_fields, has_attributes, is_frozen):
+    torch.compiler.assume_constant_result(_of_class)
 

@@ -1,4 +1,4 @@
-"""What lowers a graph: the backends of ``torch.compile``, by the arguments that a user gives to it."""
+"""Backends of ``torch.compile``, by the arguments that a user gives to it."""
 
 from __future__ import annotations
 

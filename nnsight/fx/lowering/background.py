@@ -1,10 +1,8 @@
-"""Lowering beside the program: one thread compiles what would only make later runs faster.
+"""Lowering in the background: one thread compiles what would only make later runs faster.
 
-Jobs run one at a time, in order, on a thread that starts with the first of them. Backends are not made for several threads at once, so a
-job holds the lock that dynamo compiles under: a capture or a lowering in the foreground waits for the job that is running. When
-the interpreter exits, waiting jobs are dropped and the one that is running is interrupted.
-
-:func:`wait` returns when nothing is left to do, so tests and benchmarks need not guess.
+Jobs run one at a time, in order, on a thread that starts with the first. Backends are not thread-safe, so a job holds dynamo's compile
+lock, and a capture or a lowering in the foreground waits for it. When the interpreter exits, waiting jobs are dropped and the running one
+is interrupted. :func:`wait` returns when nothing is left to do.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import ctypes
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -67,7 +65,7 @@ class _Worker:
                     job()
                 except Exception:
                     logger.exception("a job in the background failed")
-                del job  # what it refers to goes now, not when the next one comes
+                del job  # free what it refers to before the next job comes
 
     def _end(self) -> None:
         """Interrupt the thread; a daemon thread that runs on while the interpreter goes away can crash it."""
@@ -87,10 +85,13 @@ _worker = _Worker()
 
 def submit(job: Callable[[], None]) -> None:
     """Run ``job`` on the thread, with the caller's grad mode, autocast and device."""
-    state = _ThreadState()
+    modes = Modes.now()
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> None:
-        with state.entered():
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        with modes.entered():
             job()
 
     _worker.submit(run)
@@ -109,23 +110,5 @@ def wait(timeout: float | None = None) -> bool:
         RuntimeError: In the background itself, where waiting would never end.
     """
     if threading.current_thread() is _worker.thread:
-        raise RuntimeError(
-            "fx.wait() was called by what is being compiled in the background, so it would never return."
-        )
+        raise RuntimeError("fx.wait() was called by a job in the background, so it would never return.")
     return _worker.wait(timeout)
-
-
-class _ThreadState:
-    """What lowerings depend on and torch keeps for each thread, as it is for the thread that makes this."""
-
-    def __init__(self) -> None:
-        self._modes = Modes.now()
-        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Have this state on the current thread."""
-        if self._device is not None:
-            torch.accelerator.set_device_index(self._device)
-        with self._modes.entered():
-            yield

@@ -1,13 +1,12 @@
-"""Backward passes that Inductor lowers when they first run.
+"""Inductor with backward passes that are lowered when they first run, and without two of its wrong lowerings.
 
-With gradients enabled, ahead-of-time autograd makes two graphs, and most forward passes of a notebook are never followed by a
-backward pass. Of graphs with plain sizes it lowers the second one when it is first needed. Of graphs with symbolic sizes it lowers it
-at once, because what Inductor assumes about the sizes there would come too late for dynamo's guards. That doubles the time to
-the first result of every prompt of a second length.
+With gradients enabled, ahead-of-time autograd makes a graph of the forward pass and one of the backward pass, which most runs of a notebook
+never need. If sizes are plain, it lowers the second one on first use. If sizes are symbolic, it lowers it at once, because the assumptions
+about sizes would be too late for dynamo's guards. That doubles the time to the first result of every prompt of a second length.
 
-:func:`lower` puts it off for these, too. Autograd goes on if Inductor fails to lower a backward pass early, and tries again when
-the pass runs, so the early lowering is made to fail. What Inductor assumes about sizes in the late one is checked in each run
-(:class:`_Conditional`). Where it does not hold, the backward pass runs node by node.
+:func:`lower` defers it for these, too. If Inductor fails to lower a backward pass early, autograd tries again when the pass runs, so the
+early lowering is made to fail. The assumptions of the late one are checked in each run (:class:`_Conditional`); where one fails, the
+backward pass runs node by node.
 """
 
 from __future__ import annotations
@@ -30,23 +29,17 @@ from ...shared_changes import replaced
 
 logger = logging.getLogger("nnsight.fx")
 
-#: Part of the keys of torch's caches. They do not have what is changed in Inductor here: without the tag, another version of this module
-#: would find what this one lowered, and this one what torch lowers by itself.
+#: Part of the keys of torch's caches, which know nothing of the changes here: without the tag, another version of this module would find
+#: what this one lowered, and this one what torch lowers by itself.
 _cache_tag = hashlib.sha256(__name__.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 class _NotYet(Exception):
-    """Ends a lowering that nobody has asked for so far."""
+    """Ends the early lowering of a backward pass."""
 
 
 def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Lower a graph with Inductor, as ``torch.compile`` does, and its backward pass when it first runs.
-
-    Args:
-        graph_module: The graph.
-        inputs: Its fake inputs.
-        options: Inductor's, by name.
-    """
+    """Lower a graph with Inductor, as ``torch.compile`` does with fake ``inputs``, and its backward pass when it first runs."""
     from torch._inductor import compile_fx as inductor
 
     is_forward = not functorch_config.force_non_lazy_backward_lowering
@@ -56,13 +49,11 @@ def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[s
             return inductor.compile_fx_inner(graph, example_inputs, **settings)
         if is_forward:
             raise _NotYet
-        mode = detect_fake_mode(example_inputs)
-        environment = None if mode is None else mode.shape_env
-        if environment is None:
-            return inductor.compile_fx_inner(graph, example_inputs, **settings)
-        known, as_it_is = len(environment.guards), copy.deepcopy(graph)
+        environment = getattr(detect_fake_mode(example_inputs), "shape_env", None)
+        guards = [] if environment is None else environment.guards
+        known, as_it_is = len(guards), copy.deepcopy(graph)
         compiled = inductor.compile_fx_inner(graph, example_inputs, **settings)
-        assumed = [guard.expr for guard in environment.guards[known:]]
+        assumed = [guard.expr for guard in guards[known:]]
         return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
 
     try:
@@ -80,11 +71,11 @@ def lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[s
 
 @contextlib.contextmanager
 def _results_kept_apart() -> Iterator[None]:
-    """Keep Inductor from returning one tensor for two results of which one is a copy. To be used while holding the compile lock.
+    """Keep Inductor from returning one tensor for two results where one is a copy. Only for a holder of the compile lock.
 
     Inductor drops operations that do nothing, such as a copy or a ``slice_scatter`` of a whole tensor, unless both sides are results. It
-    does not notice that a value becomes a result when the operation behind it is dropped. An edit of one of the two would then show in
-    the other, and if one was detached, neither has a gradient. So a copy whose memory a result shows is never dropped.
+    does not notice that a value becomes a result when the operation behind it is dropped. An edit of one result would then show in the
+    other, and if one was detached, neither has a gradient. So a copy that shares memory with a result is never dropped.
     """
     from torch._inductor.fx_passes import post_grad
     from torch._inductor.fx_utils import get_node_storage
@@ -98,7 +89,7 @@ def _results_kept_apart() -> Iterator[None]:
             if node.target in post_grad.noop_registry and get_node_storage(node) in results:
                 sources = {get_node_storage(source) for source in node.all_input_nodes}
                 if get_node_storage(node) not in sources:
-                    hidden.append((node, node.meta.pop("val", None)))  # without it, the node is not taken to do nothing
+                    hidden.append((node, node.meta.pop("val", None)))  # Inductor drops no node without it
         try:
             remove(graph)
         finally:
@@ -110,10 +101,9 @@ def _results_kept_apart() -> Iterator[None]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, and one that avoids a wrong lowering of ``x[mask] = value``.
+    """Return Inductor's decompositions, and one that avoids a wrong lowering of ``x[mask] = value``.
 
-    Inductor's cache writes the name of this function into its keys. A table in its place could not be written there, and nothing would
-    be cached.
+    Inductor's cache writes the name of this function into its keys. With a table in its place nothing would be cached.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -125,8 +115,7 @@ def _masked_fill(
 ) -> torch.Tensor:
     """Compute ``x[mask] = value`` for one mask and one number with ``where``.
 
-    Inductor lowers this assignment by replacing the buffer of ``x``, and a matrix product that has read ``x`` before then reads the new
-    values. Other assignments are left to Inductor.
+    Inductor replaces the buffer of ``x``, and a matrix product that has read ``x`` before then reads the new values.
     """
     mask = indices[0]
     one = all(isinstance(size, int) and size == 1 for size in values.shape)
@@ -137,30 +126,16 @@ def _masked_fill(
 
 
 class _Conditional:
-    """A backward pass that was lowered under assumptions about sizes, and runs node by node where they do not hold.
+    """A lowered backward pass, which runs ``graph_module`` node by node where an assumption about the sizes in its inputs does not hold."""
 
-    Args:
-        compiled: Lowered.
-        graph_module: Not lowered.
-        example_inputs: The symbolic sizes and fakes it was lowered with.
-        assumed: What must hold, as expressions over the symbols of ``example_inputs``.
-    """
-
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        graph_module: torch.fx.GraphModule,
-        example_inputs: Sequence[Any],
-        assumed: list[Any],
-    ) -> None:
+    def __init__(self, compiled: Callable[..., Any], graph_module: Any, example_inputs: Sequence[Any], assumed: list[Any]) -> None:
         self._boxed_call = True  # it takes a list and empties it
         self._compiled, self._graph_module, self._assumed = compiled, graph_module, assumed
-        sizes = [(number, place) for number, place in enumerate(example_inputs) if isinstance(place, torch.SymInt)]
-        self._symbols = {number: size.node.expr for number, size in sizes}
+        self._symbols = {number: size.node.expr for number, size in enumerate(example_inputs) if isinstance(size, torch.SymInt)}
 
     def __call__(self, arguments: list[Any]) -> Any:
         sizes = {symbol: arguments[number] for number, symbol in self._symbols.items()}
-        # An assumption about a size that is not among the arguments stays an expression, and does not hold.
+        # An assumption about a size that is not among the arguments stays an expression and fails.
         if all(assumption.xreplace(sizes) == True for assumption in self._assumed):  # noqa: E712 - sympy's truth
             return self._compiled(arguments)
         logger.debug("a backward pass runs node by node: sizes %s, assumed %s", sizes, self._assumed)
@@ -171,7 +146,7 @@ class _Conditional:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep autograd from warning of a backward pass that was put off. To be used while holding the compile lock."""
+    """Keep autograd from warning about a deferred backward pass. Only for a holder of the compile lock."""
 
     def tells_something(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], _NotYet))

@@ -1,12 +1,11 @@
-"""Where gradients can be seen in a lowered graph.
+"""Gradient borders: where autograd can see gradients in a lowered graph.
 
-A backend turns a graph into one function, and to autograd that function is one operation: what it returns is made of what it takes, and one
-result never of another. So the gradient of a result lacks whatever flows through the function's other results, unless the graph is
-lowered in two, with a border right behind the tensor. :func:`mark_borders` asks for such borders, for
-:mod:`~nnsight.fx.lowering.regions` to cut at, and :func:`partial_results` finds the tensors that have none.
+A backend turns a graph into one function, which autograd treats as one operation: all results depend on its inputs, and none on another
+result. So the gradient of a result lacks what flows through the other results, unless a border behind the tensor splits the graph.
+:func:`mark_borders` marks such borders, at which :mod:`~nnsight.fx.lowering.regions` cuts, and :func:`partial_results` finds the tensors
+without one.
 
-The same holds for an input that the graph edits in place: what the caller then has is a result of the graph, too. And so for one that
-shares memory with it, such as the tensor of which the block has edited a view that it took before.
+An input that the graph edits in place, and a tensor that shares memory with it, count as results, too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..effects import Kind, Memory, edited, effects, kind_of, written
+from ..effects import Kind, Memory, edited, edits, kind_of, name_of
 from .repeated_modules import STRETCH
 
 if TYPE_CHECKING:
@@ -28,22 +27,16 @@ _ENDING = frozenset({"detach", "detach_", "item", "tolist", "size", "stride", "d
 
 
 class _Observed:
-    """Tensors that a graph hands out, and from where on they are what the caller will have.
+    """The tensors that a graph hands out, by place: a result's position, or ``~n`` for input number ``n`` that is edited.
 
-    What may have been an edit, but is not known for one, moves the border and hides no use. A plan knows: it has seen on fakes what each
-    call writes to, where the graph alone shows a call of ``batch_norm`` that might write to anything it is given.
+    A possible edit moves the border, but hides no use. A plan is more precise than the graph alone: it has seen on fakes what each call
+    writes to, for example which arguments of ``batch_norm``.
 
     Attributes:
         order: Number of each node.
-        since: For each tensor, by its place, the node that made or last edited it. Places of results are their positions; input
-            number ``n`` that is edited has the place ``~n``.
-        ready: For each tensor the node behind which nothing edits it any more, as far as can be told.
+        since: For each tensor the node that made or last edited it.
+        ready: For each tensor the node behind which no edit of it is possible.
         leaving: Calls that edit an input.
-
-    Args:
-        graph: Not changed.
-        sharing: For each input the first that it shares memory with, if any do.
-        plan: What is known from a run on fakes, if there was one.
     """
 
     def __init__(self, graph: torch.fx.Graph, sharing: Sequence[int], plan: Plan | None) -> None:
@@ -55,29 +48,25 @@ class _Observed:
         self.since: dict[int, torch.fx.Node] = {}
         self.ready: dict[int, torch.fx.Node] = {}
         self._tensors: dict[int, torch.fx.Node] = {}
-        edits = [(node, source) for node in graph.nodes if (source := edited(node)) is not None]
-        if plan is None:
-            possible = [(node, source) for node in effects(graph) if node.op != "output" for source in written(node)]
-        else:
-            possible = [(node, source) for node, sources in plan.written.items() for source in sources]
-        self.leaving = {node for node, source in edits if _base(source, _MAYBE).op == "placeholder"}
+        known = [(node, source) for node in graph.nodes if (source := edited(node)) is not None]
+        possible = edits(graph) if plan is None else [(node, source) for node, given in plan.written.items() for source in given]
+        self.leaving = {node for node, source in known if _base(source, _MAYBE).op == "placeholder"}
         self._aliases: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for node in graph.nodes:
             self._aliases.setdefault(self._base(node), []).append(node)
 
         def add(place: int, tensor: torch.fx.Node) -> None:
             base, place_in_memory, made = self._base(tensor), group(tensor), self.order[tensor]
-            own = [edit for edit, source in edits if self.order[edit] > made and self._base(source) is base]
+            own = [edit for edit, source in known if self.order[edit] > made and self._base(source) is base]
             others = [edit for edit, source in possible if self.order[edit] > made and group(source) == place_in_memory]
             self._tensors[place] = tensor
             self.since[place] = max(own, key=self.order.__getitem__, default=tensor)
             self.ready[place] = max((self.since[place], *others), key=self.order.__getitem__)
 
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        for place, result in enumerate(output.args[0]):
+        for place, result in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
             if isinstance(result, torch.fx.Node) and result.op not in ("placeholder", "get_attr"):
                 add(place, result)
-        changed = {self._base(source) for _, source in edits}
+        changed = {self._base(source) for _, source in known}
         for number, node in enumerate(inputs):
             if self._base(node) in changed:
                 add(~number, node)
@@ -87,14 +76,14 @@ class _Observed:
         return self._first.get(base, base)
 
     def uses(self, place: int) -> Iterator[torch.fx.Node]:
-        """Yield the calls that take the tensor as the caller will have it."""
+        """Yield the calls that use the tensor after the last edit of it."""
         tensor, since = self._tensors[place], self.since[place]
         names = [tensor] if since is tensor else self._aliases[self._base(tensor)]
         for node in names:
             yield from (user for user in node.users if user.op != "output" and self.order[user] > self.order[since])
 
 
-#: Results that are, and that may be, their first argument or a view of it; beside those of edits in place.
+#: Kinds of calls whose result is, and may be, a view of their first argument.
 _SURELY, _MAYBE = (Kind.VIEW,), (Kind.VIEW, Kind.READ)
 
 
@@ -110,19 +99,19 @@ def _base(node: torch.fx.Node, kinds: tuple[Kind, ...] = _SURELY) -> torch.fx.No
 
 
 def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the last of the nodes from ``node`` on that take apart one tuple; no border can be between them."""
+    """Return the last of the calls from ``node`` on that unpack one tuple; no border may separate them."""
     while node.target is operator.getitem and node.next.target is operator.getitem and node.next.args[0] is node.args[0]:
         node = node.next
     return node
 
 
 def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = (), plan: Plan | None = None) -> bool:
-    """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and goes on to use.
+    """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and uses further on.
 
     Args:
         graph_module: Changed.
         sharing: For each input the first that it shares memory with, if any do.
-        plan: What is known of it from a run on fakes.
+        plan: Of the graph.
 
     Returns:
         Whether there is such a tensor.
@@ -147,10 +136,10 @@ def partial_results(
     """Return the places of those tensors whose gradient, as autograd computes it, may lack a part.
 
     Args:
-        graph: What is lowered.
-        part_of: Tells which of the functions that it is lowered to a node is in.
+        graph: The lowered graph.
+        part_of: Returns the lowered function that a node is in.
         sharing: As for :func:`mark_borders`.
-        plan: Likewise.
+        plan: Of the graph, if there is one.
     """
     if not torch.is_grad_enabled():
         return frozenset()
@@ -159,24 +148,21 @@ def partial_results(
     for place, since in observed.since.items():
         part = part_of(since)
         pending = [user for user in observed.uses(place) if part_of(user) is part]
-        seen = set(pending)
+        seen: set[torch.fx.Node] = set()
         while pending:
             node = pending.pop()
-            if not _passes_gradients(node):
+            if node in seen or not _passes_gradients(node):
                 continue
+            seen.add(node)
             if node in observed.leaving or any(user.op == "output" or part_of(user) is not part for user in node.users):
                 found.add(place)
                 break
-            for user in node.users:
-                if user not in seen:
-                    seen.add(user)
-                    pending.append(user)
+            pending += node.users
     return frozenset(found)
 
 
 def _passes_gradients(node: torch.fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name in _ENDING:
+    if name_of(node) in _ENDING:
         return False
     example = node.meta.get("example_value")
     return not isinstance(example, torch.Tensor) or example.is_floating_point() or example.is_complex()

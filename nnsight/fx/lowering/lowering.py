@@ -1,15 +1,14 @@
 """Lowering: from a graph module to a callable.
 
-Any ``torch.compile`` backend lowers a spliced graph exactly as it would lower the model's own. It wants fake inputs. Those
-are made anew for each lowering, with the sizes the inputs have now as hints, because the hints of the captured graph are those
-of the first call and a backend specializes on them. The numbers of the program are symbols like the sizes. What the backend
-does assume about a symbol is collected afterwards as conditions of the lowering: under other sizes or numbers another one is made.
+Any ``torch.compile`` backend lowers a spliced graph as it would lower the model's own. A backend wants fake inputs. Each lowering gets new
+ones, whose symbolic sizes have the sizes of this call as hints, because a backend specializes on hints. The numbers of the program are
+symbols, too. What the backend assumes about a symbol becomes a condition of the lowering: other sizes or numbers get another one.
 
-Inputs that share memory are a special case if the graph writes to it: backends have to know, so their fakes share memory, too,
-and have plain sizes. Such a lowering is for inputs that share memory in the same way.
+If a graph writes to inputs that share memory, their fakes share memory, too, and have plain sizes. Such a lowering is for inputs that share
+memory in the same way.
 
-A lowering has two parts. :func:`prepare` makes the fakes and needs the real inputs; :func:`lower_prepared` calls the backend and
-needs them no more, so it may happen later and on another thread.
+A lowering has two steps. :func:`prepare` makes the fakes and needs the real inputs. :func:`lower_prepared` calls the backend; it may run
+later and on another thread.
 """
 
 from __future__ import annotations
@@ -24,19 +23,8 @@ import torch
 from .. import progress
 from ..capturing.direct import Direct
 from ..counters import counters
-from ..effects import Kind, Memory, kind_of
-from ..splicing.nodes import edited_by
-from ..torch_compat import (
-    TracingContext,
-    compile_lock,
-    forget_fixed_floats,
-    found_in_cache,
-    tracing,
-    with_backward_repeatable,
-    with_gradients_apart,
-    without_tracebacks_of_autograd,
-    without_view_replay,
-)
+from ..effects import Kind, Memory, edited, kind_of
+from ..torch_compat import TracingContext, cache_counts, lowering, tracing
 from .backends import BackendCallable, without_fusion
 from .symbols import Symbols
 
@@ -68,10 +56,9 @@ class Lowered:
         compiles: How many graphs a backend compiled for it.
         placement: How its inputs lie in memory.
         partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.lowering.gradient_borders.partial_results`.
-        node_by_node: Whether the graph itself runs, so that autograd sees which input of it is edited through another.
+        node_by_node: Whether the graph itself runs, so that autograd sees which input is edited through another.
         regions: How many graphs it calls one after the other.
-        uncompiled: Why its nodes run one by one although it was to be compiled, and the remedy; empty if it is compiled, or if nobody
-            need know.
+        uncompiled: If its nodes run one by one and the user has to know: why, and the remedy.
     """
 
     function: Callable[..., Any]
@@ -110,28 +97,12 @@ def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A graph about to be lowered.
-
-    Attributes:
-        graph_module: The graph; its placeholders carry the fakes as ``example_value``.
-        fakes: A fake for each placeholder, in order.
-        symbols: What the sizes of the fakes are made of.
-        taken: Positions of the inputs for which there still are placeholders; the others have become constants.
-        placement: As in :class:`Lowered`.
-    """
+    """A graph about to be lowered: its placeholders carry ``fakes`` as ``example_value``, whose sizes are made of ``symbols``."""
 
     graph_module: torch.fx.GraphModule
     fakes: list[Any]
     symbols: Symbols
-    taken: tuple[int, ...] | None = None
     placement: Placement = NO_PLACEMENT
-
-    def with_all_inputs(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` for a caller who also passes the inputs that have become constants."""
-        taken = self.taken
-        if taken is None:
-            return function
-        return lambda *inputs: function(*[inputs[position] for position in taken])
 
 
 def prepare(
@@ -151,7 +122,7 @@ def prepare(
         inputs: The values it is about to be called with, in order.
         symbols: Symbols of the captured graph.
         binding: The size each symbol has in ``inputs``, then the program's numbers.
-        fixed: Kinds of numbers to take as constants: the result is then for these numbers alone.
+        fixed: Kinds of numbers to write into the graph as constants: the result is then for these numbers alone.
         placement: How the inputs lie in memory.
         static: Whether sizes are constants, too.
     """
@@ -160,9 +131,9 @@ def prepare(
     if static:
         made.specialize_sizes()
     if sharing:
-        made.fix(binding)
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        made.fix()
     fakes = []
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     for position, (node, actual) in enumerate(zip(placeholders, inputs, strict=True)):
         if sharing and sharing.count(sharing[position]) > 1:
             fake = made.mode.from_tensor(actual, static_shapes=True)
@@ -170,41 +141,29 @@ def prepare(
             fake = made.fake_of_placeholder(node, actual)
         node.meta["example_value"] = fake
         fakes.append(fake)
-    constant = [node for node in placeholders if "number" in node.meta and node.meta["number"].kind in fixed]
-    if not constant:
-        return Prepared(graph_module, fakes, made, placement=placement)
-    taken = tuple(position for position, node in enumerate(placeholders) if node not in constant)
-    _inline_numbers(graph_module, constant, made.numbers)
-    return Prepared(graph_module, [fakes[position] for position in taken], made, taken, placement)
+    _inline_numbers(graph_module, made.numbers, fixed)
+    return Prepared(graph_module, fakes, made, placement)
 
 
 def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
-    symbols = prepared.symbols
-    given = _give_back_inputs(prepared.graph_module)
+    symbols, graph_module = prepared.symbols, prepared.graph_module
+    given = _give_back_inputs(graph_module)
     if prepared.placement.sharing:
-        backend = run_as_is if _may_mix_up_results(prepared.graph_module.graph) else without_fusion(backend)
-    with (
-        progress.step(progress.LOWERING),
-        compile_lock,
-        tracing(TracingContext(symbols.mode)),
-        without_view_replay(),
-        with_backward_repeatable(),
-        with_gradients_apart(),
-        found_in_cache() as cached,
-        without_tracebacks_of_autograd(),
-    ):
-        forget_fixed_floats()
-        lowered = backend(prepared.graph_module, prepared.fakes)
-    function = prepared.with_all_inputs(_with_inputs_returned(lowered, given))
-    counters.add("loads" if cached() else "compiles")
-    made = int(not cached())
+        backend = run_as_is if _may_mix_up_results(graph_module.graph) else without_fusion(backend)
+    with progress.step(progress.LOWERING), lowering(), tracing(TracingContext(symbols.mode)):
+        hits, misses = cache_counts()
+        lowered = backend(graph_module, prepared.fakes)
+        hits, misses = (after - before for after, before in zip(cache_counts(), (hits, misses), strict=True))
+    compiles = 0 if hits and not misses else 1
+    counters.add("compiles" if compiles else "loads")
     node_by_node = isinstance(getattr(lowered, "__self__", lowered), torch.fx.GraphModule)
-    return Lowered(function, symbols.conditions(), symbols.symbols, made, prepared.placement, node_by_node=node_by_node)
+    function = _with_inputs_returned(lowered, given) if given else lowered
+    return Lowered(function, symbols.conditions(), symbols.symbols, compiles, prepared.placement, node_by_node=node_by_node)
 
 
 def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
-    """Let a graph no longer return the inputs that it returns, perhaps edited; they are known to whoever passes them.
+    """Let a graph no longer return the inputs that it returns, perhaps edited: the caller has them.
 
     Ahead-of-time autograd mixes up the results of a graph that returns an input it has edited, and has edited another one
     that requires gradients.
@@ -212,53 +171,51 @@ def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
     Returns:
         The position of the input for the position of each such result.
     """
-    nodes = list(graph_module.graph.nodes)
-    inputs = {node: position for position, node in enumerate(node for node in nodes if node.op == "placeholder")}
+    graph = graph_module.graph
+    inputs = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    output = graph.output_node()
     returned, given = [], {}
-    for position, node in enumerate(nodes[-1].args[0]):
-        source = node
-        while isinstance(source, torch.fx.Node) and (edited := edited_by(source)) is not None:
-            source = edited
-        if source in inputs and isinstance(source.meta.get("example_value"), torch.Tensor):
+    for position, node in enumerate(output.args[0]):  # type: ignore[arg-type]
+        source = _edited_tensor(node) if isinstance(node, torch.fx.Node) else None
+        if source is not None and source in inputs and isinstance(source.meta.get("example_value"), torch.Tensor):
             given[position] = inputs[source]
         else:
             returned.append(node)
     if given:
-        nodes[-1].args = (tuple(returned),)
-        graph_module.graph.lint()
+        output.args = (tuple(returned),)
+        graph.lint()
         graph_module.recompile()
     return given
 
 
+def _edited_tensor(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node that first computed the tensor that ``node`` returns, perhaps edited in place."""
+    while (source := edited(node)) is not None:
+        node = source
+    return node
+
+
 def _may_mix_up_results(graph: torch.fx.Graph) -> bool:
-    """Whether ahead-of-time autograd may return wrong tensors of a graph that edits memory which inputs of it share.
+    """Whether ahead-of-time autograd may return wrong tensors of a graph that edits memory which several inputs share.
 
     It takes one input for all of them, and looks for the base of a result in a wrong place: of one that shares memory with an input
-    and, under gradients, of a view of what is computed.
+    and, under gradients, of a view of a computed tensor.
     """
     memory = Memory(graph)
-    returned = next(iter(reversed(graph.nodes))).all_input_nodes
-    if any(memory.group(node) == memory.of_inputs() for node in returned):
+    returned = graph.output_node().all_input_nodes
+    if any(map(memory.is_input, returned)):
         return True
-    return torch.is_grad_enabled() and any(map(_may_be_view, returned))
-
-
-def _may_be_view(node: torch.fx.Node) -> bool:
-    source: torch.fx.Node | None = node
-    while source is not None:
-        node, source = source, edited_by(source)
-    return node.op != "placeholder" and kind_of(node) is not Kind.NEW
+    sources = map(_edited_tensor, returned)
+    return torch.is_grad_enabled() and any(node.op != "placeholder" and kind_of(node) is not Kind.NEW for node in sources)
 
 
 def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Lower a graph by not lowering it: its nodes run one by one."""
+    """A backend that lowers nothing: the nodes run one by one."""
     return graph_module.forward
 
 
 def _with_inputs_returned(function: Callable[..., Any], given: dict[int, int]) -> Callable[..., Any]:
     """Return a function that returns the inputs ``given``, too; see :func:`_give_back_inputs`."""
-    if not given:
-        return function
 
     def with_inputs(*inputs: Any) -> list[Any]:
         results = list(function(*inputs))
@@ -280,20 +237,21 @@ def lower(
     return lower_prepared(prepare(graph_module, inputs, symbols, binding), backend)
 
 
-def _inline_numbers(
-    graph_module: torch.fx.GraphModule, placeholders: Sequence[torch.fx.Node], numbers: Sequence[Any]
-) -> None:
-    """Write numbers into the graph in place of their placeholders."""
+def _inline_numbers(graph_module: torch.fx.GraphModule, numbers: Sequence[Any], fixed: Collection[type]) -> None:
+    """Write numbers of the kinds ``fixed`` into the graph; their placeholders stay, without users."""
+    graph = graph_module.graph
     constants: dict[torch.fx.Node, Any] = {}
-    for node in placeholders:
-        value = numbers[node.meta["number"].index]
-        constants[node] = value
-        if node.meta["number"].kind is float:  # users take the value of the tensor
-            constants.update(dict.fromkeys(node.users, value))
-    for node in graph_module.graph.nodes:
-        node.args = torch.fx.map_arg(node.args, lambda used: constants.get(used, used))
-        node.kwargs = torch.fx.map_arg(node.kwargs, lambda used: constants.get(used, used))
-    for node in reversed(constants):
-        graph_module.graph.erase_node(node)
-    graph_module.graph.lint()
+    for node in graph.find_nodes(op="placeholder"):
+        number = node.meta.get("number")
+        if number is not None and number.kind in fixed:
+            sources = node.users if number.kind is float else (node,)  # a float is the item of a tensor
+            constants.update(dict.fromkeys(sources, numbers[number.index]))
+    if not constants:
+        return
+    for node in graph.nodes:
+        node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda used: constants.get(used, used))
+    for node in constants:
+        if node.op != "placeholder":
+            graph.erase_node(node)
+    graph.lint()
     graph_module.recompile()

@@ -1,8 +1,7 @@
-"""A region as a graph of its own, and when two of them are equal.
+"""A region as a graph of its own, and the key by which regions are equal.
 
-Two regions are equal if they have the same operations on inputs with the same metadata, and torch is set as it was. Then one lowering
-serves both. So a region is written with names of its own, over symbols of its own, and its key describes all that a
-lowering depends on.
+One lowering serves two regions with the same operations on inputs with the same metadata, under the same settings of torch. So a region
+is written with canonical names and symbols, and its key has everything that a lowering depends on.
 """
 
 from __future__ import annotations
@@ -19,21 +18,10 @@ from .lowering import Prepared
 from .region_plan import Like, Plan, Region, attribute_at, memory_of
 from .symbols import Symbols, wanting_grad
 
-#: Constants that are compared, together with their type.
-_COMPARABLE = (
-    str,
-    bytes,
-    int,
-    bool,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
-)
+#: Constants that compare by value, together with their type.
+_COMPARABLE = (str, bytes, int, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
-#: What a node's ``meta`` may ask of a backend.
+#: Entries of a node's ``meta`` that ask something of a backend.
 _WISHES = ("custom", "recompute", "ac_graph_id")
 
 
@@ -41,10 +29,10 @@ class RegionGraph:
     """A region as a graph of its own, with names and symbols that are the same for equal regions.
 
     Attributes:
-        key: Equal for regions for which one lowering serves.
+        key: Equal for regions that one lowering serves.
         inputs: Nodes of the whole graph whose values it takes.
         outputs: Nodes of the whole graph that it computes.
-        symbols: Symbols of the whole graph's lowering that its own stand for.
+        symbols: The symbols of the whole graph in its inputs.
         binding: Their sizes.
     """
 
@@ -53,45 +41,30 @@ class RegionGraph:
         self._actual = actual
         self._first = region.first
         sizes = dict(zip(plan.prepared.symbols.symbols, binding, strict=True))
-        found: dict[Any, None] = {}
-        for node in region.inputs:
-            for number in self._numbers(node):
-                if isinstance(number, torch.SymInt):
-                    found.update(dict.fromkeys(sorted(number.node.expr.free_symbols, key=str)))
+        numbers = [number for node in region.inputs for number in self._numbers(node) if isinstance(number, torch.SymInt)]
+        found = dict.fromkeys(symbol for number in numbers for symbol in sorted(number.node.expr.free_symbols, key=str))
         self.symbols = tuple(found)
         self.binding = tuple(sizes[symbol] for symbol in self.symbols)
         # A backend gets each symbol as an input, as dynamo would pass it, and does not have to solve for it.
-        given = {
-            value.node.expr: node
-            for node in actual
-            if isinstance(value := plan.values[node], torch.SymInt) and value.node.expr in found
-        }
-        self.inputs = list(
-            dict.fromkeys([*(given[symbol] for symbol in self.symbols if symbol in given), *region.inputs])
-        )
+        passed = [(plan.values[node], node) for node in actual]
+        given = {value.node.expr: node for value, node in passed if isinstance(value, torch.SymInt)}
+        self.inputs = list(dict.fromkeys([*(given[symbol] for symbol in self.symbols if symbol in given), *region.inputs]))
         self.outputs = region.outputs
         self._write(region)
-        self.key = (
-            tuple(self._described()),
-            _encode(self.graph, plan.module),
-            thread_state(),
-            process_state(),
-        )
+        self.key = (tuple(self._described()), _encode(self.graph, plan.module), thread_state(), process_state())
 
     def _numbers(self, node: torch.fx.Node) -> tuple[Any, ...]:
         value = self._plan.values[node]
         return self.like(node).numbers() if isinstance(value, torch.Tensor) else (value,)
 
     def like(self, node: torch.fx.Node) -> Like:
-        """How a tensor is when the region begins."""
+        """Return the metadata of a tensor when the region begins."""
         likes = self._plan.likes[node]
         return likes[min((stretch for stretch in likes if stretch >= self._first), default=max(likes))]
 
     def _write(self, region: Region) -> None:
         self.graph = torch.fx.Graph()
-        env: dict[torch.fx.Node, torch.fx.Node] = {}
-        for number, node in enumerate(self.inputs):
-            env[node] = self.graph.placeholder(f"input_{number}")
+        env = {node: self.graph.placeholder(f"input_{number}") for number, node in enumerate(self.inputs)}
 
         def copied(node: torch.fx.Node) -> torch.fx.Node:
             if node not in env:
@@ -107,16 +80,13 @@ class RegionGraph:
         self.graph.lint()
 
     def _described(self) -> Iterator[Any]:
-        """What a lowering depends on, for each input."""
-        canonical = {symbol: f"s{number}" for number, symbol in enumerate(self.symbols)}
+        """Yield what a lowering depends on, for each input."""
+        canonical = {symbol: sympy.Symbol(f"s{number}", integer=True) for number, symbol in enumerate(self.symbols)}
         same: dict[int, int] = {}
         memories: dict[int, int] = {}
 
         def shown(number: Any) -> Any:
-            if not isinstance(number, torch.SymInt):
-                return number
-            expression = number.node.expr
-            return str(expression.xreplace({symbol: sympy.Symbol(name, integer=True) for symbol, name in canonical.items()}))
+            return str(number.node.expr.xreplace(canonical)) if isinstance(number, torch.SymInt) else number
 
         for node in self.inputs:
             value = self._plan.values[node]
@@ -134,19 +104,20 @@ class RegionGraph:
             )
 
     def _real(self, node: torch.fx.Node) -> torch.Tensor | None:
-        """The tensor from outside that is the input now, if its sizes are plain numbers."""
+        """Return the tensor from outside that is the input now, if its sizes are plain numbers."""
         value = attribute_at(self._plan.module, str(node.target)) if node.op == "get_attr" else self._actual.get(node)
         if not isinstance(value, torch.Tensor):
             return None
         if type(value) is torch.Tensor and not (torch.is_grad_enabled() and (value.requires_grad or value._is_view())):
-            return None  # like any value that another region hands over
+            return None  # it is like any value that another region hands over
         like = self.like(node)
         plain = all(isinstance(number, int) for number in like.numbers())
         return value if plain and like.requires_grad == value.requires_grad else None
 
     def prepare(self) -> Prepared:
         """Return the region with fake inputs."""
-        symbols = Symbols(self.symbols, self.binding, self._plan.prepared.symbols.number_symbols)
+        whole = self._plan.prepared.symbols
+        symbols = Symbols(self.symbols, self.binding, free=whole.symbols[len(whole.fresh) :])
         fakes = [self._fake(node, symbols) for node in self.inputs]
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node, fake in zip(placeholders, fakes, strict=True):
@@ -165,8 +136,7 @@ class RegionGraph:
         size, stride = [symbols.renewed(n) for n in like.size], [symbols.renewed(n) for n in like.stride]
         offset = symbols.renewed(like.offset)
         with symbols.mode, torch.no_grad():
-            at_start = isinstance(offset, int) and offset == 0
-            if at_start:
+            if isinstance(offset, int) and offset == 0:
                 fake = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
             else:
                 extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -180,7 +150,7 @@ class RegionGraph:
 
 
 class _Same:
-    """Compares by identity, and keeps the object, so that its identity is not given to another one."""
+    """Compares an object by identity, and keeps it alive, so that no other object gets its ``id``."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
@@ -193,7 +163,7 @@ class _Same:
 
 
 def _encode(graph: torch.fx.Graph, root: torch.nn.Module) -> tuple[Any, ...]:
-    """Return a graph as a value that is equal for graphs which do the same."""
+    """Return a graph as a value that is equal for graphs that do the same."""
     number: dict[torch.fx.Node, int] = {}
 
     def encoded(item: Any) -> Any:
@@ -206,7 +176,7 @@ def _encode(graph: torch.fx.Graph, root: torch.nn.Module) -> tuple[Any, ...]:
         if isinstance(item, slice):
             return "slice", encoded(item.start), encoded(item.stop), encoded(item.step)
         if isinstance(item, (float, complex)):
-            return type(item), repr(item)  # tells -0.0 from 0.0, and a nan is itself
+            return type(item), repr(item)  # -0.0 differs from 0.0, and a nan equals itself
         if isinstance(item, _COMPARABLE):
             return type(item), item
         return _Same(item)

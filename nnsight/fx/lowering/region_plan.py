@@ -1,14 +1,14 @@
-"""Where a graph may be cut into regions.
+"""Region planning: where a graph may be cut into regions.
 
-A lowered graph keeps the order of its own effects only, so a cut must not come between an effect and those who see it. The graph
-is run once on fakes to see which nodes share memory and which write to it (the version of a tensor counts its writes). Stretches are
+A lowered graph keeps the order of its own effects only, so no border may separate an effect from a later read that sees it. The plan runs
+the graph once on fakes to see which nodes share memory and which write to it (the version of a tensor counts its writes). Stretches are
 merged until
 
-* what crosses a border is a tensor, or a size that can be computed on both sides;
-* memory that is computed in one region is not written in a later one;
-* of memory that comes in from outside, no view made in one region is used once a later one has written, and, where
-  gradients are computed, neither is that memory itself, because autograd may have kept it;
-* grad mode and the like are at a border as they were at the start.
+* every value that crosses a border is a tensor, or a size that both regions can compute;
+* no region writes to memory that an earlier one has computed;
+* no region uses a view that an earlier one has made of an input, once a region in between has written to that input. Where gradients are
+  computed, no region writes to an input that an earlier one has used, because autograd may have kept it;
+* grad mode and other modes are at a border as they were at the start.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ...runtime.switching.modes import thread_state
+from ..effects import overloads_of
 from .lowering import Prepared
 from .repeated_modules import STRETCH
 
-#: Results that each region which uses them computes again.
+#: Results that each region computes for itself.
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, int, float, bool)
 
-#: What yields them: methods of tensors, and functions of these modules on other sizes.
+#: Methods of tensors that return them, and modules whose functions compute them from other sizes.
 _SIZE_METHODS = frozenset({"size", "stride", "dim", "numel", "storage_offset"})
 _SIZE_MODULES = frozenset({"_operator", "math", "builtins", "torch"})
 
@@ -55,7 +56,7 @@ class Region:
 
 
 class Like(NamedTuple):
-    """What a lowering has to know of a tensor that a region takes."""
+    """The metadata of a tensor that a lowering depends on."""
 
     size: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -78,10 +79,10 @@ class Plan:
     """Decides where to cut, from a run on fakes.
 
     Attributes:
-        values: What each node returned.
-        likes: How a tensor was when a stretch first used it.
+        values: The result of each node.
+        likes: The metadata of a tensor when a stretch first used it.
         stretch: Number of the stretch of each node, growing in graph order.
-        written: For calls that write to tensors, the arguments that hold them.
+        written: The arguments to which a call writes, for calls that do.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -91,7 +92,7 @@ class Plan:
         self.likes: dict[torch.fx.Node, dict[int, Like]] = defaultdict(dict)
         self.stretch: dict[torch.fx.Node, int] = {}
         self.written: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        # By memory: nodes that hold it and come from outside, that compute it; stretches that use it, that write to it.
+        # For each memory: the inputs that hold it, the nodes that compute it, the stretches that use it, and those that write to it.
         self._outside: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._computed: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._uses: dict[int, set[int]] = defaultdict(set)
@@ -103,7 +104,7 @@ class Plan:
         with prepared.symbols.mode, enable_python_dispatcher(), torch._C.DisableTorchFunction(), grad:
             try:
                 self._run()
-            finally:  # a run that fails inside of a `vmap` of the model has not left it
+            finally:  # a run that has failed inside of a `vmap` of the model is still in it
                 layers.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
     # -- the run on fakes ----------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ class Plan:
     def _run(self) -> None:
         fakes = iter(self.prepared.fakes)
         state = thread_state()
-        # What a block adds before the first captured node belongs to that node's stretch.
+        # Calls of the block before the first captured node belong to the stretch of that node.
         last = next((node.meta[STRETCH] for node in self.module.graph.nodes if STRETCH in node.meta), 0)
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -158,34 +159,28 @@ class Plan:
 
     def regions(self) -> list[Region]:
         """Return the regions in order."""
-        found: dict[int, Region] = {}
+        found: list[Region] = []
         self.region: dict[torch.fx.Node, Region] = {}
-        first = 0
         ends = self._ends()
         last = None
         for node, stretch in self.stretch.items():
+            if node.op == "output":
+                break
             if last is None or (stretch != last and last in ends):
-                first = stretch
+                found.append(Region(stretch))
             last = stretch
-            if node.op != "output":
-                self.region[node] = region = found.setdefault(first, Region(first))
-                region.nodes.append(node)
-        taken: set[torch.fx.Node] = set(self.returned())
-        for region in found.values():
-            needed = dict.fromkeys(item for node in region.nodes for item in self._needed(node, region))
-            region.inputs = list(needed)
-            taken |= needed.keys()
-        for region in found.values():
+            self.region[node] = found[-1]
+            found[-1].nodes.append(node)
+        taken: set[torch.fx.Node] = set(self.module.graph.output_node().all_input_nodes)
+        for region in found:
+            region.inputs = list(dict.fromkeys(item for node in region.nodes for item in self._needed(node, region)))
+            taken.update(region.inputs)
+        for region in found:
             region.outputs = [node for node in region.nodes if node in taken]
-        return list(found.values())
-
-    def returned(self) -> list[torch.fx.Node]:
-        """The nodes whose values the graph returns."""
-        (output,) = (node for node in self.module.graph.nodes if node.op == "output")
-        return output.all_input_nodes
+        return found
 
     def _needed(self, node: torch.fx.Node, region: Region) -> Iterator[torch.fx.Node]:
-        """The values from outside of ``region`` that ``node`` needs."""
+        """Yield the values from outside of ``region`` that ``node`` needs."""
         for source in node.all_input_nodes:
             if source.op == "placeholder" or (source.op == "get_attr" and self.is_tensor(source)):
                 yield source
@@ -196,14 +191,14 @@ class Plan:
                     yield source
 
     def memory(self, node: torch.fx.Node) -> int | None:
-        """What is equal for nodes whose tensors share memory."""
+        """Return the same for nodes whose tensors share memory."""
         value = self.values.get(node)
         return memory_of(value) if isinstance(value, torch.Tensor) else None
 
     def copies_for_backward(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-        """Calls, each with an argument whose values a backward pass may need as they are at the call.
+        """Return calls, each with an argument whose values at the call a backward pass may need.
 
-        The argument is in memory that comes in from outside, and the graph writes to it: later, or in this call, with a gradient.
+        The argument is in memory of an input, and the graph writes to it: later, or in this call, with a gradient.
         """
         found: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         waiting: dict[int | None, list[tuple[torch.fx.Node, torch.fx.Node]]] = defaultdict(list)
@@ -215,7 +210,7 @@ class Plan:
                 found.append((node, written[0]))
             if not (written or _tensors(self.values.get(node))):
                 continue  # a size, or the end
-            unused = {self.memory(source) for source in written} or {self.memory(node)}  # a view looks at no values
+            unused = {self.memory(source) for source in written} or {self.memory(node)}  # a view reads no values
             for source in node.all_input_nodes:
                 memory = self.memory(source)
                 if memory in self._outside and memory not in unused:
@@ -232,19 +227,16 @@ class Plan:
         return isinstance(self.values[node], torch.Tensor)
 
     def is_size(self, node: torch.fx.Node) -> bool:
-        """Whether ``node`` is a size that can be computed anywhere."""
+        """Whether ``node`` is a size that any region can compute."""
         if not isinstance(self.values[node], _SIZES) or not node.all_input_nodes:
             return False
         if node.op == "call_method":
             return node.target in _SIZE_METHODS
-        if node.target is getattr:
-            return True
-        return getattr(node.target, "__module__", None) in _SIZE_MODULES and all(
-            isinstance(self.values[source], _SIZES) for source in node.all_input_nodes
-        )
+        of_sizes = all(isinstance(self.values[source], _SIZES) for source in node.all_input_nodes)
+        return node.target is getattr or (of_sizes and getattr(node.target, "__module__", None) in _SIZE_MODULES)
 
     def _ends(self) -> set[int]:
-        """The stretches behind which the graph is cut."""
+        """Return the stretches behind which the graph is cut."""
         merged = list(self._merged)
         for node in [node for node in self.stretch if node.op != "output"]:
             users = [self.stretch[user] for user in node.users if user.op != "output"]
@@ -272,7 +264,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return what is equal for tensors that share memory; inside ``vmap``, what is equal for those that they are rows of."""
+    """Return the same for tensors that share memory; inside ``vmap``, the memory of the tensors whose rows they are."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata
@@ -292,7 +284,4 @@ def _writes_unseen(target: Any) -> bool:
     """Whether a function may write to its arguments without counting up their versions."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         return "mutation" in target.name() or "auto_functionalized" in target.name()
-    overloads = [target] if isinstance(target, torch._ops.OpOverload) else []
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]
-    return any(overload._schema.is_mutable for overload in overloads)
+    return any(overload._schema.is_mutable for overload in overloads_of(target))

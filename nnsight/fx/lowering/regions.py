@@ -1,13 +1,12 @@
 """Regional lowering: equal parts of a graph are lowered once.
 
-Compiling a whole model takes long, and most of it is the same block over and over. So a spliced graph is cut at the borders of repeated
-modules (:mod:`~nnsight.fx.lowering.repeated_modules`) into *regions*, as far as its effects allow
-(:mod:`~nnsight.fx.lowering.region_plan`). Equal regions (:mod:`~nnsight.fx.lowering.region_graph`) are lowered once and called with the
-parameters of the one or the other, for parameters are inputs of captured graphs. What an edit does not touch has been lowered before: a new
-edit lowers the regions it stands in.
+Compiling a whole model takes long, and most of it is one layer repeated. So a spliced graph is cut at the borders of repeated modules
+(:mod:`~nnsight.fx.lowering.repeated_modules`) into *regions*, as far as its effects allow (:mod:`~nnsight.fx.lowering.region_plan`). Equal
+regions (:mod:`~nnsight.fx.lowering.region_graph`) are lowered once and called with their own parameters, which are inputs of captured
+graphs. A new edit lowers only the regions that it changes.
 
-Calls of regions follow one another in a generated function. It goes straight to the generated code of each
-(:mod:`~nnsight.fx.capturing.direct`), and hands over each value for the last time, so that its memory is free again within the call.
+A generated function calls the regions one after the other. It calls the generated code of each without what is around it
+(:mod:`~nnsight.fx.capturing.direct`), and drops each value with its last use, so that its memory is free within the call.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class KnownRegions:
         self.lock = threading.RLock()
         self._lowered: dict[Any, list[Lowered]] = defaultdict(list)
 
-    def find(self, key: Any, binding: tuple[int | float, ...]) -> Lowered | None:
-        """Return a lowering of a region equal to ``key`` that is valid for these sizes of its symbols."""
-        return next((known for known in self._lowered.get(key, ()) if known.accepts(binding)), None)
+    def find(self, graph: RegionGraph) -> Lowered | None:
+        """Return a lowering of an equal region that is valid for the sizes of this one."""
+        return next((known for known in self._lowered.get(graph.key, ()) if known.accepts(graph.binding)), None)
 
-    def add(self, key: Any, lowered: Lowered) -> None:
-        """Keep a lowering."""
-        self._lowered[key].append(lowered)
+    def add(self, graph: RegionGraph, lowered: Lowered) -> None:
+        """Keep a lowering of ``graph``."""
+        self._lowered[graph.key].append(lowered)
 
 
 def lower_in_regions(
@@ -55,7 +54,7 @@ def lower_in_regions(
 ) -> Lowered | None:
     """Lower a graph region by region, or return ``None`` if it has no borders of repeated modules.
 
-    A piece between two cuts may well be a single region, equal to that of another layer.
+    A piece between two cuts may be a single region, equal to that of another layer.
 
     Args:
         prepared: The graph, which is left as it is.
@@ -65,45 +64,41 @@ def lower_in_regions(
         known: Regions that need not be lowered.
     """
     if any(isinstance(number, torch.SymFloat) for number in prepared.symbols.numbers):
-        return None  # a float is taken out of a tensor, which no border may separate
-    if prepared.taken is not None:
-        inputs = [inputs[position] for position in prepared.taken]
-    nodes = prepared.graph_module.graph.nodes
-    if not any(STRETCH in node.meta for node in nodes):
+        return None  # no border may separate a float from the tensor that holds it
+    graph = prepared.graph_module.graph
+    if not any(STRETCH in node.meta for node in graph.nodes):
         return None
-    actual = dict(zip((node for node in nodes if node.op == "placeholder"), inputs, strict=True))
+    actual = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     try:
         plan = Plan(prepared)
-        regions = plan.regions()
-        graphs = [RegionGraph(plan, region, actual, binding) for region in regions]
+        graphs = [RegionGraph(plan, region, actual, binding) for region in plan.regions()]
     except Exception as error:  # an operation that fakes cannot run, say; the whole graph can always be lowered
         logger.info("not cut into regions: %s: %s", type(error).__name__, str(error).strip().split("\n", 1)[0])
         logger.debug("planning of regions failed", exc_info=True)
         return None
-    if not regions:
+    if not graphs:
         return None
     calls, conditions, compiles, node_by_node = [], list(prepared.symbols.conditions()), 0, True
-    with known.lock, progress.expected(len({graph.key for graph in graphs if not known.find(graph.key, graph.binding)})):
-        for graph in graphs:
-            lowered = known.find(graph.key, graph.binding)
+    with known.lock, progress.expected(len({region.key for region in graphs if not known.find(region)})):
+        for region in graphs:
+            lowered = known.find(region)
             if lowered is None:
-                lowered = lower_prepared(graph.prepare(), backend)
-                known.add(graph.key, lowered)
+                lowered = lower_prepared(region.prepare(), backend)
+                known.add(region, lowered)
                 compiles += lowered.compiles
             else:
                 counters.add("reuses")
-            renamed = dict(zip(lowered.symbols, graph.symbols, strict=True))
+            renamed = dict(zip(lowered.symbols, region.symbols, strict=True))
             conditions += [condition.xreplace(renamed) for condition in lowered.conditions]
             calls.append(lowered.direct)
             node_by_node = node_by_node and lowered.node_by_node
-    function = prepared.with_all_inputs(_assemble(plan, graphs, calls))
-    sharing = () if node_by_node else prepared.placement.sharing
-    partial = partial_results(prepared.graph_module.graph, plan.region.get, sharing, plan)
-    return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(regions))
+    function = _assemble(plan, graphs, calls)
+    partial = partial_results(graph, plan.region.get, () if node_by_node else prepared.placement.sharing, plan)
+    return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(graphs))
 
 
 def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]) -> Callable[..., Any]:
-    """Return a function that calls the regions one after the other, and lets go of what no later one needs."""
+    """Return a function that calls the regions one after the other, and drops what no later one needs."""
     nodes = list(plan.module.graph.nodes)
     names = {node: f"v{number}" for number, node in enumerate(nodes)}
     scope: dict[str, Any] = {f"region_{number}": call for number, call in enumerate(calls)}
@@ -112,7 +107,7 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
     for node in nodes:
         if node.op == "get_attr" and plan.is_tensor(node):
             scope[names[node]] = attribute_at(plan.module, str(node.target))
-    (output,) = (node for node in nodes if node.op == "output")
+    output = plan.module.graph.output_node()
     kept = set(output.all_input_nodes)
     lines: list[str] = []
     for number, graph in reversed(list(enumerate(graphs))):
@@ -135,7 +130,7 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
         constants.append(item)
         return f"constants[{len(constants) - 1}]"
 
-    returned = "".join(f"{shown(item)}, " for item in output.args[0])
+    returned = "".join(f"{shown(item)}, " for item in output.args[0])  # type: ignore[union-attr]
     scope["constants"] = constants
     start = [f"def run({parameters}):", "    profiled = profiler._is_profiler_enabled"]
     source = "\n".join([*start, *reversed(lines), f"    return ({returned})"])
@@ -144,7 +139,7 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
 
 
 def _names_of_sizes(plan: Plan, names: dict[torch.fx.Node, str]) -> dict[Any, str]:
-    """Return source for each symbol that an input of the graph tells."""
+    """Return source for each symbol that is a size of an input of the graph."""
     found: dict[Any, str] = {}
     for node in plan.module.graph.nodes:
         value = plan.values.get(node) if node.op == "placeholder" else None

@@ -1,9 +1,8 @@
-"""Blocks of a model: where a captured graph may be cut into regions that are lowered once for all equal ones.
+"""Repeated modules: where a captured graph may be cut into regions that are lowered once for all equal ones.
 
-Modules are taken for repeated when siblings (children of one module, or several calls of one) have the same sequence of operations in
-the graph; their taps say where each begins and ends. Every node is given the number of the stretch it lies in: before the
-first block, in it, between two, and so on. Copies of the node keep the number (``meta``), so a spliced graph knows its
-stretches whatever was written into it.
+Modules are repeated if siblings (children of one module, or several calls of one) have the same sequence of operations in the graph; taps
+mark where each begins and ends. Every node gets the number of its stretch: before the first repeated module, in it, between two, and so on.
+Copies of a node keep the number (``meta``), so a spliced graph has its stretches, too.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 
 from ..capturing.graph import CapturedGraph
 
-#: Where a node's ``meta`` has the number of its stretch.
+#: The key in ``node.meta`` of the number of its stretch.
 STRETCH = "nnsight_stretch"
 
-#: Blocks of fewer operations are not worth a call of their own.
-SMALLEST_BLOCK = 4
+#: Modules of fewer operations are not worth a call of their own.
+_FEWEST_OPERATIONS = 4
 
 
 class _Call(NamedTuple):
@@ -55,21 +54,19 @@ def _repeated(graph: CapturedGraph) -> list[_Call]:
     operations = [_operation(graph, node) for node in graph.nodes]
     for call in _calls(graph):
         signature = tuple(operation for operation in operations[call.start : call.stop] if operation is not None)
-        if len(signature) >= SMALLEST_BLOCK:
+        if len(signature) >= _FEWEST_OPERATIONS:
             groups[call.parent, signature].append(call)
     chosen: list[_Call] = []
     saved = {key: len(key[1]) * (len(calls) - 1) for key, calls in groups.items()}
     for key in sorted(groups, key=lambda key: -saved[key]):
-        calls = groups[key]
-        if saved[key] and all(
-            call.stop <= other.start or other.stop <= call.start for call in calls for other in chosen
-        ):
-            chosen += calls
+        apart = (call.stop <= other.start or other.stop <= call.start for call in groups[key] for other in chosen)
+        if saved[key] and all(apart):
+            chosen += groups[key]
     return chosen
 
 
 def _operation(graph: CapturedGraph, node: torch.fx.Node) -> Any:
-    """Return what a node does, for comparison; ``None`` if nothing."""
+    """Return what a node does, for comparison; ``None`` if it does nothing."""
     passive = node in graph.tap_number or node in graph.tapped or node in graph.identities
     return None if passive or node.op in ("placeholder", "output") else (node.op, node.target)
 
@@ -85,9 +82,7 @@ def _calls(graph: CapturedGraph) -> list[_Call]:
         if kind == "input":
             pending.append((path, graph.order[tap.node]))
         elif kind == "output" and any(path == other for other, _ in pending):
-            while True:
-                other, start = pending.pop()
-                if other == path:
-                    break
-            calls.append(_Call(path.rpartition(".")[0], start, graph.order[tap.node]))
+            while pending[-1][0] != path:
+                pending.pop()
+            calls.append(_Call(path.rpartition(".")[0], pending.pop()[1], graph.order[tap.node]))
     return calls

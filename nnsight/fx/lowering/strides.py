@@ -1,12 +1,10 @@
 """Strides of tensors that one lowered graph hands to another.
 
-A lowering is made for inputs of certain strides, and generated code relies on them. The fakes that a graph is planned with have the
-strides of eager operations, but a backend may return others: Inductor drops ``torch.cat([empty, keys])`` and then returns ``keys``, a
-view of a fused projection. Two places hand tensors on:
+A lowering is made for inputs of certain strides, and generated code relies on them. The fakes of a plan have the strides of eager
+operations, but a backend may return others: Inductor drops ``torch.cat([empty, keys])`` and returns ``keys``, a view of a fused projection.
 
-* Between the regions of a lowered graph the strides are made those that the next region was lowered for (:func:`with_strides`).
-  That is a comparison for nearly all tensors and a copy for the few others.
-* Behind a cut the rest of the graph is lowered for the strides that its inputs really have. Where sizes are symbolic, so are the
+* Between regions, a tensor with other strides than the next region was lowered for is copied (:func:`with_strides`). Few are.
+* Behind a cut, the rest of the graph is lowered for the strides that its inputs have. Where sizes are symbolic, so are the
   strides: a *layout* says how strides follow from sizes, and a lowering serves all inputs of one layout.
 """
 
@@ -19,8 +17,8 @@ import sympy
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
-#: For each dimension, innermost first: its number, and its stride as a multiple of that of a tensor without gaps. Dimensions of one
-#: element come last, whatever their strides, which are never used.
+#: For each dimension, innermost first: its number, and its stride as a multiple of that of a tensor without gaps. Dimensions of size one
+#: come last, because their strides are never used.
 Layout = tuple[tuple[int, int], ...]
 
 
@@ -62,7 +60,7 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
 
 
 def now(number: int | torch.SymInt) -> int:
-    """Return what a size is at present, without assuming that it stays so."""
+    """Return the present value of a size, without assuming that it stays so."""
     return int(number.node.hint) if isinstance(number, torch.SymInt) else number
 
 
@@ -84,15 +82,7 @@ def expression(number: Any) -> Any:
 
 
 def as_python(number: Any, names: dict[Any, str]) -> str:
-    """Return source that computes a symbolic size.
-
-    Args:
-        number: The size.
-        names: Source for each symbol in it.
-
-    Raises:
-        LookupError: If it contains a symbol without a name.
-    """
+    """Return source that computes a symbolic size from the source in ``names`` for each symbol; raise ``LookupError`` if one is missing."""
     found = expression(number)
     missing = found.free_symbols - names.keys()
     if missing:

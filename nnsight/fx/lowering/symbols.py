@@ -1,4 +1,4 @@
-"""The symbols of one lowering: fresh ones for the sizes and numbers of now, and what a backend assumes about them."""
+"""The symbols of one lowering: new ones with the present sizes and numbers as hints, and what a backend assumes about them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ..program import Number, Symbol
-from ..torch_compat import (
-    ConstantSource,
-)
+from ..program import Declare, Number, Symbol
+from ..torch_compat import ConstantSource
 from .strides import are_equal, layout_of, now, strides_in
 
 
 def wanting_grad(fake: Any, is_leaf: bool) -> torch.Tensor:
-    """Let autograd follow ``fake``; a leaf may not be edited in place, and what other operations have made may be."""
+    """Let autograd follow ``fake``. A leaf may not be edited in place, the result of an operation may be."""
     if is_leaf:
         return fake.requires_grad_()
     with fake.fake_mode, torch.enable_grad():  # in place, because a copy has strides of its own
@@ -30,16 +28,16 @@ class Symbols:
     """Symbolic sizes for one lowering, in a shape environment of their own.
 
     Args:
-        names: The symbols these stand for.
-        binding: The size each of them has now, and the numbers behind them.
+        names: The symbols of the captured graph.
+        binding: The size each of them has now, then the numbers of the program.
         free: Those of ``names`` about which nothing may be assumed, not even that they are positive.
         fixed: Kinds of numbers that are constants.
 
     Attributes:
-        environment: The shape environment; notes what is assumed about the symbols.
+        environment: The shape environment, which notes what is assumed about the symbols.
         mode: Mode of the fakes of this lowering.
         fresh: A symbolic number for each of ``names``.
-        numbers: The numbers behind, symbolic or fixed.
+        numbers: The numbers of the program, symbolic or fixed.
         symbols: The symbols of all these.
     """
 
@@ -56,7 +54,7 @@ class Symbols:
         self.fresh: dict[Any, Any] = {}
         for number, (name, size) in enumerate(zip(names, binding, strict=False)):
             source = ConstantSource(f"size_{number}")
-            # Among sizes 0 and 1 are not symbols. Numbers that the model is called with may be 0 or 1 and are.
+            # Sizes of 0 and 1 are no symbols. Numbers that the model is called with may be 0 or 1, and are symbols.
             is_number = name in free or size in (0, 1)
             create = self.environment.create_unspecified_symbol if is_number else self.environment.create_symbol
             self.fresh[name] = self.environment.create_symintnode(
@@ -75,17 +73,15 @@ class Symbols:
                 symbols.append(self.numbers[-1].node.expr)
         self.symbols = tuple(symbols)
 
-    @property
-    def number_symbols(self) -> tuple[Any, ...]:
-        """The symbols of :attr:`numbers`."""
-        return self.symbols[len(self.fresh) :]
+    def fix(self) -> None:
+        """Assume that sizes and numbers are always those of now."""
+        self._assumed += self._as_now()
 
-    def fix(self, binding: Sequence[int | float]) -> None:
-        """Assume that sizes and numbers are always those of ``binding``."""
-        self._assumed += [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, binding, strict=True)]
+    def _as_now(self) -> list[Any]:
+        return [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, self._binding, strict=True)]
 
     def specialize_sizes(self) -> None:
-        """Let the sizes be constants: from here on the environment puts their values in place of the symbols."""
+        """Make the sizes constants: from here on the environment puts their values in place of the symbols."""
         for size in self.fresh.values():
             int(size)
 
@@ -107,23 +103,20 @@ class Symbols:
         return tuple(conditions)
 
     def _over_symbols(self, assumed: Any) -> Any:
-        """Return an assumption over ``symbols`` alone; a backend makes other symbols, too, for numbers that it finds equal or divides."""
+        """Return an assumption over ``symbols`` alone; a backend also makes symbols for numbers that it finds equal or divides."""
         others = assumed.free_symbols.difference(self.symbols)
         known = {symbol: self.environment.replacements[symbol] for symbol in others if symbol in self.environment.replacements}
         found = assumed.xreplace(known)
         if found.free_symbols.issubset(self.symbols):
             return found
-        # Nothing is known of the others but what they are now.
-        return sympy.And(*(sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, self._binding, strict=True)))
+        return sympy.And(*self._as_now())  # of the others only their present values are known
 
     def fake(self, example: Any, actual: Any) -> Any:
         """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""
         if not isinstance(actual, torch.Tensor):
             return self.renewed(example) if isinstance(example, torch.SymInt) else actual
-        symbolic = isinstance(example, torch.Tensor) and any(
-            isinstance(number, torch.SymInt) for number in (*example.shape, *example.stride())
-        )
-        if not symbolic:
+        numbers = (*example.shape, *example.stride()) if isinstance(example, torch.Tensor) else ()
+        if not any(isinstance(number, torch.SymInt) for number in numbers):
             return self.mode.from_tensor(actual, static_shapes=True)
         size = [self.renewed(number) for number in example.shape]
         stride = [self.renewed(number) for number in example.stride()]
@@ -134,7 +127,7 @@ class Symbols:
             stride = strides_in(layout, size)
         return self.fake_like(actual, size, stride)
 
-    def declared(self, size: Any) -> Any:
+    def _declared(self, size: Any) -> Any:
         """Return a size, or a stride, of the declaration of an external."""
         if isinstance(size, Symbol):
             return list(self.fresh.values())[size.position]
@@ -142,21 +135,22 @@ class Symbols:
 
     def fake_of_placeholder(self, node: torch.fx.Node, actual: Any) -> Any:
         """Return the fake input for a placeholder of a spliced graph that is about to be called with ``actual``."""
-        declaration = node.meta.get("declaration")
-        if declaration is not None and any(
-            isinstance(size, (Symbol, Number)) for size in (*declaration.shape, *(declaration.stride or ()))
-        ):
-            sizes = [self.declared(size) for size in declaration.shape]
-            stride = declaration.stride and [self.declared(size) for size in declaration.stride]
+        declaration: Declare | None = node.meta.get("declaration")
+        taken: Number | None = node.meta.get("number")
+        if taken is not None:
+            number = self.numbers[taken.index]
+            if taken.kind is not float:
+                return number
+            fake: Any = self.mode.from_tensor(actual, static_shapes=True)
+            if isinstance(number, torch.SymFloat):
+                fake.item_memo = number  # what `item` of the fake returns
+            return fake
+        declared = () if declaration is None else (*declaration.shape, *(declaration.stride or ()))
+        if declaration is not None and any(isinstance(size, (Symbol, Number)) for size in declared):
+            sizes = [self._declared(size) for size in declaration.shape]
+            stride = None if declaration.stride is None else [self._declared(size) for size in declaration.stride]
             return self.fake_like(actual, sizes, stride)
-        if "number" not in node.meta:
-            return self.fake(node.meta.get("example_value"), actual)
-        number = self.numbers[node.meta["number"].index]
-        if not isinstance(number, torch.SymFloat):
-            return number
-        fake: Any = self.mode.from_tensor(actual, static_shapes=True)
-        fake.item_memo = number  # what `item` of the fake returns
-        return fake
+        return self.fake(node.meta.get("example_value"), actual)
 
     def fake_like(self, actual: torch.Tensor, size: list[Any], stride: list[Any] | None) -> torch.Tensor:
         """Return a fake of ``actual`` with the given sizes; contiguous without ``stride``."""
@@ -168,7 +162,7 @@ class Symbols:
         return wanting_grad(fake, actual.is_leaf) if actual.requires_grad else fake
 
     def renewed(self, number: Any) -> Any:
-        """Return ``number`` with the symbols it is made of replaced by the fresh ones."""
+        """Return ``number`` with its symbols replaced by the fresh ones."""
         if not isinstance(number, torch.SymInt):
             return number
         expression = number.node.expr

@@ -1,13 +1,12 @@
 """Variants: the compiled form of one program in one captured graph.
 
-A variant is found by following a program, never by comparing programs, so finding it costs nothing beyond the steps of the
-block itself. It holds the spliced graph, one lowering for each set of sizes that a backend would not treat alike, and the plan that
-says which result goes where.
+A recording finds its variant by following the tree of programs, so the lookup costs nothing beyond the steps of the block itself. A variant
+holds the spliced graph, one lowering for each set of sizes that a backend does not treat alike, and the plan that says which result goes
+where.
 
-A lowering may come in two stages. The first is there soon: regions, most of which have been lowered before
-(:mod:`~nnsight.fx.lowering.regions`), or the nodes one by one. The second is the whole graph in one, lowered in the background
-(:mod:`~nnsight.fx.lowering.background`). It is asked for when the variant runs for the second time: a block that is tried
-once is not worth it.
+A lowering may come in two stages. The first is fast to make: regions, most of which have been lowered before
+(:mod:`~nnsight.fx.lowering.regions`), or the nodes one by one. The second is the whole graph, lowered in the background
+(:mod:`~nnsight.fx.lowering.background`) once the variant runs for the second time.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from ..capturing.graph import CapturedGraph
 from ..counters import counters
-from ..effects import Kind, edits_of_inputs, kind_of, may_fail, writes_to_inputs
+from ..effects import Kind, edits_of_inputs, kind_of, may_fail, requires_grad, writes_to_inputs
 from ..profiling import stage
 from ..program import External, Input, Program, Value
-from ..splicing.passes import copy_edited_values, copy_for_backward, replace_unseen_edits
+from ..splicing.passes import Pass, copy_edited_values, copy_for_backward, replace_unseen_edits
 from ..splicing.pieces import Piece, Result
 from ..splicing.splice import splice
 from . import background
@@ -44,12 +44,28 @@ logger = logging.getLogger("nnsight.fx")
 #: Why a graph runs node by node, and the remedy.
 _SHOWS_ALL = "the block holds tensors whose gradients no compiled graph can show. Hold only those whose gradients are read."
 _FAILED = "the backend cannot lower it ({}). Another backend may, and `trace(..., compile=False)` runs the trace eagerly."
+_EDITS_LEAF = "it edits a parameter, or another leaf of autograd, in place. Edit it under `torch.no_grad()`, or edit a copy."
 
-#: For how many combinations of sizes and numbers the lowering is looked up rather than found by its conditions.
+#: How many combinations of sizes and numbers a dictionary finds the lowering for, without looking at conditions.
 _KEPT_BINDINGS = 1024
 
-#: How many lowerings of one program are kept: one that a number is a constant of is worth little when the number has gone.
+#: How many lowerings of one program are kept. One with a number as a constant is seldom used again.
 _KEPT_LOWERINGS = 64
+
+
+class _Run(NamedTuple):
+    """What a lowering is for: values of symbols and numbers, the arguments, and how these lie in memory."""
+
+    binding: tuple[int | float, ...]
+    arguments: Sequence[Any]
+    placement: Placement
+
+    @property
+    def key(self) -> Any:
+        return self.binding, self.placement
+
+    def without_arguments(self) -> _Run:
+        return self._replace(arguments=())
 
 
 class Variant:
@@ -102,29 +118,27 @@ class Variant:
             for item in wanted
         ]
         taken = self.spliced.inputs
-        #: Takes the inputs of the spliced graph out of those of the captured one.
+        #: Selects the inputs of the spliced graph from those of the captured one.
         self.take: Callable[[Sequence[Any]], Sequence[Any]] = (
             operator.itemgetter(*taken) if len(taken) > 1 else lambda inputs: [inputs[index] for index in taken]
         )
-        #: Positions of the inputs that come from the piece before. What dynamo passes has the strides that its guards say.
+        #: Positions of the inputs that come from the piece before. Dynamo's guards say which strides the others have.
         self._carried = [place for place, index in enumerate(taken) if index >= len(graph.placeholders)]
         self._lowerings: list[Lowered] = []
         # Positions on which the choice of a lowering depends, and the choice for each of their values.
         self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})
         self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
-        self._copies = False  # whether values are copied before they are edited, for a backward pass
+        self._copies: Pass | None = None  # copies values before they are edited, for a backward pass
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
         found = list(edits_of_inputs(self.spliced.graph_module.graph)) if self._writes_to_inputs else []
         self._edits_inputs = bool(found)
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
-        #: Whether autograd forbids one of these edits, by which inputs are leaves.
-        self._forbidden: dict[tuple[int, ...], bool] = {}
         #: What runs until the whole graph is lowered.
         self._first_stages: dict[Any, Lowered] = {}
         self._asked = False
 
     def may_hide_errors(self) -> bool:
-        """Whether a call that may fail is there for nothing that is needed: a backend might leave it out, and its error with it."""
+        """Whether nothing needs the result of a call that may fail: a backend might leave out the call and its error."""
         graph = self.spliced.graph_module.graph
         needed: set[torch.fx.Node] = set()
         for node in reversed(graph.nodes):
@@ -135,18 +149,13 @@ class Variant:
         return False
 
     def placement(self, arguments: Sequence[Any]) -> Placement:
-        """Return what matters of how ``arguments`` lie in memory."""
+        """Return how ``arguments`` lie in memory."""
         sharing = sharing_of(arguments) if self._writes_to_inputs else ()
         layouts = tuple([_layout(arguments[position]) for position in self._carried]) if self._carried else ()
         return Placement(sharing, layouts)
 
     def find(self, binding: tuple[int | float, ...], placement: Placement) -> Lowered | None:
-        """Return the final lowering for these sizes and numbers, if there is one.
-
-        Args:
-            binding: Sizes of the captured graph's symbols, then the program's numbers.
-            placement: How the arguments lie in memory, see :meth:`placement`.
-        """
+        """Return the final lowering for these sizes and numbers, if there is one."""
         restricted, by_binding = self._known
         key = (tuple(binding[position] for position in restricted), placement)
         found = by_binding.get(key)
@@ -160,174 +169,130 @@ class Variant:
         return found
 
     def still_runs(self, lowered: Lowered) -> bool:
-        """Whether ``lowered``, which :meth:`lowered_for` has returned, is sure to be returned again for what it was returned for."""
+        """Whether :meth:`lowered_for` is sure to return ``lowered`` for the same sizes and numbers again."""
         return not self._writes_to_inputs and lowered in self._lowerings
 
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
-        """Return what runs for these sizes and numbers, and how many graphs were compiled for it now; see :meth:`lower`."""
-        if self._edited and self._is_forbidden(binding, arguments):
-            return self.unlowered(), 0
-        placement = self.placement(arguments)
-        found = self.find(binding, placement)
-        if found is not None:
-            return found, 0
-        with stage("lower"):
-            return self.lower(binding, arguments)
-
-    def unlowered(self) -> Lowered:
-        """Return the spliced graph as it is: its nodes run one by one."""
-        return Lowered(self.spliced.graph_module.forward, (), (), 0)
-
-    def lower(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
-        """Return a lowering for these sizes and numbers, and how many graphs were compiled for it now.
+        """Return what runs for these sizes and numbers, and how many graphs were compiled for it now.
 
         Args:
             binding: Sizes of the captured graph's symbols, then the program's numbers.
             arguments: What the graph is about to be called with.
         """
-        placement = self.placement(arguments)
-        with self._graph.lock:
-            found = self.find(binding, placement)
-            if found is not None:
-                return found, 0
-            first = self._first_stages.get((binding, placement))
-            if first is not None:
-                if not self._asked:
-                    self._asked = True
-                    self._lower_later(binding, arguments, placement)
-                return first, 0
-            made = self._between_borders(binding, arguments, placement) if self._observed else None
-            if made is not None:
-                self._keep(made, binding)
-                return made, made.compiles
-            made = self._in_regions(binding, arguments, placement)
-            if self._graph.background and (made is None or made.regions > 1):
-                made = made or Lowered(self.spliced.graph_module.forward, (), (), 0, placement, self._partial())
-                self._first_stages[binding, placement] = made
-            else:
-                made = made or self._as_a_whole(binding, arguments, placement)
-                self._keep(made, binding)
+        if self._edited and torch.is_grad_enabled() and any(_is_of_leaf(arguments[position]) for position in self._edited):
+            return self.unlowered(_EDITS_LEAF), 0  # unlike backends, autograd raises an error where it forbids the edit
+        run = _Run(binding, arguments, self.placement(arguments))
+        found = self.find(binding, run.placement)
+        if found is not None:
+            return found, 0
+        with stage("lower"), self._graph.lock:
+            found = self.find(binding, run.placement)
+            return (found, 0) if found is not None else self._lower(run)
+
+    def unlowered(self, uncompiled: str = "") -> Lowered:
+        """Return the spliced graph as it is: its nodes run one by one."""
+        return Lowered(self.spliced.graph_module.forward, (), (), 0, uncompiled=uncompiled)
+
+    def _lower(self, run: _Run) -> tuple[Lowered, int]:
+        first = self._first_stages.get(run.key)
+        if first is not None:
+            if not self._asked:
+                self._asked = True
+                self._lower_later(run)
+            return first, 0
+        made = self._between_borders(run) if self._observed else None
+        if made is not None:
+            self._keep(made, run)
             return made, made.compiles
+        made = self._in_regions(run)
+        if self._graph.background and (made is None or made.regions > 1):
+            made = made or replace(self.unlowered(), placement=run.placement, partial=self._partial())
+            self._first_stages[run.key] = made
+        else:
+            made = made or self._as_a_whole(run)
+            self._keep(made, run)
+        return made, made.compiles
 
-    def _is_forbidden(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
-        """Whether autograd forbids an edit that the graph makes, because it is one of a leaf.
-
-        Backends that trace autograd ahead of time do not tell. Such a graph runs node by node, so that autograd speaks for itself.
-        """
-        if not torch.is_grad_enabled():
-            return False
-        leaves = tuple(position for position in self._edited if _is_of_leaf(arguments[position]))
-        if not leaves:
-            return False
-        forbidden = self._forbidden.get(leaves)
-        if forbidden is None:
-            with self._graph.lock:
-                forbidden = self._forbidden[leaves] = self._fails_on_fakes(binding, arguments)
-        return forbidden
-
-    def _fails_on_fakes(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> bool:
-        try:
-            prepared = self._prepared(binding, arguments, self.placement(arguments))
-            with prepared.symbols.mode:
-                prepared.with_all_inputs(prepared.graph_module.forward)(*prepared.fakes)
-        except RuntimeError as error:
-            return "leaf Variable that requires grad" in str(error)
-        except Exception as error:  # which has its own place to be raised at
-            logger.debug("a graph cannot be run on fakes: %s", _summary(error))
-        return False
-
-    def _keep(self, lowered: Lowered, binding: tuple[int | float, ...]) -> None:
+    def _keep(self, lowered: Lowered, run: _Run) -> None:
         self._lowerings = [*self._lowerings[-_KEPT_LOWERINGS:], lowered]
         restricted = {position for known in self._lowerings for position in known.restricted()}
         self._known = (tuple(sorted(restricted)), {})
-        self._first_stages.pop((binding, lowered.placement), None)
+        self._first_stages.pop(run.key, None)
 
-    def _prepared(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
-    ) -> Prepared:
-        symbols = [symbol for _, symbol in self._graph.symbols]
-        graph_module = self._copy(binding, arguments, placement)
-        if self._copies:
-            copy_edited_values(graph_module)
-        return prepare(graph_module, arguments, symbols, binding, self._fixed, placement, self._graph.each_size)
-
-    def _copy(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
-    ) -> torch.fx.GraphModule:
-        """Return a copy of the spliced graph, in which a backward pass does not compute from inputs that have been edited by then."""
+    def _prepared(self, run: _Run, rewrite: Pass | None = None, fixed: frozenset[type] = frozenset()) -> Prepared:
+        """Return a copy of the spliced graph with fakes, in which a backward pass takes nothing that has been edited by then."""
         graph_module = self.spliced.copy()
-        if not (self._edits_inputs and torch.is_grad_enabled() and any(map(_wants_grad, arguments))):
-            return graph_module
+        if self._edits_inputs and torch.is_grad_enabled() and any(map(requires_grad, run.arguments)):
+            graph_module = self._with_copies(run)
+        if rewrite is not None:
+            rewrite(graph_module)
         symbols = [symbol for _, symbol in self._graph.symbols]
-        tried = self.spliced.copy()
+        every = (self._fixed | fixed, run.placement, self._graph.each_size)
+        return prepare(graph_module, run.arguments, symbols, run.binding, *every)
+
+    def _with_copies(self, run: _Run) -> torch.fx.GraphModule:
+        """Return a copy of the spliced graph that keeps copies of edited inputs for its backward pass."""
+        symbols = [symbol for _, symbol in self._graph.symbols]
+        graph_module, tried = self.spliced.copy(), self.spliced.copy()
         try:
-            places = Plan(prepare(tried, arguments, symbols, binding, (), placement)).copies_for_backward()
-        except Exception as error:  # the backend runs the graph on fakes, too, and has its own place to fail at
+            places = Plan(prepare(tried, run.arguments, symbols, run.binding, (), run.placement)).copies_for_backward()
+        except Exception as error:  # the backend runs the graph on fakes, too, and raises its own error
             logger.debug("a graph cannot be run on fakes: %s", _summary(error))
             return graph_module
         same = dict(zip(tried.graph.nodes, graph_module.graph.nodes, strict=True))
         return copy_for_backward(graph_module, [(same[node], same[source]) for node, source in places])
 
     def _partial(self, made: Lowered | None = None) -> frozenset[int]:
-        """What lacks a part of its gradient if the graph is lowered as a whole; node by node if it is not lowered at all."""
+        """Return the tensors whose gradient lacks a part in the whole graph, which runs node by node without ``made``."""
         sharing = () if made is None or made.node_by_node else made.placement.sharing
         return partial_results(self.spliced.graph_module.graph, sharing=sharing)
 
-    def _between_borders(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
-    ) -> Lowered | None:
+    def _between_borders(self, run: _Run) -> Lowered | None:
         """Lower with a border behind each tensor that is handed out and used further on; return ``None`` if there is no such tensor.
 
         Where no border is possible, the nodes run one by one, so that autograd sees all of them.
         """
-        fixed = self._fixed | {float}  # no border may separate a float from the tensor that it is taken of
-        symbols = [symbol for _, symbol in self._graph.symbols]
-        how = (arguments, symbols, binding, fixed, placement, self._graph.each_size)
-        known = self._graph.regions or KnownRegions()
-        made: Lowered | None = None
-        cut: Prepared | None = None
         reason = _SHOWS_ALL
         try:
-            tried = prepare(replace_unseen_edits(self._copy(binding, arguments, placement)), *how)
-            if not mark_borders(tried.graph_module, placement.sharing, Plan(tried)):
+            how = (run, replace_unseen_edits, frozenset({float}))  # no border may separate a float from the tensor that holds it
+            tried = self._prepared(*how)
+            if not mark_borders(tried.graph_module, run.placement.sharing, Plan(tried)):
                 return None
-            prepared = prepare(replace_unseen_edits(self._copy(binding, arguments, placement)), *how)  # on which nothing has run
-            copy_stretches(tried.graph_module.graph, prepared.graph_module.graph)
-            cut = prepared
+            cut = self._prepared(*how)  # one that has not run on fakes
+            copy_stretches(tried.graph_module.graph, cut.graph_module.graph)
         except Exception as error:
             logger.info("a graph cannot be cut for gradients: %s", _summary(error))
-        try:
-            made = None if cut is None else lower_in_regions(cut, arguments, binding, self._graph.backend, known)
-        except Exception as error:
-            if self._lowers_each_size(error):
-                return self._between_borders(binding, arguments, placement)
-            self._graph.each_size = False
-            logger.info("regions between borders cannot be lowered: %s", _summary(error))
-            reason = _FAILED.format(_summary(error))
-        if made is not None and not made.partial & set(self.positions.values()):
-            return replace(made, placement=placement)
+        else:
+            try:
+                known = self._graph.regions or KnownRegions()
+                made = lower_in_regions(cut, run.arguments, run.binding, self._graph.backend, known)
+                if made is not None and not made.partial & set(self.positions.values()):
+                    return replace(made, placement=run.placement)
+            except Exception as error:
+                if self._lowers_each_size(error):
+                    return self._between_borders(run)
+                self._graph.each_size = False
+                logger.info("regions between borders cannot be lowered: %s", _summary(error))
+                reason = _FAILED.format(_summary(error))
         logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be asked for")
-        every = Symbols(symbols, binding).symbols
-        return Lowered(self.spliced.graph_module.forward, (), every, 0, placement, node_by_node=True, uncompiled=reason)
+        symbols = Symbols([symbol for _, symbol in self._graph.symbols], run.binding).symbols
+        return replace(self.unlowered(reason), symbols=symbols, placement=run.placement, node_by_node=True)
 
-    def _in_regions(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
-    ) -> Lowered | None:
+    def _in_regions(self, run: _Run) -> Lowered | None:
         known = self._graph.regions
-        if known is None or placement.sharing:
+        if known is None or run.placement.sharing:
             return None
         try:
-            prepared = self._prepared(binding, arguments, placement)
-            made = lower_in_regions(prepared, arguments, binding, self._graph.backend, known)
-            return made and replace(made, placement=placement)
+            made = lower_in_regions(self._prepared(run, self._copies), run.arguments, run.binding, self._graph.backend, known)
+            return made and replace(made, placement=run.placement)
         except Exception as error:
             if self._needs_copies(error):
-                return self._in_regions(binding, arguments, placement)
+                return self._in_regions(run)
             logger.warning("lowering a region failed, so the graph is lowered as a whole: %s", _summary(error))
             return None
 
     def _lowers_each_size(self, error: Exception) -> bool:
-        """Whether a lowering for all sizes failed, and one for those of now may not: Inductor has no scan over a symbolic size, say."""
+        """Give up symbolic sizes after a failure, as of Inductor for a scan over one; ``False`` if they are plain already."""
         if self._graph.each_size or not self._graph.symbols:
             return False
         logger.warning("The backend cannot lower a graph for all sizes, so it is asked for each size by itself: %s", _summary(error))
@@ -335,63 +300,53 @@ class Variant:
         return True
 
     def _needs_copies(self, error: Exception) -> bool:
-        """Whether a lowering failed because a value is edited that the backward pass needs as it was, and copies may mend that."""
-        if self._copies or "modified by an inplace operation" not in str(error):
+        """Whether a lowering failed because a value is edited that the backward pass needs as it was; from here on copies are edited."""
+        if self._copies is not None or "modified by an inplace operation" not in str(error):
             return False
         logger.debug("edited values are copied: %s", _summary(error))
-        self._copies = True
+        self._copies = copy_edited_values
         return True
 
-    def _as_a_whole(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
-    ) -> Lowered:
+    def _as_a_whole(self, run: _Run) -> Lowered:
         """Lower for all numbers of the program or, where the backend cannot, with those of now as constants."""
-        kinds = frozenset(type(number) for number in binding[len(self._graph.symbols) :])
+        kinds = frozenset(type(number) for number in run.binding[len(self._graph.symbols) :])
         while True:
             try:
-                made = lower_prepared(self._prepared(binding, arguments, placement), self._graph.backend)
+                made = lower_prepared(self._prepared(run, self._copies), self._graph.backend)
                 return replace(made, partial=self._partial(made))
             except Exception as error:
                 if self._needs_copies(error):
                     continue
                 if kinds <= self._fixed:
                     if self._lowers_each_size(error):
-                        return self._in_regions(binding, arguments, placement) or self._as_a_whole(binding, arguments, placement)
+                        return self._in_regions(run) or self._as_a_whole(run)
                     self._graph.each_size = False  # what is not lowered runs with all sizes
                     # A backend's own failure must not change what a trace computes.
                     logger.info("lowering failed, so this graph runs node by node: %s", _summary(error))
-                    made = lower_prepared(self._prepared(binding, arguments, placement), run_as_is)
+                    made = lower_prepared(self._prepared(run, self._copies), run_as_is)
                     return replace(made, partial=self._partial(made), uncompiled=_FAILED.format(_summary(error)))
                 self._fixed |= {float} if float in kinds - self._fixed else kinds
                 logger.debug("numbers become constants: %s", _summary(error))
 
-    def _lower_later(
-        self, binding: tuple[int | float, ...], arguments: Sequence[Any], placement: Placement
-    ) -> None:
+    def _lower_later(self, run: _Run) -> None:
         """Have the whole graph lowered in the background. The job holds fakes only, and gives up when the variant is gone."""
         try:
-            prepared = self._prepared(binding, arguments, placement)
+            prepared = self._prepared(run, self._copies)
         except Exception as error:
-            self._take_over(binding, placement, error)
+            self._take_over(run.without_arguments(), error)
             return
-        wanted, backend = weakref.ref(self), self._graph.backend
-        background.submit(lambda: _lower_in_background(wanted, prepared, backend, binding))
+        background.submit(partial(_lower_in_background, weakref.ref(self), prepared, self._graph.backend, run.without_arguments()))
 
-    def _take_over(
-        self, binding: tuple[int | float, ...], placement: Placement, result: Lowered | Exception
-    ) -> None:
+    def _take_over(self, run: _Run, result: Lowered | Exception) -> None:
         """Use the whole graph from now on, or keep to the first stage if that failed."""
         with self._graph.lock:
             self._asked = False
             if isinstance(result, Lowered):
-                self._keep(replace(result, partial=self._partial(result)), binding)
-                return
-            if self._lowers_each_size(result):
-                return  # the next call asks again
-            logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
-            first = self._first_stages[binding, placement]
-            reason = "" if first.compiles else _FAILED.format(_summary(result))
-            self._keep(replace(first, uncompiled=reason), binding)
+                self._keep(replace(result, partial=self._partial(result)), run)
+            elif not self._lowers_each_size(result):  # otherwise the next call asks again
+                logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
+                first = self._first_stages[run.key]
+                self._keep(replace(first, uncompiled="" if first.compiles else _FAILED.format(_summary(result))), run)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
         """Return the value of each wanted item."""
@@ -400,15 +355,11 @@ class Variant:
 
 
 def _layout(value: Any) -> Layout | tuple[Any, ...] | None:
-    """What a lowering has to know of the strides of an input that another piece has computed."""
+    """Return the layout of an input that another piece has computed; its strides if there is none."""
     if not isinstance(value, torch.Tensor):
         return None
     found = layout_of(value)
     return (tuple(value.shape), value.stride()) if found is None else found
-
-
-def _wants_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_of_leaf(value: Any) -> bool:
@@ -419,9 +370,7 @@ def _is_of_leaf(value: Any) -> bool:
     return base is not None and base.is_leaf
 
 
-def _lower_in_background(
-    wanted: weakref.ref[Variant], prepared: Prepared, backend: BackendCallable, binding: tuple[int | float, ...]
-) -> None:
+def _lower_in_background(wanted: weakref.ref[Variant], prepared: Prepared, backend: BackendCallable, run: _Run) -> None:
     if wanted() is None:
         return
     try:
@@ -430,7 +379,7 @@ def _lower_in_background(
         result = error
     variant = wanted()
     if variant is not None:
-        variant._take_over(binding, prepared.placement, result)
+        variant._take_over(run, result)
 
 
 def _summary(error: Exception) -> str:

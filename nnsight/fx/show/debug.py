@@ -1,18 +1,16 @@
-"""Files of what is compiled, to read and to step through.
+"""Files of compiled graphs, to read and to step through.
 
-While a :class:`debug_dir` is open, every graph that runs is written out: the captured graph with its taps, the program, the
-spliced graph, each as a file, with an index (``README.md``) that leads from the lines of the user to the files. With ``depyf``,
-also what dynamo made of Python code, decompiled.
+While a :class:`debug_dir` is open, every graph that runs is written to files: the captured graph with its taps, the program, the spliced
+graph, and an index (``README.md``) from the user's lines to the files. With ``depyf``, so is dynamo's bytecode, decompiled.
 
-A graph that is run by Python (lowered by the ``eager`` backend, or with ``step=True``) runs *from its file*: the code
-object has the file's name, so a breakpoint that is set in the file is hit and a debugger shows its lines. Names of
-files depend only on the order in which graphs run, so a breakpoint stays when the program is started again.
-
-When no directory is open, all this costs one look at a variable for each run of a graph.
+A graph that Python runs (with the ``eager`` backend or ``step=True``) runs *from its file*: its code object has the name of the file, so
+breakpoints in the file are hit and a debugger shows its lines. The names of files depend only on the order in which graphs run, so a
+breakpoint stays valid when the program is started again.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import types
 import warnings
@@ -108,9 +106,9 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         return self._numbers[name]
 
     def _write_bytecode(self, code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
-        """Write the code object that dynamo made of another one; return none to run in its place."""
+        """Write the code object that dynamo made of another one, decompiled."""
         with self._lock:
-            path = self.path / f"bytecode_{self._next('bytecode')}_{_plain(code.co_name)}.py"
+            path = self.path / f"bytecode_{self._next('bytecode')}_{re.sub(r'[^a-zA-Z0-9]', '_', code.co_name)}.py"
         try:
             text = self._decompile(new_code)  # type: ignore[misc]
         except Exception as error:
@@ -121,7 +119,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         return None
 
     def write(self, report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
-        """Write the files of ``ran``; return what to run in its place, and the file it runs from."""
+        """Write the files of ``ran``; return the function to run in its place, and the file it runs from."""
         with self._lock:
             if report not in self._traces:
                 self._started += 1
@@ -129,7 +127,8 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
             captured = self._graphs.get(ran.graph)
             if captured is None:
                 captured = self._graphs[ran.graph] = f"graph_{self._next('graph')}"
-                _write_module(self.path / f"{captured}_captured.py", ran.graph.graph_module, _code_of(ran.graph))
+                code = ran.graph.graph_module.graph.python_code("self").src.strip()
+                _write_module(self.path / f"{captured}_captured.py", ran.graph.graph_module, code)
             found = self._variants.get(ran.variant)
             if found is None:
                 name = f"{captured}_variant_{self._next(captured)}"
@@ -154,7 +153,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
 
 
 def dumped(report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
-    """Return what to call to run ``ran``, and the file it runs from: written now, if a directory is open."""
+    """Return the function that runs ``ran``, and, if a directory is open, the file it runs from."""
     directory = _open
     return (ran.lowered.function, None) if directory is None else directory.write(report, ran)
 
@@ -175,15 +174,6 @@ def _decompiler(required: bool) -> Callable[[types.CodeType], str] | None:
     return decompile
 
 
-def _plain(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
-
-
-def _code_of(graph: Any) -> str:
-    code: str = graph.graph_module.graph.python_code("self").src
-    return code.strip()
-
-
 def _write_module(path: Path, graph_module: torch.fx.GraphModule, code: str) -> Callable[..., Any]:
     """Write a graph as a file; return a function that takes the graph's inputs and runs the code of that file."""
     names = graph_module.graph.python_code("self").globals
@@ -200,5 +190,5 @@ def _write_module(path: Path, graph_module: torch.fx.GraphModule, code: str) -> 
 
 
 def code_at(text: str, code: str) -> str:
-    """Return ``code`` behind as many empty lines as it has lines before it in ``text``."""
+    """Return ``code`` on the lines that it has in ``text``, behind empty lines."""
     return "\n" * text[: text.index(code)].count("\n") + code

@@ -1,17 +1,14 @@
-"""What became of a trace, from capture to lowering, in text.
+"""An account of a trace, from capture to lowering, in text.
 
-``nnsight.fx.explain(tracer)`` shows a trace that has run: for each captured graph its size and its symbolic sizes; for each piece
-of it the program that the block amounts to, the spliced graph, what the passes removed, how it was lowered and under which
-conditions it can be used again; where graphs were cut, and why. ``nnsight.fx.explain(function, *args)`` calls a function and shows
-all traces that ran in it, as ``torch._dynamo.explain`` does for frames.
+``nnsight.fx.explain(tracer)`` shows a trace that has run: for each captured graph its number of nodes and its symbolic sizes; for each
+piece the program of the block, the spliced graph, the passes, the backend, and the conditions under which the lowering is used again; and
+the cuts with their reasons. ``nnsight.fx.explain(function, *args)`` calls a function and shows all traces in it.
 
-A run leaves a :class:`RanPiece` for each piece on its report. That refers to what the cache of variants holds anyway;
-texts are made when somebody asks for them.
+A run leaves a :class:`RanPiece` for each piece on its report. That refers to objects in the cache of variants; texts are made on demand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,10 +28,10 @@ class RanPiece(NamedTuple):
 
     Attributes:
         graph: The captured graph.
-        state: Where the program ends.
+        state: The end of the program.
         variant: The program in the graph.
-        lowered: What ran.
-        binding: The sizes that the graph's symbols had.
+        lowered: The lowering that ran.
+        binding: The sizes of the graph's symbols.
         stop: Number of the first node that was left out.
         cut: Why the piece ends there, if it was cut.
     """
@@ -70,17 +67,17 @@ class RanPiece(NamedTuple):
         return "to the end of the graph" if tap is None else f"stopped at `{self.graph.taps[tap].location}`"
 
     def sizes(self) -> str:
-        """Return the symbolic sizes of the graph and what they were."""
+        """Return the symbolic sizes of the graph and their values."""
         named = zip(self.graph.symbols, self.binding, strict=True)
         return ", ".join(f"{symbol} = {size}" for (_, symbol), size in named) or "none"
 
     def conditions(self) -> str:
-        """Return what must hold of the sizes for the lowering to be used again."""
+        """Return the conditions on sizes under which the lowering is used again."""
         names = dict(zip(self.lowered.symbols, (symbol for _, symbol in self.graph.symbols), strict=False))
         return ", ".join(str(condition.xreplace(names)) for condition in self.lowered.conditions) or "none"
 
     def passes(self) -> str:
-        """Return what the passes removed."""
+        """Return the numbers of nodes before and after passes."""
         runs = [run for run in self.variant.spliced.passes if run.before != run.after]
         return ", ".join(f"{run.name} {run.before} -> {run.after}" for run in runs) or "nothing"
 
@@ -114,7 +111,7 @@ class Explanation:
 
     Attributes:
         reports: The reports of the traces, in the order in which they started.
-        counts: What the compiler did meanwhile, in this process, by the name of the counter; empty for a tracer.
+        counts: Changes of :data:`~nnsight.fx.counters` during the call; empty for a tracer.
     """
 
     reports: tuple[Report, ...]
@@ -164,16 +161,8 @@ def explain(traced: Any, *args: Any, **kwargs: Any) -> Explanation:
             raise ValueError("fx.explain() got a tracer whose trace has not run: call it behind the block.")
         return Explanation((report,), {})
     if not callable(traced):
-        raise TypeError(
-            f"fx.explain() takes a tracer, as in `with model.trace(x) as tracer:`, or a function to call, not "
-            f"{traced!r}."
-        )
-    return _called(traced, args, kwargs)
-
-
-def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
-    names = [item.name for item in fields(counters) if item.type == "int"]
-    before = {name: getattr(counters, name) for name in names}
+        raise TypeError(f"fx.explain() takes a tracer, as in `with model.trace(x) as tracer:`, or a function to call, not {traced!r}.")
+    before = {item.name: getattr(counters, item.name) for item in fields(counters) if item.type == "int"}
     with collected_reports() as reports:
-        function(*args, **kwargs)
-    return Explanation(tuple(reports), {name: getattr(counters, name) - before[name] for name in names})
+        traced(*args, **kwargs)
+    return Explanation(tuple(reports), {name: getattr(counters, name) - count for name, count in before.items()})

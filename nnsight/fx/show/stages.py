@@ -1,10 +1,7 @@
-"""What a profile and a traceback tell of a compiled trace.
+"""Running a piece of a graph, with the user's line in errors.
 
-The stages of a trace are ranges in a profile of ``torch.profiler``: ``nnsight::record``, ``nnsight::splice``, ``nnsight::lower``,
-``nnsight::run``. Without a profiler they cost one look at a flag.
-
-A graph runs when the block is over, so an error that depends on values, such as an index that is out of range, does not come
-from the block's line. The line is on the node that failed; :func:`note_position` adds it to the error.
+A graph runs after the block, so an error that depends on values, such as an index out of range, is not raised at the block's line. The node
+that failed has the line; :func:`note_position` adds it to the error.
 """
 
 from __future__ import annotations
@@ -30,29 +27,20 @@ from .explaining import RanPiece
 #: Folders of code that is not the user's, nor the model's.
 LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", PACKAGE_DIRECTORY)
 
-#: Names of the files that dynamo and FX pretend for generated code.
+#: The file name of generated code of dynamo and FX.
 _GENERATED = "<eval_with_key>"
 
 _POSITION = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
 
 
 def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list[Any]:
-    """Run a piece of a graph; return its results.
-
-    Args:
-        report: Of the trace.
-        ran: The piece.
-        arguments: Its inputs, then its externals.
-    """
+    """Run a piece of a graph with its inputs and externals; return its results, and note the piece in the report of the trace."""
     report.pieces.append(ran)
     function, filename = debug.dumped(report, ran)
     grad = torch.is_grad_enabled()
     try:
-        with torch._C.DisableTorchFunction():
-            if torch.autograd.profiler._is_profiler_enabled:
-                with stage("run"):
-                    results = list(function(*arguments))
-            elif function is ran.lowered.function:
+        with torch._C.DisableTorchFunction(), stage("run"):
+            if function is ran.lowered.function and not torch.autograd.profiler._is_profiler_enabled:
                 direct = ran.lowered.direct
                 results = list((direct.call or direct.first)(list(arguments)))  # generated code empties its list
             else:
@@ -68,7 +56,7 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
 
 
 def _note_uncompiled(report: Report, ran: RanPiece) -> None:
-    """Say in the report, and in a warning at the line of the trace or call, that a piece of the graph is not compiled, and why."""
+    """Note in the report, and warn at the line of the trace or call, that a piece of the graph runs uncompiled, and why."""
     end = "the end" if ran.cut is None else f"`{ran.cut.location}`"
     note = f"the graph up to {end} ran operation by operation: {ran.lowered.uncompiled}"
     report.notes.append(note)
@@ -76,25 +64,21 @@ def _note_uncompiled(report: Report, ran: RanPiece) -> None:
     warnings.warn_explicit(text, UncompiledWarning, *position_of(report), registry=_warned)
 
 
-#: What was warned of: the filters of Python show it once for a line.
+#: The registry by which Python shows each warning once for a line.
 _warned: dict[Any, Any] = {}
 
 
 def position_of(report: Report | None) -> tuple[str, int]:
-    """Return file and line of a trace, or of the call that the user has made otherwise."""
+    """Return file and line of a trace, or of the user's present call."""
     filename, _, line = ("", "", "") if report is None else report.where.rpartition(":")
     return (filename, int(line)) if line.isdigit() else user_position_now(LIBRARIES)
 
 
 def note_position(error: BaseException, spliced: SplicedGraph, filename: str | None = None) -> None:
-    """Add a note to ``error`` with the line of the user, or of the model, that the failed node of ``spliced`` comes from.
+    """Add a note to ``error`` with the line of the block or the model that the failed node of ``spliced`` comes from.
 
-    Backends that generate other code leave no trace of the node in the error; then the note says how to find it.
-
-    Args:
-        error: What the graph raised.
-        spliced: The graph.
-        filename: The file that its code is in, if there is one.
+    The error of a backend that generates other code does not show the node; then the note says how to find it. ``filename`` is the file
+    that contains the code of the graph, if there is one.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return
@@ -114,6 +98,6 @@ def note_position(error: BaseException, spliced: SplicedGraph, filename: str | N
         traceback = traceback.tb_next
     if spliced.marks:
         error.add_note(
-            "A compiled graph raised this, which does not tell its line. To find it, run the trace inside "
+            "A compiled graph raised this, which does not show its line. To find it, run the trace inside "
             "`nnsight.debug_dir(path, step=True)`."
         )

@@ -1,22 +1,20 @@
-"""Nodes and events as a splice looks at them: what they use, what they edit, and how a torch function becomes a node."""
+"""Nodes and events for a splice: which tensors and numbers they use, caches they append to, and how a torch function becomes a node."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ..effects import Kind, kind_of
+from ..effects import Kind, kind_of, name_of
 from ..program import (
-    Apply,
     Call,
+    Constant,
     Declare,
-    Enter,
     External,
     Input,
-    Leave,
     Nest,
     Number,
     Reference,
@@ -28,19 +26,17 @@ from ..torch_compat import is_held_by_argument
 
 
 def appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return what was stored before ``node``.
+    """Return the former value of a cache to which ``node`` appends; ``None`` if it appends to none.
 
-    That is what ``node`` concatenates with new entries (perhaps it is a part or another layout of that); or, if a cache that the model
-    was given holds it, what it moves to a device or adds to. What was stored before comes from outside, or has no entries yet. Any
-    other concatenation is the module's own.
+    ``node`` concatenates it with new entries, or is a part or another layout of that; or, if the model was given the cache, moves it to a
+    device or adds to it. The former value is an input or is empty. Any other concatenation is the module's own.
     """
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)) and isinstance(node.args[0][0], torch.fx.Node):
-        first = node.args[0][0]
-        example = first.meta.get("example_value")
+    source: Any = node.args[0] if node.args else None
+    name = name_of(node)
+    if name == "cat" and isinstance(source, (list, tuple)) and isinstance(source[0], torch.fx.Node):
+        example = source[0].meta.get("example_value")
         is_empty = isinstance(example, torch.Tensor) and 0 in [size for size in example.shape if isinstance(size, int)]
-        return first if first.op == "placeholder" or is_empty else None
-    source = node.args[0] if node.args else None
+        return source[0] if source[0].op == "placeholder" or is_empty else None
     if not isinstance(source, torch.fx.Node):
         return None
     if name in ("to", "add", "iadd") and source.op == "placeholder" and is_held_by_argument(source):
@@ -50,108 +46,57 @@ def appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
 
 def _passes_on(node: torch.fx.Node) -> bool:
     """Whether ``node`` is a part of its first argument, or the same in another place or layout."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.target is operator.getitem or name in ("contiguous", "clone", "to", "detach")
+    return node.target is operator.getitem or name_of(node) in ("contiguous", "clone", "to", "detach")
 
 
-#: What makes the same as functions that take the sizes from another tensor.
+#: Functions that make the same as those that take the sizes from another tensor.
 LIKE_FUNCTIONS: dict[str, Callable[..., Any]] = {"zeros_like": torch.zeros, "ones_like": torch.ones, "empty_like": torch.zeros}
 
 
-def _tensors_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    return [item for item in node.all_input_nodes if isinstance(item.meta.get("example_value"), torch.Tensor)]
-
-
 def is_made_of_sizes(node: torch.fx.Node) -> bool:
-    """Whether a tensor is made of numbers alone, or is one that is, in another place or layout."""
-    tensors = _tensors_of(node)
+    """Whether a tensor is made of numbers alone, or is such a tensor in another place or layout."""
+    tensors = [item for item in node.all_input_nodes if isinstance(item.meta.get("example_value"), torch.Tensor)]
     if tensors:
         return _passes_on(node) and all(map(is_made_of_sizes, tensors))
     return node.op == "call_function" and kind_of(node) is Kind.NEW
 
 
-def edited_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the tensor that ``node`` changes in place and returns, if it does."""
-    if isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return None  # ``+=`` of a number makes another one
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    operates = node.op == "call_function" and name in _IN_PLACE and getattr(operator, name) is node.target
-    if operates or (node.op == "call_method" and name.endswith("_") and not name.endswith("__")):
-        return node.args[0] if isinstance(node.args[0], torch.fx.Node) else None
-    return None
-
-
-#: Operators that change their first argument.
-_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split())
+def _leaves(event: Any) -> Iterator[Any]:
+    """Yield the references, numbers and constants of an event, from inside of nests, too."""
+    pending: list[Any] = []
+    match event:
+        case Write():
+            pending = [event.source]
+        case Skip():
+            pending = [source for _, source in event.sources]
+        case Declare():
+            pending = [*event.shape, *(event.stride or ())]
+        case Call():
+            pending = [*event.args, *(value for _, value in event.kwargs)]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Nest):
+            pending += item.items
+        else:
+            yield item
 
 
 def references(event: Any) -> list[Reference]:
-    """Return the tensors an event uses."""
-    if isinstance(event, Write):
-        return [event.source]
-    if isinstance(event, Skip):
-        return [source for _, source in event.sources]
-    if isinstance(event, (Enter, Apply)):
-        return list(event.operands)
-    if isinstance(event, Leave):
-        return list(event.results)
-    if not isinstance(event, Call):
-        return []
-    found: list[Reference] = []
-    pending: list[Any] = [*event.args, *(value for _, value in event.kwargs)]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, (Value, Input, External)):
-            found.append(item)
-        elif isinstance(item, Nest):
-            pending.extend(item.items)
-    return found
+    """Return the tensors that an event uses."""
+    return [item for item in _leaves(event) if isinstance(item, (Value, Input, External))]
 
 
 def numbers(event: Any) -> list[Number]:
     """Return the numbers of a program that an event uses."""
-    found: list[Number] = []
-    pending: list[Any] = []
-    if isinstance(event, Declare):
-        pending = [*event.shape, *(event.stride or ())]
-    elif isinstance(event, Call):
-        pending = [*event.args, *(value for _, value in event.kwargs)]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Number):
-            found.append(item)
-        elif isinstance(item, Nest):
-            pending.extend(item.items)
-    return found
+    return [item for item in _leaves(event) if isinstance(item, Number)]
 
 
 #: Methods that read better as the operator they implement.
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    "__add__": operator.add,
-    "__sub__": operator.sub,
-    "__mul__": operator.mul,
-    "__truediv__": operator.truediv,
-    "__floordiv__": operator.floordiv,
-    "__mod__": operator.mod,
-    "__matmul__": operator.matmul,
-    "__pow__": operator.pow,
-    "__neg__": operator.neg,
-    "__invert__": operator.invert,
-    "__and__": operator.and_,
-    "__or__": operator.or_,
-    "__xor__": operator.xor,
-    "__eq__": operator.eq,
-    "__ne__": operator.ne,
-    "__lt__": operator.lt,
-    "__le__": operator.le,
-    "__gt__": operator.gt,
-    "__ge__": operator.ge,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__iadd__": operator.iadd,
-    "__isub__": operator.isub,
-    "__imul__": operator.imul,
-    "__itruediv__": operator.itruediv,
+    f"__{name}__": getattr(operator, f"__{name}__")
+    for name in (
+        "add sub mul truediv floordiv mod matmul pow neg invert and or xor eq ne lt le gt ge getitem setitem iadd isub imul itruediv"
+    ).split()
 }
 
 
@@ -167,3 +112,44 @@ def emit(graph: torch.fx.Graph, function: Any, args: tuple[Any, ...], kwargs: di
             return graph.call_function(_OPERATORS[name], args)
         return graph.call_method(name, args, kwargs)
     return graph.call_function(function, args, kwargs)
+
+
+def select_numbers(index: Any, fake_of: Callable[[Any], torch.Tensor]) -> tuple[list[tuple[int, Number]], Any]:
+    """Split an index of an event, in which ``fake_of`` returns a tensor like a reference, into ``select`` calls and the rest.
+
+    In ``hidden[:, i]`` torch asks a symbolic ``i`` for its value, which needs a lowering for every index. ``hidden.select(1, i)`` only asks
+    whether it is negative and in range.
+
+    Returns:
+        The dimension and the number of each integer index that varies, in the order in which to select them, and the rest of the index;
+        ``None`` if nothing is left.
+    """
+    items = index.items if isinstance(index, Nest) and index.kind == "tuple" else (index,)
+    wanted = [place for place, item in enumerate(items) if isinstance(item, Number)]
+    if not wanted:
+        return [], index
+    consumed = [_consumed(item, fake_of) for item in items]
+    gap = next((place for place, item in enumerate(items) if item is ...), len(items))
+    # Dimensions are counted from the end of the index that has no `...` on the way, and stay valid if the last goes first.
+    behind = [(sum(consumed[place + 1 :]), items[place]) for place in wanted if place > gap]
+    before = [(sum(consumed[:place]), items[place]) for place in wanted if place < gap]
+    selected = [(-1 - count, number) for count, number in behind] + [(dim, number) for dim, number in reversed(before)]
+    left = tuple(item for item in items if not isinstance(item, Number))
+    if all(item is ... or item == Nest("slice", (None, None, None)) for item in left):
+        return selected, None
+    return selected, Nest("tuple", left)
+
+
+def _consumed(item: Any, fake_of: Callable[[Any], torch.Tensor]) -> int:
+    """Return how many dimensions an item of an index takes."""
+    if item is None or item is ... or (isinstance(item, Constant) and item.kind is bool):
+        return 0
+    depth, inner = 0, item
+    while isinstance(inner, Nest) and inner.kind != "slice" and inner.items:
+        depth, inner = depth + 1, inner.items[0]
+    if depth and isinstance(inner, Constant) and inner.kind is bool:  # a mask, written as lists
+        return depth
+    if isinstance(item, (Number, Constant, Nest)):
+        return 1
+    fake = fake_of(item)
+    return fake.dim() if fake.dtype in (torch.bool, torch.uint8) else 1

@@ -1,22 +1,19 @@
 """Passes: rewrites of a spliced graph before it is lowered.
 
-A block is written to be read, and splicing writes it down as it is: a slice may be read twice, a value may be read that nobody
-keeps, ``hidden[:, -1] += v`` ends in an assignment of what is there already. :data:`PASSES` is the list of what is
-done about it, in order. Each pass is a function of a graph module, changes it in place, and leaves it
-checked (``graph.lint()``) and callable (``recompile()``).
+Splicing writes a block as it is: a slice may be read twice, a value may be read and not used, ``hidden[:, -1] += v`` ends in an assignment
+of a view to itself. :data:`PASSES` is the list of passes, in order. Each changes a graph module in place, and ends with ``graph.lint()``
+and ``recompile()``.
 
-No pass changes a result, bit for bit. What keeps that true is in :mod:`~nnsight.fx.effects`:
+No pass changes a result, bit for bit (see :mod:`~nnsight.fx.effects`):
 
 * A call is removed only if it is known to do nothing but return a value. In-place edits, draws of random numbers, assertions,
-  switches of the grad mode, operators of other libraries all stay where they are. So does every input, used or not.
-* A call that may fail because of values, such as an index that is out of range, stays as well: the error is a result, too.
-* Two calls count as the same only without an effect of any kind between them, and only if nobody could tell their results
-  apart later, by editing one of them.
-* Where autograd follows the graph, only unneeded calls are removed: merging two calls would sum their gradients in another
-  order.
+  switches of the grad mode, operators of other libraries stay. So does every input, used or not.
+* A call that may fail because of values, such as an index out of range, stays as well: the error is a result, too.
+* Two calls are merged only if no effect is between them and no later edit could make their results differ.
+* Where autograd follows the graph, only unused calls are removed: merging calls would sum gradients in another order.
 
-There is no pass that removes taps, since splicing copies none: what a block did not touch is the captured graph without taps.
-``TORCH_LOGS="+nnsight"`` shows each pass with the number of nodes before and after, and the graph where it changed.
+Splicing copies no taps, so no pass has to remove them. ``TORCH_LOGS="+nnsight"`` shows each pass with the number of nodes before and after,
+and the graph where it changed.
 """
 
 from __future__ import annotations
@@ -36,11 +33,10 @@ Pass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
 def drop_unused_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove the calls whose value nobody needs, and that have no effect and cannot fail.
+    """Remove the calls whose value is not used, and that have no effect and cannot fail.
 
-    They come from values a block read and did not keep, and from what a model computes for a module that is skipped, or behind
-    the last value that is needed before a stop. ``Graph.eliminate_dead_code`` is not used: it takes every method for pure, in-place
-    ones too.
+    A block may read a value and not keep it, and a model computes values for a skipped module, or behind the last value that is needed
+    before a stop. ``Graph.eliminate_dead_code`` is not used: it takes every method for pure, in-place ones too.
     """
     removed = 0
     for node in reversed(graph_module.graph.nodes):
@@ -51,10 +47,10 @@ def drop_unused_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
 
 
 def merge_repeated_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Make one call of two that do the same to the same values, such as a slice that is read twice.
+    """Make one call of two equal ones, such as a slice that is read twice.
 
-    Views of the same memory cannot be told apart. Other results are merged only if nothing that may share memory with
-    them is edited anywhere, or leaves the graph, where it could be edited.
+    Equal views of the same memory are always merged. Other results are merged only if nothing that may share memory with them is edited, or
+    leaves the graph, where it could be edited.
     """
     graph = graph_module.graph
     if is_differentiated(graph):
@@ -80,8 +76,8 @@ def merge_repeated_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
 def drop_needless_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Remove copies that an in-place edit does not need.
 
-    * ``x[i] = x[i]``, the end of ``x[i] += y``: the edit has been made in a view of ``x`` by then.
-    * ``y = x.clone()`` where nobody looks at ``x`` again: an edit of ``y`` may as well be made in ``x``.
+    * ``x[i] = x[i]``, the end of ``x[i] += y``: the edit was made in a view of ``x``.
+    * ``y = x.clone()`` where ``x`` is not used again: an edit of ``y`` may be made in ``x``.
     """
     graph = graph_module.graph
     if is_differentiated(graph):
@@ -91,25 +87,20 @@ def drop_needless_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
         if _is_self_copy(node):
             graph.erase_node(node)
             dropped += 1
-    copies = graph.find_nodes(op="call_method", target="clone") + graph.find_nodes(
-        op="call_function", target=torch.clone
-    )
-    memory = Memory(graph) if copies else None
-    for node in copies:
-        if memory is not None and len(node.args) == 1 and not node.kwargs and _is_last_look(node, memory):
+    for node in (*graph.find_nodes(op="call_method", target="clone"), *graph.find_nodes(op="call_function", target=torch.clone)):
+        if len(node.args) == 1 and not node.kwargs and _is_last_use(node, Memory(graph)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             dropped += 1
-            memory = Memory(graph)
     return _finished(graph_module, dropped)
 
 
-#: All passes, in the order in which they are made.
+#: All passes, in order.
 PASSES: tuple[Pass, ...] = (drop_unused_calls, merge_repeated_calls, drop_needless_copies)
 
 
 class PassRun(NamedTuple):
-    """What a pass did: its name, and the number of nodes before and after."""
+    """The name of a pass, and the number of nodes before and after it."""
 
     name: str
     before: int
@@ -117,10 +108,10 @@ class PassRun(NamedTuple):
 
 
 def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let each edit in place of a value that the graph computes edit a copy, which all other calls take from then on, too.
+    """Let each edit in place of a computed value edit a copy, which all later calls use, too.
 
-    What attention or ReLU returns is needed as it was by their backward pass. Ahead-of-time autograd traces that pass, whether or not it
-    will run, and lowers no graph that edits such a value. This is not one of :data:`PASSES`: it is for graphs that failed so.
+    The backward passes of attention and ReLU need their results unedited. Ahead-of-time autograd traces the backward pass, whether or not
+    it will run, and lowers no graph that edits such a value. This pass is for graphs that have failed so.
     """
     graph = graph_module.graph
     bases: dict[torch.fx.Node, None] = {}
@@ -147,10 +138,10 @@ torch.library.register_autograd("nnsight::kept_for_backward", lambda _, gradient
 
 
 def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> torch.fx.GraphModule:
-    """Let each of these calls take a copy of that argument, and write the copy back if it edits it.
+    """Let each of these calls take a copy of that argument; a call that edits it edits the copy, which is written back.
 
-    Ahead-of-time autograd keeps an input for the backward pass rather than a value made from it, computes that value again, and takes the
-    input to be as it was, even if the graph edits it. Of a copy by an operator that it knows nothing about, it keeps the copy.
+    Ahead-of-time autograd may keep an input for the backward pass and compute a value from it again, and assumes that the input was not
+    edited, even if the graph edits it. It keeps the result of a copy by an operator that is unknown to it.
     """
     graph = graph_module.graph
     for node, source in places:
@@ -167,7 +158,7 @@ def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple
     return _finished(graph_module, len(places))
 
 
-#: What computes the same as an edit in place.
+#: Calls that compute the same as an edit in place.
 _OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -183,8 +174,7 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Compute a new tensor where a value is edited in place that nothing else uses, as in ``x = f(x); x += g(y)``.
 
-    A graph cannot be cut between a tensor and the edit of it. This is not one of :data:`PASSES`: it is for graphs that are cut for
-    gradients.
+    A graph cannot be cut between a tensor and an edit of it. This pass is for graphs that are cut for gradients.
     """
     replaced = 0
     for node in graph_module.graph.nodes:
@@ -203,7 +193,7 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
 def run_passes(
     graph_module: torch.fx.GraphModule, passes: Sequence[Pass] = PASSES
 ) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
-    """Return ``graph_module`` after ``passes``, and what each of them did."""
+    """Return ``graph_module`` after ``passes``, and a record of each."""
     runs = []
     for function in passes:
         before = len(graph_module.graph.nodes)
@@ -224,12 +214,12 @@ def _finished(graph_module: torch.fx.GraphModule, changes: int) -> torch.fx.Grap
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the tensor of which ``node`` is a view, or may be one."""
+    """Return the tensor that ``node`` is, or may be, a view of."""
     if kind_of(node) not in (Kind.VIEW, Kind.READ) or not node.all_input_nodes:
         return None
     source = node.all_input_nodes[0]
     one, other = (item.meta.get("example_value") for item in (node, source))
-    if isinstance(other, (tuple, list)):  # an item of several results: those of `chunk` are views, those of `topk` are not
+    if isinstance(other, (tuple, list)):  # an item of several results: items of `chunk` are views, those of `topk` are not
         return next((given for given in source.all_input_nodes if _share(one, given.meta.get("example_value"))), None)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return source if _share(one, other) else None
@@ -237,7 +227,7 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _is_new(node: torch.fx.Node) -> bool:
-    """Whether the result of ``node`` shares memory with nothing else: that of a function of torch that, on fakes, returned none of it."""
+    """Whether the result of ``node`` is new memory, as its operator or the fakes of a function of torch show."""
     if kind_of(node) is Kind.NEW:
         return True
     found, *given = (one.meta.get("example_value") for one in (node, *node.all_input_nodes))
@@ -264,19 +254,19 @@ def _is_self_copy(node: torch.fx.Node) -> bool:
     return value.args[0] is target and is_basic_index(index) and _frozen(value.args[1]) == _frozen(index)
 
 
-def _is_last_look(clone: torch.fx.Node, memory: Memory) -> bool:
-    """Whether a copied tensor owns its memory, and nobody uses that behind the copy."""
+def _is_last_use(clone: torch.fx.Node, memory: Memory) -> bool:
+    """Whether a copied tensor owns its memory, which is not used behind the copy."""
     source = clone.args[0]
     if not isinstance(source, torch.fx.Node) or kind_of(source) is not Kind.NEW or "strided" in str(source.target):
         return False
-    if memory.group(source) == memory.of_inputs():
+    if memory.is_input(source):
         return False
     last = memory.order[clone]
     return all(memory.order[user] <= last for item in memory.sharing(source) for user in item.users)
 
 
 def _frozen(argument: Any) -> Any:
-    """Return ``argument`` of a node as something that can be compared and hashed, where ``1``, ``1.0`` and ``True`` differ."""
+    """Return ``argument`` of a node as a hashable value, in which ``1``, ``1.0`` and ``True`` differ."""
     if isinstance(argument, (tuple, list)):
         return type(argument), tuple(_frozen(item) for item in argument)
     if isinstance(argument, slice):

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from ..capturing.graph import CapturedGraph
-from ..program import (
-    Value,
-)
+from ..program import Value
 from .passes import PassRun
 
 
@@ -45,11 +43,7 @@ class Piece:
         return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)})
 
     def without_duplicates(self, values: Sequence[Any]) -> Piece:
-        """Return this piece with one input for nodes that stand for one tensor; backends take no tensor twice.
-
-        Args:
-            values: What each input is, equal for inputs that are the same.
-        """
+        """Return this piece with one input for each tensor, because backends take none twice; ``values`` are equal for equal inputs."""
         inputs: list[torch.fx.Node] = []
         position: dict[Any, int] = {}
         index: dict[torch.fx.Node, int] = {}
@@ -61,7 +55,7 @@ class Piece:
         return Piece(self.start, tuple(inputs), index)
 
 
-#: Something a piece returns: a value of the program, or a node of the captured graph.
+#: A result of a piece: a value of the program, or a node of the captured graph.
 Result = Value | torch.fx.Node
 
 
@@ -74,7 +68,7 @@ class SplicedGraph:
         inputs: Positions of those inputs of the piece that it takes, before its externals.
         externals: Number of externals it takes.
         marks: Names of the nodes that come from the user's block, with the user's line.
-        passes: What the passes over it did.
+        passes: The passes over it, with numbers of nodes.
     """
 
     graph_module: torch.fx.GraphModule
@@ -106,10 +100,10 @@ class SplicedGraph:
         return "\n".join(lines).strip()
 
     def node_of(self, line: str) -> str | None:
-        """Return the name of the node that ``line`` of the generated source computes, if it can be told."""
+        """Return the name of the node that ``line`` of the generated source computes, if it shows one."""
         assigned = re.match(r"\s*(\w+)(?: :[^=]*)? = ", line) or re.search(r";\s+(\w+) = None$", line)
         name = assigned.group(1) if assigned else None
-        if name not in self.marks and "] =" in line:  # an assignment to an index names its node among those that end
+        if name not in self.marks and "] =" in line:  # an assignment to an index shows its node among those that it deletes
             ended = re.findall(r"\b(\w+) = None\b", line)
             name = next((other for other in ended if other in self.marks), name)
         return name

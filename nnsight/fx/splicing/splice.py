@@ -1,13 +1,11 @@
-"""Splicing: a program written into a captured graph.
+"""Splicing: a program written into a copy of a captured graph.
 
-The result is a new graph module. Captured nodes are copied in order; where a tap stood, the program's calls of that tap
-follow, and uses of a replaced tensor go to its replacement. Taps themselves are gone. In-place edits need no
-special treatment: they are calls on the same value that the model uses, and lowering functionalizes them as it does the model's own.
-What is superfluous then is removed by :mod:`~nnsight.fx.splicing.passes`.
+Captured nodes are copied in order. In place of a tap, the program's calls at that tap follow, and uses of a replaced tensor go to its
+replacement. In-place edits need no special treatment: they are calls on the value that the model uses, and lowering functionalizes them
+like the model's own. Then :mod:`~nnsight.fx.splicing.passes` simplify the graph.
 
-The inputs are the captured graph's inputs, then the values carried over from the piece before (if the graph was
-cut), then the program's externals and its numbers. A float comes as a scalar tensor whose value the graph takes, which is how
-dynamo passes the floats of a model.
+Its inputs are those of the captured graph, then values from the piece before (if the graph was cut), then the program's externals and its
+numbers. A float is a scalar tensor, whose item the graph takes, as in dynamo's graphs.
 """
 
 from __future__ import annotations
@@ -22,16 +20,13 @@ import torch
 from ..capturing.graph import CapturedGraph
 from ..capturing.nested import NestedGraph, call_nested
 from ..capturing.switches import Switched
-from ..effects import REQUIRES_GRAD, Kind, kind_of
+from ..effects import REQUIRES_GRAD, Kind, edited, kind_of
 from ..program import (
-    Apply,
     Call,
     Constant,
     Declare,
-    Enter,
     External,
     Input,
-    Leave,
     Nest,
     Number,
     Program,
@@ -41,24 +36,14 @@ from ..program import (
     Value,
     Visit,
     Write,
-)
-from .indexing import select_numbers
-from .nodes import LIKE_FUNCTIONS, appended_to, edited_by, emit, is_made_of_sizes, numbers, references
+)  # fmt: skip
+from .nodes import LIKE_FUNCTIONS, appended_to, emit, is_made_of_sizes, numbers, references, select_numbers
 from .passes import run_passes
 from .pieces import Piece, Result, SplicedGraph
-from .subgraphs import Function
 
 
 def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
-    """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``.
-
-    Args:
-        graph: The captured graph; not changed.
-        piece: Where to begin.
-        program: What to add; its positions are numbers of taps.
-        stop: Number of the first node that is left out.
-        results: What the new graph returns.
-    """
+    """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``, which is not changed; return ``results``."""
     return _Splicer(graph, piece, program, stop).run(results)
 
 
@@ -76,12 +61,9 @@ class _Splicer:
         self.fakes: list[torch.Tensor] = []
         self.numbers: dict[Number, torch.fx.Node] = {}
         self.marks: dict[str, str] = {}
-        self.functions: list[Function] = []  # those that are being written, the innermost last
-        self.finished: list[Function] = []  # and those that no operator has been called with yet
-        self.modules: dict[str, torch.nn.Module] = {}
         self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
-        self.skipped: dict[torch.fx.Node, torch.fx.Node] = {}  # with the node behind all that is skipped there
+        self.skipped: dict[torch.fx.Node, torch.fx.Node] = {}  # with the first node behind the skipped ones
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
         self.declared = [step.event for step in program.steps if isinstance(step.event, Declare)]
@@ -115,17 +97,9 @@ class _Splicer:
         ]
         self.new.output(tuple(returned))
         self.new.lint()
-        module = torch.fx.GraphModule(self._root(), self.new, class_name="Spliced")
+        module = torch.fx.GraphModule(self.graph.graph_module, self.new, class_name="Spliced")
         module, passes = run_passes(module)
         return SplicedGraph(module, tuple(self.used_inputs), len(self.external_nodes), self.marks, passes)
-
-    def _root(self) -> Any:
-        """Return what the spliced graph finds its modules and attributes in."""
-        captured = self.graph.graph_module
-        if not self.modules:
-            return captured
-        targets = {str(node.target) for node in self.new.nodes if node.op in ("get_attr", "call_module")}
-        return {name: self.modules.get(name) or operator.attrgetter(name)(captured) for name in targets}
 
     def _add_inputs(self, results: Sequence[Result]) -> None:
         needed = self._needed_inputs(results)
@@ -135,7 +109,7 @@ class _Splicer:
                 placeholder.meta = dict(node.meta)
                 self.env[node] = placeholder
                 self.used_inputs.append(index)
-        for node, index in self.piece.input_index.items():  # some stand for one tensor
+        for node, index in self.piece.input_index.items():  # several nodes may be one input
             if index in needed:
                 self.env.setdefault(node, self.env[self.piece.inputs[index]])
         for number, declaration in enumerate(self.declared):
@@ -152,7 +126,7 @@ class _Splicer:
                 self.numbers[taken] = self.new.call_method("item", (placeholder,))
 
     def _needed_inputs(self, results: Sequence[Result]) -> set[int]:
-        """Positions of the inputs to take: all of an uncut graph, those in use behind a cut."""
+        """Return the positions of the inputs to take: all of an uncut graph, those in use behind a cut."""
         index = self.piece.input_index
         if self.piece.start == 0:
             return set(range(len(self.piece.inputs)))
@@ -166,7 +140,7 @@ class _Splicer:
         return needed
 
     def _idle_at(self, node: torch.fx.Node, results: Sequence[Result]) -> NestedGraph | None:
-        """Return the nested graph that begins with ``node`` if it is needed as a whole: nothing happens or is taken out inside."""
+        """Return the nested graph that begins with ``node`` if the program does nothing inside and no result is in it."""
         order = self.graph.order
         for nested in self.graph.nested.get(node, ()):
             start, stop = order[nested.start], order[nested.last] + 1
@@ -177,18 +151,15 @@ class _Splicer:
         return None
 
     def _switched(self, node: torch.fx.Node) -> Switched:
-        """Return the modes that the captured graph has switched when it comes to ``node``, a tap."""
+        """Return the modes that the captured graph has switched before ``node``, a tap."""
         return self.graph.switched.get(node, Switched())
 
     def _captured(self, node: torch.fx.Node) -> Any:
-        """Return the new node for a captured one; what a tap passes on is what it was given."""
+        """Return the new node for a captured one."""
         while node not in self.env:
-            if node in self.graph.identities:
-                node = self.graph.identities[node]
-                continue
-            edited = edited_by(node)
-            if edited is not None:  # a buffer that a skipped module would have changed is what it was
-                node = edited
+            source = self.graph.identities.get(node) or edited(node)  # a buffer that a skipped module would have edited
+            if source is not None:
+                node = source
                 continue
             if node not in self.graph.tapped:
                 raise ValueError(
@@ -206,23 +177,23 @@ class _Splicer:
         return "A module" if number is None else f"`{self.graph.taps[number].location.removesuffix('.output')}`"
 
     def _stored(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Return what stands for a value that the model stores or returns for the next step, such as the keys of a cache.
+        """Return the node for a value that the model stores or returns for the next step, such as the keys of a cache.
 
-        A module that is skipped stores nothing, so that what was stored before stays: of keys that have been appended to others, those
-        others. Where nothing was stored, that is what the module itself begins with.
+        A skipped module stores nothing, so the former value stays: the keys to which it would have appended its own. Where nothing was
+        stored, it is the initial value that the module would have made.
         """
         while node in self.skipped and node not in self.env:
             if not all(user.op == "output" or user in self.skipped for user in node.users):
                 return node  # the rest of the model computes with it
-            edited, former = edited_by(node), appended_to(node)
-            if edited is None and former is None:
+            former = edited(node) or appended_to(node)
+            if former is None:
                 self._begin_with(node)
                 return node
-            node = edited if edited is not None else former  # type: ignore[assignment]
+            node = former
         return node
 
     def _begin_with(self, node: torch.fx.Node) -> None:
-        """Compute a tensor that a skipped module makes of nothing but sizes, such as the zeros that a state begins with."""
+        """Compute a tensor that a skipped module makes of sizes alone, such as the zeros of an initial state."""
         example = node.meta.get("example_value")
         if not isinstance(example, torch.Tensor):
             return
@@ -250,12 +221,6 @@ class _Splicer:
                 self.fakes += [tap.leaves[leaf].meta["example_value"] for leaf in event.fresh]
             elif isinstance(event, Call):
                 self._add_call(event, step)
-            elif isinstance(event, Enter):
-                self._enter(event)
-            elif isinstance(event, Leave):
-                self._leave(event)
-            elif isinstance(event, Apply):
-                self._apply(event, step)
             elif isinstance(event, Skip):
                 until = self.graph.taps[event.until]
                 self.skip_to = until.node
@@ -264,60 +229,12 @@ class _Splicer:
                 for node in tap.outputs.get(event.leaf, ()):
                     self.env[node] = self._referred(event.source)
 
-    @property
-    def writing(self) -> torch.fx.Graph:
-        """The graph that calls are written to: that of the innermost function, if there is one."""
-        return self.functions[-1].graph if self.functions else self.new
-
     def _referred(self, reference: Reference) -> Any:
         if isinstance(reference, Value):
-            node = self.values[reference.index]
-        elif isinstance(reference, External):
-            node = self.external_nodes[reference.index]
-        else:
-            node = self.env[self.piece.inputs[reference.index]]
-        inside = next((depth for depth, function in enumerate(self.functions, 1) if node.graph is function.graph), 0)
-        for function in self.functions[inside:]:
-            node = function.reach(node)
-        return node
-
-    def _enter(self, event: Enter) -> None:
-        function = Function()
-        for reference in event.operands:
-            self.values.append(function.argument(f"argument_{len(self.values)}"))
-            self.fakes.append(self._fake(reference))
-        self.functions.append(function)
-
-    def _leave(self, event: Leave) -> None:
-        results = tuple(self._referred(result) for result in event.results)
-        self.functions[-1].results = results[0] if event.is_single else results
-        self.finished.append(self.functions.pop())
-
-    def _apply(self, event: Apply, step: Step) -> None:
-        """Call an operator that takes functions. No gradient goes through it, and it need not prepare for one."""
-        functions = self.finished[-event.count :]
-        del self.finished[-event.count :]
-        used = list(dict.fromkeys(node for function in functions for node in function.around))
-        names = []
-        for function in functions:
-            names.append(f"function_{len(self.modules)}")
-            inner = {str(node.target) for node in function.graph.nodes if node.op == "get_attr"}
-            self.modules[names[-1]] = function.finished(used, {name: self.modules[name] for name in inner})
-        taken = [self.writing.get_attr(name) for name in names]
-        groups = [tuple(self._referred(reference) for reference in group) for group in event.groups]
-        groups[-1] += tuple(used)
-        grad = self._grad_around(step) and not self.functions
-        if grad:
-            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (False,)), step)
-        node = self.writing.call_function(event.operator, (*taken, *groups))
-        self._mark(node, step)
-        if grad:
-            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (True,)), step)
-        assert step.outcome is not None
-        self.fakes += step.outcome.fakes
-        for number in range(len(step.outcome.fakes)):
-            self.values.append(self.writing.call_function(operator.getitem, (node, number)))
-            self._mark(self.values[-1], step)
+            return self.values[reference.index]
+        if isinstance(reference, External):
+            return self.external_nodes[reference.index]
+        return self.env[self.piece.inputs[reference.index]]
 
     def _grad_around(self, step: Step) -> bool:
         """Return the grad mode of the model where ``step`` happens."""
@@ -328,19 +245,19 @@ class _Splicer:
         args = tuple(self._argument(argument) for argument in call.args)
         kwargs = {name: self._argument(argument) for name, argument in call.kwargs}
         around = self._grad_around(step)
-        grad = around if self.functions else self.grad if call.grad is None else call.grad
+        grad = self.grad if call.grad is None else call.grad
         if grad != around:
-            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (grad,)), step)
+            self._mark(self.new.call_function(torch._C._set_grad_enabled, (grad,)), step)
         if getattr(call.function, "__name__", "") in ("__getitem__", "__setitem__"):
             selected, rest = select_numbers(call.args[1], self._fake)
             for dimension, number in selected:
-                view = self.writing.call_method("select", (args[0], dimension, self.numbers[number]))
+                view = self.new.call_method("select", (args[0], dimension, self.numbers[number]))
                 self._mark(view, step)
                 args = (view, Ellipsis if rest is None else self._argument(rest), *args[2:])
-        node = emit(self.writing, call.function, args, kwargs)
+        node = emit(self.new, call.function, args, kwargs)
         self._mark(node, step)
         if grad != around:
-            self._mark(self.writing.call_function(torch._C._set_grad_enabled, (around,)), step)
+            self._mark(self.new.call_function(torch._C._set_grad_enabled, (around,)), step)
         assert step.outcome is not None
         node.meta[REQUIRES_GRAD] = step.outcome.is_differentiated
         self.fakes += step.outcome.fakes
@@ -349,7 +266,7 @@ class _Splicer:
             if isinstance(leaf, int) and leaf == len(self.values):
                 value: Any = node
                 for key in path:
-                    value = self.writing.call_function(getattr if isinstance(key, str) else operator.getitem, (value, key))
+                    value = self.new.call_function(getattr if isinstance(key, str) else operator.getitem, (value, key))
                     self._mark(value, step)
                 self.values.append(value)
 
@@ -365,7 +282,7 @@ class _Splicer:
         return argument
 
     def _fake(self, reference: Reference) -> Any:
-        """Return a tensor with the type and the dimensions of what ``reference`` stands for."""
+        """Return a tensor with the dtype and the number of dimensions of ``reference``."""
         if isinstance(reference, Value):
             return self.fakes[reference.index]
         if isinstance(reference, External):

@@ -17,7 +17,7 @@ from nnsight import LanguageModel, NNsight, fx
 
 from ...conftest import Hooks
 
-LENGTHS = list(range(2, 52))
+LENGTHS = list(range(2, 50, 4))
 random.Random(0).shuffle(LENGTHS)
 
 
@@ -48,20 +48,9 @@ MODELS: dict[str, tuple[Callable[[str], LanguageModel], str]] = {
 }
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((name, backend), marks=[] if default else pytest.mark.slow, id=f"{name}-{backend}")
-        for name, backend, default in (
-            ("gpt2", "eager", True),
-            ("llama", "aot_eager", False),
-            ("gpt2", "aot_eager", False),
-            ("llama", "eager", False),
-        )
-    ],
-    scope="module",
-)
+@pytest.fixture(params=["gpt2-eager", pytest.param("llama-aot_eager", marks=pytest.mark.slow)], scope="module")
 def setting(request: pytest.FixtureRequest) -> Any:
-    name, backend = request.param
+    name, _, backend = request.param.partition("-")
     make, path = MODELS[name]
     torch._dynamo.reset()
     return make(backend), path, backend
@@ -144,7 +133,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_fifty_lengths_reach_a_steady_state(setting: Any, edit: Any) -> None:
+def test_many_lengths_reach_a_steady_state(setting: Any, edit: Any) -> None:
     model, path, backend = setting
     with torch.no_grad():
         compiles = []
@@ -159,18 +148,17 @@ def test_fifty_lengths_reach_a_steady_state(setting: Any, edit: Any) -> None:
         assert fx.counters.recordings <= 3
         assert compiles[-1] <= 5, compiles
         before, captured = str(fx.counters), frames()
-        for length in LENGTHS[::4]:
+        for length in LENGTHS[::3]:
             by_trace(model, path, edit, ids(2, length))
         assert (str(fx.counters), frames()) == (before, captured), "the second round finds everything"
 
 
 def test_batches_of_one_and_of_many(setting: Any) -> None:
     model, path, backend = setting
-    sizes = [(1, 5), (1, 9), (3, 7), (4, 6), (1, 12), (2, 2), (5, 30)]
+    sizes = [(1, 5), (1, 9), (3, 7), (4, 6), (2, 2)]
     with torch.no_grad():
-        for round_number in range(2):
-            if round_number:
-                before, captured = str(fx.counters), frames()
+        for _ in range(2):
+            before, captured = str(fx.counters), frames()
             for batch, length in sizes:
                 found = by_trace(model, path, front_half, ids(batch, length))
                 expected = by_hooks(model, path, front_half, ids(batch, length))
@@ -184,7 +172,7 @@ def test_invokes_of_several_prompts(setting: Any) -> None:
     """Each invoke has rows of its own; their numbers and lengths change, the program does not."""
     model, path, backend = setting
     layer = model.get(path)
-    plans = [(2, 1, 6), (3, 2, 9), (2, 3, 12), (4, 2, 7), (5, 3, 20), (2, 4, 33), (6, 2, 8), (3, 3, 5)]
+    plans = [(2, 1, 6), (3, 2, 9), (2, 3, 12), (4, 2, 7), (6, 2, 8)]
 
     def run(first: int, second: int, length: int) -> list[torch.Tensor]:
         with model.trace() as tracer:
@@ -214,17 +202,15 @@ def test_inductor_reaches_a_steady_state() -> None:
     torch._dynamo.reset()
     model, path = make_gpt2("inductor"), "transformer.h.1"
     with torch.no_grad():
-        for length in (6, 9, 12, 17, 21):
+        for length in (6, 9, 12, 17, 13, 30, 44):
+            before = str(fx.counters)
             found = by_trace(model, path, front_half, ids(2, length))
             expected = by_hooks(model, path, front_half, ids(2, length))
             close(found[0], expected[0], False)
             close(found[1], expected[1], False)
+            assert length not in (13, 30, 44) or str(fx.counters) == before
         assert fx.counters.splices <= 4
         assert fx.counters.compiles <= 5 * fx.counters.splices, "of each, the different regions"
-        before = str(fx.counters)
-        for length in (13, 30, 44):
-            by_trace(model, path, front_half, ids(2, length))
-        assert str(fx.counters) == before
 
 
 class Scaled(torch.nn.Module):
@@ -238,10 +224,9 @@ class Scaled(torch.nn.Module):
         return self.second(self.first(x) * factor)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_number_given_to_the_model_may_be_one_or_zero(backend: str) -> None:
+def test_a_number_given_to_the_model_may_be_one_or_zero() -> None:
     module = Scaled()
-    model = NNsight(module, compile={"backend": backend})
+    model = NNsight(module, compile={"backend": "aot_eager"})
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for factor in (3, 4):
@@ -269,12 +254,11 @@ class Conv(torch.nn.Module):
         return (x.view(-1, x.size(-1)) @ self.weight).view((*x.size()[:-1], 4))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_piece_behind_a_cut_serves_all_lengths(backend: str) -> None:
+def test_a_piece_behind_a_cut_serves_all_lengths() -> None:
     """Two of its inputs share memory, which matters only if it writes to them."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(Conv(), Conv(), Conv())
-    model = NNsight(net, compile={"backend": backend})
+    model = NNsight(net, compile={"backend": "aot_eager"})
 
     def run(length: int) -> None:
         x = torch.randn(1, length, 4)
@@ -295,7 +279,7 @@ def test_a_piece_behind_a_cut_serves_all_lengths(backend: str) -> None:
     for length in (6, 7, 8, 7, 6):
         run(length)
     fx.counters.reset()
-    for length in range(5, 20):
+    for length in range(5, 12):
         run(length)
     assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
 

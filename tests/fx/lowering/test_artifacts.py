@@ -47,7 +47,7 @@ PROGRAM = """
 """
 
 
-def run(folder: Path, regions: bool = True, grad: bool = False, **environment: str) -> dict[str, Any]:
+def run(folder: Path, regions: bool = True, grad: bool = False) -> dict[str, Any]:
     """Run the program in a process whose cache is in ``folder``."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), json.dumps([regions, grad])],
@@ -55,13 +55,14 @@ def run(folder: Path, regions: bool = True, grad: bool = False, **environment: s
         text=True,
         check=False,
         cwd=ROOT,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**found, "log": done.stderr}
 
 
+@pytest.mark.slow
 def test_what_is_lowered_can_be_cached() -> None:
     model = NNsight(torch.nn.Sequential(torch.nn.Linear(3, 3)), compile={"backend": "inductor"})
     before = dict(torch_counters["inductor"])
@@ -74,6 +75,7 @@ def test_what_is_lowered_can_be_cached() -> None:
     assert sum(found[name] for name in cached) > sum(before.get(name, 0) for name in cached)
 
 
+@pytest.mark.slow
 def test_what_another_version_lowered_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(5, 3))
 
@@ -102,28 +104,3 @@ def test_a_second_process_compiles_nothing(tmp_path: Path, regions: bool, grad: 
     assert second["loads"] == first["compiles"] + first["loads"]
     assert second["reuses"] == first["reuses"]
     assert second["outs"] == first["outs"]
-
-
-@pytest.mark.slow
-def test_damaged_files_are_passed_over_and_compiled_anew(tmp_path: Path) -> None:
-    first = run(tmp_path)
-    damaged = 0
-    for kind in ("fxgraph", "aotautograd"):
-        for path in (tmp_path / kind).rglob("*"):
-            if path.is_file():
-                path.write_bytes(b"not what it was")
-                damaged += 1
-    assert damaged > 0
-    second = run(tmp_path)
-    assert second["compiles"] == first["compiles"] + first["loads"]
-    assert second["outs"] == first["outs"]
-    assert "unable to load" in second["log"]
-    third = run(tmp_path)
-    assert third["outs"] == first["outs"]
-
-
-@pytest.mark.slow
-def test_what_was_compiled_with_other_settings_is_not_used(tmp_path: Path) -> None:
-    run(tmp_path)
-    other = run(tmp_path, TORCHINDUCTOR_CPP_WRAPPER="0", TORCHINDUCTOR_MAX_AUTOTUNE="1")
-    assert other["compiles"] > 0

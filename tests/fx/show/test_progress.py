@@ -126,12 +126,6 @@ def test_a_capture_is_shown(shown: Shown) -> None:
     assert all(met[:2]) and torch.equal(out, X + 1)
 
 
-def test_nothing_is_shown_before_the_delay(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "DELAY", 3600.0)
-    traced(NNsight(layers(2), compile={"backend": "eager", "regions": True}))
-    assert shown.formats == []
-
-
 def test_the_time_of_several_steps_of_one_call_is_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
     delays: list[float] = []
 
@@ -187,12 +181,12 @@ def test_a_stream_that_cannot_be_written_to_disturbs_nothing(monkeypatch: pytest
     monkeypatch.setattr(progress, "_INTERVAL", 0.001)
     tried = threading.Event()
 
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            tried.set()
-            raise ValueError("closed")
+    def fail(*_: Any) -> None:
+        tried.set()
+        raise ValueError("closed")
 
-    monkeypatch.setattr("sys.stderr", Closed())
+    monkeypatch.setattr(progress._Line, "_bar", fail)
+    CONFIG.APP.PROGRESS = True
     with progress.step("lowering"):
         assert tried.wait(60)
     assert threading.active_count() == len(threading.enumerate())
@@ -201,6 +195,7 @@ def test_a_stream_that_cannot_be_written_to_disturbs_nothing(monkeypatch: pytest
 def test_the_line_as_tqdm_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.setattr(progress, "_INTERVAL", 0.001)
+    CONFIG.APP.PROGRESS = True
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
     before = set(threading.enumerate())

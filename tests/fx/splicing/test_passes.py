@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import re
@@ -61,19 +62,13 @@ def targets(graph_module: torch.fx.GraphModule) -> list[str]:
 # -- unneeded calls ----------------------------------------------------------------------------------------------------
 
 
-def test_calls_that_nobody_needs_go_with_what_they_alone_needed() -> None:
-    b = Builder()
-    (x,) = b.inputs
+def test_calls_that_nobody_needs_go_with_what_they_alone_needed_and_unused_inputs_stay() -> None:
+    b = Builder(3)
+    x = b.inputs[1]
     b.exp(b.call(torch.add, x, 1))
     b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x)
     module = drop_unused_calls(b.returning(b.mul(x, 2)))
     assert targets(module) == ["mul"]
-    assert torch.equal(module(X)[0], X * 2)
-
-
-def test_unused_inputs_stay() -> None:
-    b = Builder(3)
-    module = drop_unused_calls(b.returning(b.mul(b.inputs[1], 2)))
     assert torch.equal(module(X, X + 1, X)[0], (X + 1) * 2)
 
 
@@ -82,88 +77,72 @@ _library.define("log(Tensor x) -> Tensor")
 _library.impl("log", lambda x: x.clone(), "CompositeExplicitAutograd")
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda b, x: b.add_(x, 1),
-        lambda b, x: b.add_(b.item(x, 0), 1),
-        lambda b, x: b.add_(b.view(x, -1), 1),
-        lambda b, x: b.call(operator.setitem, x, 0, 1.0),
-        lambda b, x: b.call(operator.iadd, x, 1),
-        lambda b, x: b.call(torch.relu_, x),
-        lambda b, x: b.call(torch.relu, b.inputs[1], out=x),
-        lambda b, x: b.call(torch.nn.functional.relu, x, inplace=True),
-        lambda b, x: b.call(torch.nn.functional.relu, x, True),
-        lambda b, x: b.call(torch.nn.functional.embedding, b.inputs[1], x, None, 1.0),
-        lambda b, x: b.call(torch.ops.aten.add_.Tensor, x, x),
-        lambda b, x: b.call(torch._foreach_add_, [x], 1),
-        lambda b, x: b.copy_(x, x),
-        lambda b, x: b.call(torch.nn.functional.batch_norm, b.inputs[1], x, x, None, None, True),
-        lambda b, x: b.call(torch.batch_norm, b.inputs[1], None, None, x, x, True, 0.1, 1e-5, False),
-        lambda b, x: b.call(torch.instance_norm, b.inputs[1], None, None, x, x, True, 0.1, 1e-5, False),
-        lambda b, x: b.call(torch.randn, 3),
-        lambda b, x: b.call(torch.rand_like, x),
-        lambda b, x: b.call(torch.bernoulli, x),
-        lambda b, x: b.call(torch.nn.functional.dropout, x),
-        lambda b, x: b.call(torch.nn.functional.dropout, x, 0.1, True),
-        lambda b, x: b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x, None, 0.1),
-        lambda b, x: b.call(torch.nn.functional.fractional_max_pool2d, x, 2, output_ratio=0.5),
-        lambda b, x: b.call(torch._C._set_grad_enabled, False),
-        lambda b, x: b.call(print, x),
-        lambda b, x: b.call(torch._assert, True, "no"),
-        lambda b, x: b.call(torch._assert_async, x),
-        lambda b, x: b.call(torch.amp.autocast_mode._enter_autocast, "cpu", None, True, None),
-        lambda b, x: b.call(torch.ops.nnsight_test_passes.log, x),
-        lambda b, x: b.call(torch.manual_seed, 0),
-    ],
-)
-def test_calls_with_effects_stay(write: Callable[[Builder, torch.fx.Node], torch.fx.Node]) -> None:
-    b = Builder(2)
-    node = write(b, b.inputs[0])
-    assert kind_of(node) in (Kind.EFFECT, Kind.RANDOM)
-    module = drop_unused_calls(b.returning(b.inputs[1]))
-    assert node in module.graph.nodes
+EFFECTS: list[Callable[..., torch.fx.Node]] = [
+    lambda b, x: b.add_(x, 1),
+    lambda b, x: b.add_(b.item(x, 0), 1),
+    lambda b, x: b.call(operator.setitem, x, 0, 1.0),
+    lambda b, x: b.call(operator.iadd, x, 1),
+    lambda b, x: b.call(torch.relu_, x),
+    lambda b, x: b.call(torch.relu, b.inputs[1], out=x),
+    lambda b, x: b.call(torch.nn.functional.relu, x, inplace=True),
+    lambda b, x: b.call(torch.nn.functional.relu, x, True),
+    lambda b, x: b.call(torch.nn.functional.embedding, b.inputs[1], x, None, 1.0),
+    lambda b, x: b.call(torch.ops.aten.add_.Tensor, x, x),
+    lambda b, x: b.call(torch._foreach_add_, [x], 1),
+    lambda b, x: b.copy_(x, x),
+    lambda b, x: b.call(torch.nn.functional.batch_norm, b.inputs[1], x, x, None, None, True),
+    lambda b, x: b.call(torch.batch_norm, b.inputs[1], None, None, x, x, True, 0.1, 1e-5, False),
+    lambda b, x: b.call(torch.instance_norm, b.inputs[1], None, None, x, x, True, 0.1, 1e-5, False),
+    lambda b, x: b.call(torch.randn, 3),
+    lambda b, x: b.call(torch.bernoulli, x),
+    lambda b, x: b.call(torch.nn.functional.dropout, x),
+    lambda b, x: b.call(torch.nn.functional.dropout, x, 0.1, True),
+    lambda b, x: b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x, None, 0.1),
+    lambda b, x: b.call(torch.nn.functional.fractional_max_pool2d, x, 2, output_ratio=0.5),
+    lambda b, x: b.call(torch._C._set_grad_enabled, False),
+    lambda b, x: b.call(print, x),
+    lambda b, x: b.call(torch._assert_async, x),
+    lambda b, x: b.call(torch.amp.autocast_mode._enter_autocast, "cpu", None, True, None),
+    lambda b, x: b.call(torch.ops.nnsight_test_passes.log, x),
+    lambda b, x: b.call(torch.manual_seed, 0),
+]
+
+NO_EFFECTS: list[Callable[..., torch.fx.Node]] = [
+    lambda b, x: b.call(torch.nn.functional.dropout, x, 0.1, False),
+    lambda b, x: b.call(torch.nn.functional.dropout, x, p=0.1, training=False),
+    lambda b, x: b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x, dropout_p=0.0),
+    lambda b, x: b.call(torch.nn.functional.relu, x, inplace=False),
+    lambda b, x: b.call(torch.ops.aten.add.Tensor, x, x),
+    lambda b, x: b.call(torch.cat, [x, x]),
+    lambda b, x: b.call(getattr, x, "T"),
+    lambda b, x: b.float(x),
+]
+
+FAILING: list[Callable[..., torch.fx.Node]] = [
+    lambda b, x: b.item(x, b.inputs[1]),
+    lambda b, x: b.item(x, (slice(None), [9])),
+    lambda b, x: b.gather(x, 0, b.inputs[1]),
+    lambda b, x: b.call(torch.nn.functional.embedding, b.inputs[1], x),
+    lambda b, x: b.call(torch.nn.functional.softmax, x, 9),
+    lambda b, x: b.call(torch.linalg.inv, x),
+    lambda b, x: b.call(torch.ops.aten.index.Tensor, x, [b.inputs[1]]),
+]
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda b, x: b.call(torch.nn.functional.dropout, x, 0.1, False),
-        lambda b, x: b.call(torch.nn.functional.dropout, x, p=0.1, training=False),
-        lambda b, x: b.call(torch.nn.functional.scaled_dot_product_attention, x, x, x, dropout_p=0.0),
-        lambda b, x: b.call(torch.nn.functional.relu, x, inplace=False),
-        lambda b, x: b.call(torch.ops.aten.add.Tensor, x, x),
-        lambda b, x: b.call(torch.cat, [x, x]),
-        lambda b, x: b.call(getattr, x, "T"),
-        lambda b, x: b.float(x),
-    ],
-)
-def test_calls_that_only_could_have_had_effects_go(write: Callable[[Builder, torch.fx.Node], torch.fx.Node]) -> None:
-    b = Builder()
-    write(b, b.inputs[0])
-    assert targets(drop_unused_calls(b.returning(b.inputs[0]))) == []
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda b, x, i: b.item(x, i),
-        lambda b, x, i: b.item(x, (slice(None), [9])),
-        lambda b, x, i: b.gather(x, 0, i),
-        lambda b, x, i: b.call(torch.index_select, x, 0, i),
-        lambda b, x, i: b.call(torch.nn.functional.embedding, i, x),
-        lambda b, x, i: b.call(torch.nn.functional.softmax, x, 9),
-        lambda b, x, i: b.call(torch.linalg.inv, x),
-        lambda b, x, i: b.call(torch.ops.aten.index.Tensor, x, [i]),
-    ],
-)
-def test_calls_that_may_fail_stay(write: Callable[..., torch.fx.Node]) -> None:
-    b = Builder(2)
-    node = write(b, *b.inputs)
-    module = drop_unused_calls(b.returning(b.inputs[0]))
-    assert node in module.graph.nodes
-    with pytest.raises((IndexError, RuntimeError)):
-        module(X, torch.full((1, 1), 9))
+def test_calls_with_effects_and_calls_that_may_fail_stay() -> None:
+    for write in (*EFFECTS, *FAILING):
+        b = Builder(2)
+        node = write(b, b.inputs[0])
+        assert write in FAILING or kind_of(node) in (Kind.EFFECT, Kind.RANDOM)
+        module = drop_unused_calls(b.returning(b.inputs[1]))
+        assert node in module.graph.nodes
+        if write in FAILING:
+            with pytest.raises((IndexError, RuntimeError)):
+                module(X, torch.full((1, 1), 9))
+    for write in NO_EFFECTS:
+        b = Builder()
+        write(b, b.inputs[0])
+        assert targets(drop_unused_calls(b.returning(b.inputs[0]))) == []
 
 
 # -- repeated calls ----------------------------------------------------------------------------------------------------
@@ -179,14 +158,11 @@ def test_a_slice_read_twice_is_read_once() -> None:
     assert torch.equal(module(X)[0], X[:, -1] + X[:, -1] + X[:, 1])
 
 
-def test_calculations_are_made_once() -> None:
+def test_calculations_are_made_once_with_numbers_of_one_type() -> None:
     b = Builder()
     (x,) = b.inputs
     module = merge_repeated_calls(b.returning(b.add(b.softmax(b.mul(x, 2), -1), b.softmax(b.mul(x, 2), -1))))
     assert targets(module) == ["mul", "softmax", "add"]
-
-
-def test_numbers_that_are_equal_need_not_be_the_same() -> None:
     for one, other in ((1, 1.0), (1, True), (0.0, -0.0)):
         b = Builder()
         (x,) = b.inputs
@@ -219,41 +195,31 @@ def test_an_edit_of_a_view_made_before_keeps_both() -> None:
     assert torch.equal(module(X)[0], (X + 1).sum() - X.sum())
 
 
-def test_results_of_which_one_is_edited_later_are_two() -> None:
+def test_results_that_are_edited_or_leave_the_graph_are_two() -> None:
     b = Builder()
     (x,) = b.inputs
     first, second = b.mul(x, 2), b.mul(x, 2)
     b.add_(b.item(first, 0), 5)
-    module = merge_repeated_calls(b.returning(b.add(first, second)))
+    module = merge_repeated_calls(b.returning(b.add(first, second), b.mul(x, 3), b.view(b.mul(x, 3), -1)))
+    total, first, second = module(X)
     expected = X * 2
     expected[0] += 5
-    assert torch.equal(module(X)[0], expected + X * 2)
-
-
-def test_results_that_leave_the_graph_are_two() -> None:
-    b = Builder()
-    (x,) = b.inputs
-    module = merge_repeated_calls(b.returning(b.mul(x, 2), b.view(b.mul(x, 2), -1)))
-    first, second = module(X)
+    assert torch.equal(total, expected + X * 2)
     first += 1
-    assert torch.equal(second, (X * 2).view(-1))
+    assert torch.equal(second, (X * 3).view(-1))
 
 
-def test_a_mode_between_two_calls_keeps_both() -> None:
+def test_a_mode_between_two_calls_keeps_both_and_random_numbers_are_drawn_as_often_as_written() -> None:
     b = Builder()
     (x,) = b.inputs
     first = b.mul(x, 2)
     b.call(torch._C._set_grad_enabled, False)
     second = b.mul(x, 2)
     b.call(torch._C._set_grad_enabled, True)
-    module = merge_repeated_calls(b.returning(b.add(first, second)))
+    drawn = b.call(torch.sub, b.call(torch.rand, 3), b.call(torch.rand, 3))
+    module = merge_repeated_calls(b.returning(b.add(first, second), drawn))
     assert targets(module).count("mul") == 2
-
-
-def test_random_numbers_are_drawn_as_often_as_written() -> None:
-    b = Builder()
-    module = merge_repeated_calls(b.returning(b.call(torch.sub, b.call(torch.rand, 3), b.call(torch.rand, 3))))
-    assert module(X)[0].abs().sum() > 0
+    assert module(X)[1].abs().sum() > 0
 
 
 def test_a_graph_that_autograd_follows_keeps_all_calls() -> None:
@@ -287,22 +253,17 @@ def test_the_assignment_behind_an_edit_in_place_goes() -> None:
     assert torch.equal(module(X.clone())[0], expected)
 
 
-@pytest.mark.parametrize("index", [([0, 1],), [0, 2], torch.tensor([True, False, True]), True])
-def test_the_assignment_behind_an_edit_of_a_copy_stays(index: Any) -> None:
+@pytest.mark.parametrize("index", [([0, 1],), [0, 2], torch.tensor([True, False, True]), True, None])
+def test_the_assignment_behind_an_edit_of_a_copy_or_of_another_part_stays(index: Any) -> None:
     b = Builder()
     (x,) = b.inputs
-    index = b.call(torch.tensor, index.tolist()) if isinstance(index, torch.Tensor) else index
-    part = b.item(x, index)
-    b.call(operator.iadd, part, 1)
-    b.call(operator.setitem, x, index, part)
-    module = drop_needless_copies(b.returning(x))
-    assert "setitem" in targets(module)
-
-
-def test_an_assignment_of_another_part_stays() -> None:
-    b = Builder()
-    (x,) = b.inputs
-    b.call(operator.setitem, x, (slice(None), 0), b.item(x, (slice(None), 1)))
+    if index is None:
+        b.call(operator.setitem, x, (slice(None), 0), b.item(x, (slice(None), 1)))
+    else:
+        index = b.call(torch.tensor, index.tolist()) if isinstance(index, torch.Tensor) else index
+        part = b.item(x, index)
+        b.call(operator.iadd, part, 1)
+        b.call(operator.setitem, x, index, part)
     assert "setitem" in targets(drop_needless_copies(b.returning(x)))
 
 
@@ -319,24 +280,21 @@ def test_a_copy_of_what_nobody_looks_at_again_goes() -> None:
     assert torch.equal(module(X)[0], expected + (X + 1).sum())
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda b, x, hidden, view: hidden,
-        lambda b, x, hidden, view: b.mul(hidden, 2),
-        lambda b, x, hidden, view: b.mul(view, 2),
-        lambda b, x, hidden, view: b.mul(b.contiguous(hidden), 1),
-    ],
-)
-def test_a_copy_of_what_is_looked_at_again_stays(use: Callable[..., torch.fx.Node]) -> None:
-    b = Builder()
-    (x,) = b.inputs
-    hidden = b.add(x, 1)
-    view = b.view(hidden, -1)
-    copy = b.clone(hidden)
-    b.call(operator.setitem, copy, 0, 0.0)
-    module = drop_needless_copies(b.returning(copy, use(b, x, hidden, view)))
-    assert "clone" in targets(module)
+def test_a_copy_of_what_is_looked_at_again_stays() -> None:
+    uses: list[Callable[..., torch.fx.Node]] = [
+        lambda b, hidden, view: hidden,
+        lambda b, hidden, view: b.mul(hidden, 2),
+        lambda b, hidden, view: b.mul(view, 2),
+        lambda b, hidden, view: b.mul(b.contiguous(hidden), 1),
+    ]
+    for use in uses:
+        b = Builder()
+        hidden = b.add(b.inputs[0], 1)
+        view = b.view(hidden, -1)
+        copy = b.clone(hidden)
+        b.call(operator.setitem, copy, 0, 0.0)
+        module = drop_needless_copies(b.returning(copy, use(b, hidden, view)))
+        assert "clone" in targets(module)
 
 
 def test_a_copy_of_an_input_or_of_a_part_stays() -> None:
@@ -397,7 +355,7 @@ def outcome(module: torch.fx.GraphModule) -> list[torch.Tensor]:
 
 
 @given(graphs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_pass_changes_a_bit(module: torch.fx.GraphModule) -> None:
     expected = outcome(module)
     run_passes(module)
@@ -405,7 +363,7 @@ def test_no_pass_changes_a_bit(module: torch.fx.GraphModule) -> None:
 
 
 @given(graphs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_results_are_as_separate_as_they_were(module: torch.fx.GraphModule) -> None:
     """Editing one result afterwards shows in the others, and in the inputs, as it did before the passes."""
 
@@ -445,32 +403,15 @@ def model() -> NNsight:
 
 
 @torch.no_grad()
-def test_a_read_that_is_not_kept_is_not_computed(model: NNsight) -> None:
-    def trace() -> Any:
-        with model.trace(X) as tracer:
-            (model.first.output * 3).exp()
-            out = model.output.save()
-        return out, tracer
-
-    out, tracer = trace()
-    assert ".exp()" not in tracer.report.code
-    assert "mul" not in tracer.report.code
-    assert "add_" in tracer.report.code  # the model's count of calls
-    assert torch.equal(out, Hooks(model._module)(X))
-    assert model._module.calls == 2
-
-
-@torch.no_grad()
-def test_repeated_reads_and_needless_copies_of_a_block(model: NNsight) -> None:
-    def trace() -> Any:
-        with model.trace(X) as tracer:
-            hidden = model.first.output
-            hidden[:, 0] += hidden[:, 1] * hidden[:, 1]
-            copy = model.second.output.clone()
-            copy[0] = 0
-            model.second.output = copy
-            out = model.output.save()
-        return out, tracer
+def test_unused_and_repeated_reads_and_needless_copies_of_a_block(model: NNsight) -> None:
+    with model.trace(X) as tracer:
+        hidden = model.first.output
+        (hidden * 3).exp()
+        hidden[:, 0] += hidden[:, 1] * hidden[:, 1]
+        copy = model.second.output.clone()
+        copy[0] = 0
+        model.second.output = copy
+        out = model.output.save()
 
     def first(hidden: torch.Tensor) -> None:
         hidden[:, 0] += hidden[:, 1] * hidden[:, 1]
@@ -480,10 +421,10 @@ def test_repeated_reads_and_needless_copies_of_a_block(model: NNsight) -> None:
         copy[0] = 0
         return copy
 
-    out, tracer = trace()
     code = tracer.report.code
     assert code.count("linear[(slice(None, None, None), 1)]") == 1
-    assert "clone" not in code
+    assert ".exp()" not in code and "clone" not in code
+    assert "add_" in code  # the model's count of calls
     assert code.count("] = ") == 1  # of the two assignments, the one that assigns something
     assert torch.equal(out, Hooks(model._module).output("first", first).output("second", second)(X))
 
@@ -502,7 +443,7 @@ def test_a_copy_that_is_saved_stays_apart(model: NNsight) -> None:
 
 
 @torch.no_grad()
-def test_a_stop_computes_what_is_kept_and_what_has_effects(model: NNsight) -> None:
+def test_a_stop_and_a_skip_compute_what_is_kept_and_what_has_effects(model: NNsight) -> None:
     with model.trace(X) as tracer:
         first = model.first.output.save()
         (first * 3).exp()
@@ -512,10 +453,6 @@ def test_a_stop_computes_what_is_kept_and_what_has_effects(model: NNsight) -> No
     assert "add_" in tracer.report.code
     assert torch.equal(first, model._module.first(X))
     assert model._module.calls == 1
-
-
-@torch.no_grad()
-def test_what_only_a_skipped_module_needed_is_not_computed(model: NNsight) -> None:
     replacement = torch.ones(3, 6)
     with model.trace(X) as tracer:
         model.second.skip(replacement)
@@ -540,12 +477,14 @@ def test_gradients_keep_every_call(model: NNsight) -> None:
         assert torch.equal(one, other)
 
 
-def test_the_list_of_passes() -> None:
-    assert [function.__name__ for function in PASSES] == [
-        "drop_unused_calls",
-        "merge_repeated_calls",
-        "drop_needless_copies",
-    ]
+def test_each_pass_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    b = Builder()
+    b.exp(b.inputs[0])
+    with caplog.at_level(logging.DEBUG, "nnsight.fx.splicing.passes"):
+        _, runs = run_passes(b.returning(b.mul(b.inputs[0], 2)))
+    assert [run.name for run in runs] == ["drop_unused_calls", "merge_repeated_calls", "drop_needless_copies"]
+    assert [function.__name__ for function in PASSES] == [run.name for run in runs]
+    assert "pass drop_unused_calls: 4 nodes before, 3 after\n" in caplog.text and "def forward(" in caplog.text
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------
@@ -574,6 +513,7 @@ def stderr(imports: str, logs: str, tmp_path: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", ["import torch", "from nnsight.fx import explain"])
 def test_torch_logs_shows_each_pass(imports: str, tmp_path: Path) -> None:
     printed = stderr(imports, "+nnsight", tmp_path)
@@ -582,9 +522,6 @@ def test_torch_logs_shows_each_pass(imports: str, tmp_path: Path) -> None:
     assert any(int(before) > int(after) for _, before, after in counts)
     assert "def forward(" in printed
     assert "graph cut: " in printed
-
-
-def test_torch_logs_without_a_plus_shows_cuts_only(tmp_path: Path) -> None:
     printed = stderr("import nnsight", "nnsight", tmp_path)
     assert "graph cut: " in printed
     assert "pass drop" not in printed

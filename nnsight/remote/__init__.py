@@ -1,7 +1,7 @@
 """Remote execution: blocks as data.
 
-A block is recorded on the client against fake tensors, shipped as one safetensors file, validated, and run where the
-model is. Nobody's Python and nobody's pickle is executed, on either side.
+The client records a block against fake tensors and sends it as one safetensors file. The server validates it and runs it on its model.
+Neither side executes Python or pickles of the other.
 
 For servers: ``execute_payload(model, payload, limits) -> bytes``, or in steps ``decode``, ``validate``. For clients: a subclass of
 :class:`ProgramBackend` that sends bytes and returns bytes. Imported on first use only.

@@ -1,21 +1,21 @@
-"""What client and server say to each other, apart from the payload itself.
+"""The protocol between client and server, apart from the payload.
 
 A job is submitted with ``POST /request``: a multipart body whose field ``data`` is a JSON envelope and whose file ``blob`` is the
-payload. What becomes of it is told in *messages*, JSON objects with ``id``, ``status``, ``description``, ``data``, ``meta`` and
+payload. Its progress is reported in *messages*, JSON objects with ``id``, ``status``, ``description``, ``data``, ``meta`` and
 ``number``. They come through the WebSocket ``/subscribe``; ``GET /response/{id}`` has the latest. The numbers of the
-messages of a job grow, so that a client that lost its connection asks for those above what it has seen and misses none.
+messages of a job grow, so a client that lost its connection asks for those above the last one seen and misses none.
 
-A job is finished by one of two messages. ``COMPLETED`` says in ``data`` how long the result is; a short result comes along with
-it, and every result can be fetched from ``GET /result/{id}``. ``ERROR`` says in ``description`` what went wrong.
+One of two messages finishes a job. ``COMPLETED`` has the length of the result in ``data``; a short result comes along with
+it, and every result can be fetched from ``GET /result/{id}``. ``ERROR`` has the reason in ``description``.
 
-The ``nonce`` of an envelope is the client's own name for the job, and submitting the same nonce again
-returns the same job. So an answer that was lost on the way is asked for again without running anything twice.
+The ``nonce`` of an envelope is the client's own name for the job. Submitting the same nonce again returns the same job, so a client
+whose answer was lost submits again without running anything twice.
 
-A request of HTTP, and a frame, cost more than what a short job has to say. So a client that asks for ``/subscribe?framing=2`` gets
-*packets*, binary frames with JSON and bytes (:func:`join_packet`): a list of all messages that are ready, with the result of the
-last. It may submit a job likewise, an envelope with its payload, if that is no longer than the server said at the beginning that it
-takes. The answer is the first messages, or a refusal: an object with the ``code`` of HTTP and the ``detail``. Other clients get a text
-frame for each message, and a short result in a frame of its own.
+Requests and frames are most of the cost of a short job. So a client that asks for ``/subscribe?framing=2`` gets *packets*, binary frames
+with JSON and bytes (:func:`join_packet`): a list of all messages that are ready, with the result of the last. It may submit a job in
+a packet, an envelope with its payload, up to the length that the server takes. The answer is the first messages, or a refusal: an
+object with the ``code`` of HTTP and the ``detail``. Other clients get a text frame for each message, and a short result in a frame
+of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypedDict
 
-#: What the blob of a request is: a program as a safetensors file.
+#: Type of the blob of a request: a program as a safetensors file.
 CONTENT_TYPE = "application/x-nns-graph+safetensors"
 
 KEY_HEADER = "ndif-api-key"
@@ -34,15 +34,15 @@ VERSION_HEADER = "nnsight-version"
 PYTHON_HEADER = "python-version"
 TIME_HEADER = "ndif-timestamp"
 
-#: What makes the frames of a socket packets.
+#: Value of the query ``framing`` for packets.
 FRAMING = "2"
 
-#: The shape of the ids of jobs and of nonces; anything else is refused unseen.
+#: The form of ids and nonces.
 ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class JobStatus(str, Enum):  # noqa: UP042 - prints as `JobStatus.RECEIVED`, as users know it
-    """How far a job is; ``LOG`` is a remark and no stage."""
+    """Stage of a job; ``LOG`` is a line that it prints, and no stage."""
 
     RECEIVED = "RECEIVED"
     QUEUED = "QUEUED"
@@ -56,14 +56,14 @@ class JobStatus(str, Enum):  # noqa: UP042 - prints as `JobStatus.RECEIVED`, as 
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will happen to the job."""
+        """Whether the job has ended."""
         return self in (JobStatus.COMPLETED, JobStatus.ERROR)
 
 
 class Message(TypedDict):
-    """What a server says about a job.
+    """A message about a job.
 
-    ``meta`` has figures: ``runtime`` in seconds, ``waited`` in the queue, ``together`` how many jobs shared the run.
+    ``meta`` has figures: ``runtime`` in seconds, seconds ``waited`` in the queue, and the number of jobs that ran ``together``.
     """
 
     id: str
@@ -76,10 +76,10 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class ModelKey:
-    """The name under which a model is served: ``import.path.Class:{"repo_id": ..., "revision": ...}``.
+    """The name of a served model: ``import.path.Class:{"repo_id": ..., "revision": ...}``.
 
     Attributes:
-        repo_id: Name of the repository, or whatever the operator called the model.
+        repo_id: Name of the repository, or another name that the operator chose.
         revision: Branch, tag or commit; ``main`` if the key has none.
         model_class: Import path of the class. It does not choose the model.
     """
@@ -90,25 +90,17 @@ class ModelKey:
 
     @classmethod
     def parse(cls, text: str) -> ModelKey:
-        """Return the key that ``text`` is, or names by its repository alone.
-
-        Raises:
-            ValueError: If it is neither.
-        """
+        """Return the key that ``text`` is, or that of the repository ``text``; raise a :class:`ValueError` if it is neither."""
         model_class, colon, described = text.partition(":{")
         if not colon:
             if not text or len(text) > 512 or not text.isprintable():
-                raise ValueError(
-                    f"A model key is the name of a repository, or 'import.path.Class:{{JSON}}'; not {text[:80]!r}."
-                )
+                raise ValueError(f"A model key is the name of a repository, or 'import.path.Class:{{JSON}}'; not {text[:80]!r}.")
             return cls(text)
         try:
             fields = json.loads("{" + described)
             repo_id, revision = fields["repo_id"], fields.get("revision") or "main"
         except (ValueError, KeyError, RecursionError):
-            raise ValueError(
-                f"The model key {text[:80]!r} has no JSON object with a `repo_id` behind its first colon."
-            ) from None
+            raise ValueError(f"The model key {text[:80]!r} has no JSON object with a `repo_id` behind its first colon.") from None
         if not isinstance(repo_id, str) or not isinstance(revision, str):
             raise ValueError(f"`repo_id` and `revision` of the model key {text[:80]!r} have to be strings.")
         return cls(repo_id, revision, model_class)
@@ -122,11 +114,7 @@ class ModelKey:
 
 
 def model_key_of(model: Any) -> str:
-    """Return the key under which servers have a model that was loaded by name.
-
-    Raises:
-        ValueError: If it has no name.
-    """
+    """Return the key of a model that was loaded by name; raise a :class:`ValueError` if it was not."""
     name = getattr(model, "_repository", None)
     if name is None:
         raise ValueError(
@@ -138,17 +126,13 @@ def model_key_of(model: Any) -> str:
 
 
 def join_packet(content: Any, binary: bytes = b"") -> bytes:
-    """Return ``content`` as JSON, and bytes behind it: the length of the JSON in eight bytes, the lowest first, the JSON, the bytes."""
+    """Return a packet: the length of the JSON in eight bytes, the lowest first, ``content`` as JSON, and the bytes."""
     text = json.dumps(content).encode()
     return b"".join((len(text).to_bytes(8, "little"), text, binary))
 
 
 def split_packet(packet: bytes) -> tuple[Any, bytes]:
-    """Return what :func:`join_packet` was given.
-
-    Raises:
-        ValueError: If ``packet`` is none.
-    """
+    """Return the arguments of :func:`join_packet`; raise a :class:`ValueError` if ``packet`` is none."""
     end = 8 + int.from_bytes(packet[:8], "little")
     if len(packet) < max(end, 9):
         raise ValueError("This is no packet: it is shorter than it says.")
@@ -161,8 +145,3 @@ def split_packet(packet: bytes) -> tuple[Any, bytes]:
 def is_id(text: Any) -> bool:
     """Whether ``text`` could be the id of a job."""
     return isinstance(text, str) and ID.fullmatch(text) is not None
-
-
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number as JSON has them, which ``True`` is not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

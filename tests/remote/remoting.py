@@ -1,4 +1,4 @@
-"""A real server in a thread of the test process, and an engine that does what a payload says, for tests of the way there and back."""
+"""A real server in a thread of the test process, an engine that obeys its payloads, and connections that break."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import requests
 from websockets.sync.client import ClientConnection, connect
 
+from nnsight.remote.client.backend import ProgramBackend
 from nnsight.remote.protocol import CONTENT_TYPE, ModelKey
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.gateway import Gateway
@@ -293,16 +293,11 @@ def wire_to(server: Running) -> Iterator[Wire]:
         wire.close()
 
 
-# -- fixtures, for the files that import them ---------------------------------------------------------------------------
+class Catch(ProgramBackend):
+    """Keeps the recorded block and runs nothing."""
 
+    recorded: Any
+    payload: bytes
 
-@pytest.fixture
-def orders() -> Orders:
-    return Orders()
-
-
-@pytest.fixture
-def server(orders: Orders, tmp_path: Path) -> Iterator[Running]:
-    with running(orders.engine(), tmp_path / "jobs") as server:
-        yield server
-        orders.gate.set()
+    def submit(self, recorded: Any) -> None:
+        self.recorded, self.payload = recorded, recorded.payload()

@@ -15,7 +15,6 @@ from nnsight.remote import (
     InvalidProgramError,
     Job,
     NotExpressibleError,
-    ProgramBackend,
     decode,
     decode_results,
     encode,
@@ -25,15 +24,10 @@ from nnsight.remote.protocol import ModelKey
 from nnsight.remote.run.together import execute_payloads, kind_of
 from nnsight.remote.server.models import engine_of
 
-from .remoting import running
+from .remoting import Catch, running
 from .test_hostile import LIMITS, MODEL, job, op, read, ref
 
 PROMPT = "The Eiffel Tower is in the city of"
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return nnsight.demo_model()
 
 
 def drawing(model: Any, prompt: str = PROMPT, **where: Any) -> Any:
@@ -58,24 +52,14 @@ def equal(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-class Kept(ProgramBackend):
-    """Keeps payloads and runs nothing."""
-
-    def __init__(self) -> None:
-        self.payloads: list[bytes] = []
-
-    def submit(self, recorded: Any) -> None:
-        self.payloads.append(recorded.payload())
-
-
 def payload(model: Any, prompt: str = PROMPT) -> bytes:
-    kept = Kept()
+    kept = Catch()
     with model.trace(prompt, backend=kept):
         hidden = model.transformer.h[0].output
         mask = torch.bernoulli(hidden.sigmoid()).save()
         model.transformer.h[1].output[:] *= mask
         logits = model.lm_head.output.save()
-    return kept.payloads[0]
+    return kept.payload
 
 
 def test_a_seed_before_the_trace_makes_it_repeatable(model: Any) -> None:
@@ -104,11 +88,11 @@ def test_the_numbers_are_those_of_a_generator_with_the_seed(model: Any) -> None:
 
 
 def test_no_generator_of_the_server_moves(model: Any) -> None:
-    kept = Kept()
-    with model.generate(PROMPT, max_new_tokens=4, do_sample=True, backend=kept) as tracer:
+    kept = Catch()
+    with model.generate(PROMPT, max_new_tokens=2, do_sample=True, backend=kept) as tracer:
         ids = tracer.result.save()
     before = torch.get_rng_state()
-    for sent in (payload_now := payload(model), kept.payloads[0]):
+    for sent in (payload_now := payload(model), kept.payload):
         state = torch.get_rng_state()
         first, second = execute_payload(model, sent), execute_payload(model, sent)
         assert first == second and torch.equal(state, torch.get_rng_state())
@@ -127,21 +111,18 @@ def test_a_job_draws_the_same_alone_and_among_others(model: Any) -> None:
     assert not torch.equal(alone[0]["mask"], alone[2]["mask"])
 
 
-def test_sampled_tokens_are_repeatable(model: Any, tmp_path: Path) -> None:
+def test_sampled_tokens_are_repeatable(demo: Any, tmp_path: Path) -> None:
     def sampled(**where: Any) -> torch.Tensor:
-        with model.generate(PROMPT, max_new_tokens=6, do_sample=True, temperature=3.0, **where) as tracer:
+        with demo.generate(PROMPT, max_new_tokens=3, do_sample=True, temperature=3.0, **where) as tracer:
             ids = tracer.result.save()
         return ids
 
-    nnsight.CONFIG.APP.REMOTE_LOGGING = False
-    try:
-        with running(engine_of(model), tmp_path / "jobs", key=ModelKey("nnsight/demo")) as server:
-            found = []
-            for seed, where in ((5, "local"), (5, server.url), (6, server.url)):
-                torch.manual_seed(seed)
-                found.append(sampled(remote=where))
-    finally:
-        del nnsight.CONFIG.APP.REMOTE_LOGGING
+    nnsight.CONFIG.APP.REMOTE_LOGGING = False  # until the end of the test
+    with running(engine_of(demo), tmp_path / "jobs", key=ModelKey("nnsight/demo")) as server:
+        found = []
+        for seed, where in ((5, "local"), (5, server.url), (6, server.url)):
+            torch.manual_seed(seed)
+            found.append(sampled(remote=where))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
@@ -179,12 +160,12 @@ def test_a_model_in_training_mode_draws_from_the_job() -> None:
         with net.trace(x, remote="local"):
             found.append(net.output.save())
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    kept = Kept()
+    kept = Catch()
     with net.trace(x, backend=kept):
         output = net.output.save()
     torch.set_rng_state(state)
-    execute_payload(net, kept.payloads[0])
-    assert torch.equal(state, torch.get_rng_state()) and kind_of(net, kept.payloads[0]) is None
+    execute_payload(net, kept.payload)
+    assert torch.equal(state, torch.get_rng_state()) and kind_of(net, kept.payload) is None
     net._module.eval()
     with net.trace(x, remote="local"):
         kept_all = net.output.save()

@@ -18,7 +18,6 @@ from nnsight.remote import (
     Limits,
     NotExpressibleError,
     Program,
-    ProgramBackend,
     decode,
     decode_results,
     encode,
@@ -27,16 +26,12 @@ from nnsight.remote import (
 )
 from nnsight.remote.run.together import kind_of
 
+from .remoting import Catch
 from .test_hostile import IDS, LIMITS, MODEL, job, node, op, read, ref
 
 PROMPT = "The Eiffel Tower is in the city of"
 OTHER = "The Colosseum is in the city of"
 REMOTE = {"remote": "local"}
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return nnsight.demo_model()
 
 
 class Net(nn.Module):
@@ -152,10 +147,11 @@ def test_a_tensor_that_requires_gradients_is_used_in_the_block_of_a_pass(net: NN
 def test_a_weight_has_a_gradient_and_keeps_none(net: NNsight) -> None:
     _, last = parts(net)
     expected = torch.autograd.grad(net._module(X).pow(2).sum(), last.weight)[0]
-    with net.trace(X, **REMOTE):
-        with net.output.pow(2).sum().backward():
-            gradient = net.last.weight.grad.save()
-    agree((gradient, expected))
+    for model in (net, NNsight(net._module, compile={"backend": "eager"})):  # a compiled model runs such programs eagerly
+        with model.trace(X, **REMOTE):
+            with model.output.pow(2).sum().backward():
+                gradient = model.last.weight.grad.save()
+        agree((gradient, expected))
     assert all(weight.grad is None for weight in net._module.parameters())
 
 
@@ -297,22 +293,6 @@ def test_gradients_of_a_language_model(model: Any, example: Any) -> None:
     agree(*zip(there, here, strict=True))
 
 
-def test_a_compiled_model_differentiates(model: Any) -> None:
-    compiled = nnsight.demo_model(compile={"backend": "eager"})
-    agree(*zip(of_two_passes(compiled, **REMOTE), of_two_passes(model), strict=True))
-
-
-def test_a_client_without_weights(model: Any) -> None:
-    client = nnsight.LanguageModel("nnsight/demo")
-
-    class Elsewhere(ProgramBackend):
-        def send(self, payload: bytes) -> bytes:
-            return execute_payload(model, payload)
-
-    agree(*zip(of_two_passes(client, backend=Elsewhere()), of_two_passes(model), strict=True))
-    assert not client.dispatched
-
-
 def test_a_program_with_a_pass_is_a_file(model: Any) -> None:
     def block(**where: Any) -> Any:
         with model.trace(PROMPT, **where) as tracer:
@@ -331,23 +311,19 @@ def test_a_program_with_a_pass_is_a_file(model: Any) -> None:
 
 
 def payload_of(model: Any, prompt: str = PROMPT) -> bytes:
-    kept: list[bytes] = []
-
-    class Keep(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            kept.append(recorded.payload())
-
-    with model.trace(prompt, backend=Keep()):
+    kept = Catch()
+    with model.trace(prompt, backend=kept):
         hidden = model.transformer.h[0].output
         weight = model.lm_head.weight
         with model.lm_head.output[:, -1].logsumexp(-1).sum().backward():
             gradient = hidden.grad.save()
             of_weight = weight.grad.save()  # that of the embedding, too, so it comes last
-    return kept[0]
+    return kept.payload
 
 
 def test_passes_of_several_threads_do_not_see_each_other(model: Any) -> None:
     payloads = [payload_of(model), payload_of(model, OTHER)]
+    assert kind_of(model, payloads[0]) is None  # such jobs share no forward pass
     alone = [decode_results(execute_payload(model, payload)) for payload in payloads]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda payload: decode_results(execute_payload(model, payload)), payloads * 4))
@@ -356,37 +332,23 @@ def test_passes_of_several_threads_do_not_see_each_other(model: Any) -> None:
     assert all(not weight._backward_hooks for weight in model._module.parameters())
 
 
-def test_a_job_with_a_pass_runs_alone(model: Any) -> None:
-    assert kind_of(model, payload_of(model)) is None
-
-
 def test_what_nobody_reads_is_not_differentiated(model: Any) -> None:
-    kept: list[Any] = []
-
-    class Keep(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            kept.append(recorded.job)
-
-    with model.trace(PROMPT, backend=Keep()):
+    kept = Catch()
+    with model.trace(PROMPT, backend=kept):
         hidden = model.transformer.h[0].output
         hidden.requires_grad_()
         with model.lm_head.output.sum().backward():
             hidden.grad[:] = 0
         logits = model.lm_head.output.save()
-    assert [node["do"] for node in kept[0].nodes] == ["read"]
+    assert [node["do"] for node in kept.recorded.job.nodes] == ["read"]
 
 
 def test_what_a_pass_keeps_and_computes_is_counted(model: Any) -> None:
     payload = payload_of(model)
-    plain: list[bytes] = []
-
-    class Keep(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            plain.append(recorded.payload())
-
-    with model.trace(PROMPT, backend=Keep()):
+    plain = Catch()
+    with model.trace(PROMPT, backend=plain):
         total = model.lm_head.output[:, -1].logsumexp(-1).sum().save()
-    few, many = validate(decode(plain[0]), model), validate(decode(payload), model)
+    few, many = validate(decode(plain.payload), model), validate(decode(payload), model)
     assert many.flops > 2 * few.flops and many.tensor_bytes > 10 * few.tensor_bytes
     with pytest.raises(InvalidProgramError, match="more bytes than the limit"):
         validate(decode(payload), model, Limits(total_bytes=many.tensor_bytes // 2))
@@ -571,16 +533,8 @@ HOSTILE = {
         END,
     ],
     "a weight that would require gradients": [node("weight", name="scale"), node("requires_grad", value=ref(0)), backward(), END],
-    "a view of a weight": [
-        node("weight", name="scale"),
-        op("aten.select.int", ref(0), 0, 0),
-        node("requires_grad", value=ref(1)),
-    ],
-    "a weight as an activation": [
-        read("model.tied.output"),
-        op("aten.detach.default", ref(0)),
-        node("requires_grad", value=ref(1)),
-    ],
+    "a view of a weight": [node("weight", name="scale"), op("aten.select.int", ref(0), 0, 0), node("requires_grad", value=ref(1))],
+    "a weight as an activation": [read("model.tied.output"), op("aten.detach.default", ref(0)), node("requires_grad", value=ref(1))],
     "indices that would require gradients": [node("const", tensor="c"), node("requires_grad", value=ref(0))],
     "a leaf edited in place": [
         op("aten.ones.default", [4]),

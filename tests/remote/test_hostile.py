@@ -92,6 +92,16 @@ def job(*nodes: Any, saves: Any = None, run: dict[str, Any] | None = None, **ten
     return Job([first], list(nodes), {"x": ref(len(nodes) - 1)} if saves is None else saves, {"ids": IDS, **tensors})
 
 
+def sent(*nodes: Any, **more: Any) -> bytes:
+    """Return the payload of :func:`job`."""
+    return encode(job(*nodes, **more))
+
+
+def computed(*nodes: Any, **more: Any) -> bytes:
+    """Return the payload of a program that reads a value, and does more."""
+    return sent(read(), *nodes, **more)
+
+
 def content(*nodes: Any, **changes: Any) -> bytes:
     """Return a payload whose JSON has ``changes``; ``...`` takes a key out."""
     made = job(*(nodes or [read()]))
@@ -112,7 +122,7 @@ def raw(header: Any, data: bytes = b"", text: bytes | None = None, size: int | N
 
 
 def run(**changes: Any) -> bytes:
-    return encode(job(read(), run=changes))
+    return computed(run=changes)
 
 
 def header(**entry: Any) -> bytes:
@@ -163,8 +173,8 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     "job is not JSON": lambda: container(None, text="import os"),
     "job has a key twice": lambda: container(None, text='{"version": 1, "version": 1}'),
     "job has NaN": lambda: container(None, text='{"version": NaN}'),
-    "trailing bytes": lambda: encode(job(read())) + b"x",
-    "truncated": lambda: encode(job(read()))[:-1],
+    "trailing bytes": lambda: sent(read()) + b"x",
+    "truncated": lambda: sent(read())[:-1],
     "type unknown": lambda: header(dtype="F8_E5M2"),
     "type complex": lambda: header(dtype="C64"),
     "type lower case": lambda: header(dtype="i64"),
@@ -188,13 +198,11 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     "offsets of booleans": lambda: header(data_offsets=[False, 24]),
     "three offsets": lambda: header(data_offsets=[0, 24, 24]),
     "tensors that overlap": lambda: raw({"ids": ENTRY, "b": ENTRY, "__metadata__": METADATA}, bytes(24)),
-    "tensors with a hole": lambda: raw(
-        {"ids": {**ENTRY, "data_offsets": [8, 32]}, "__metadata__": METADATA}, bytes(32)
-    ),
+    "tensors with a hole": lambda: raw({"ids": {**ENTRY, "data_offsets": [8, 32]}, "__metadata__": METADATA}, bytes(32)),
     "tensor with an odd name": lambda: raw({"i\nds": ENTRY, "__metadata__": METADATA}, bytes(24)),
     "tensor with a long name": lambda: raw({"i" * 10_000: ENTRY, "__metadata__": METADATA}, bytes(24)),
     "tensor that is a list": lambda: raw({"ids": [], "__metadata__": METADATA}, bytes(24)),
-    "payload over the limit": lambda: encode(job(read(), node("const", tensor="c"), c=torch.zeros(2**19))),
+    "payload over the limit": lambda: computed(node("const", tensor="c"), c=torch.zeros(2**19)),
     "header over the limit": lambda: container(None, text=" " * 2**19 + "{}"),
 }
 
@@ -203,10 +211,7 @@ JOBS: dict[str, Callable[[], Any]] = {
         f"version {version!r}": lambda version=version: content(version=version)
         for version in (0, 2, -1, "1", 1.0, True, None, [1], 10**18)
     },
-    **{
-        f"without {key}": lambda key=key: content(**{key: ...})
-        for key in ("version", "operators", "runs", "nodes", "saves")
-    },
+    **{f"without {key}": lambda key=key: content(**{key: ...}) for key in ("version", "operators", "runs", "nodes", "saves")},
     "more": lambda: content(code="import os"),
     "operators a list": lambda: content(operators=["aten.add.Tensor"]),
     "operators odd": lambda: content(operators="../../etc"),
@@ -218,10 +223,7 @@ JOBS: dict[str, Callable[[], Any]] = {
     "runs too many": lambda: content(runs=[job(read()).runs[0]] * 1000),
     "run null": lambda: content(runs=[None]),
     "run with more": lambda: run(hook="x"),
-    **{
-        f"call {call!r}": lambda call=call: run(call=call)
-        for call in ("__call__", "eval", "forward", "", None, ["trace"], "generate")
-    },
+    **{f"call {call!r}": lambda call=call: run(call=call) for call in ("__call__", "eval", "forward", "", None, ["trace"], "generate")},
     **{f"blocks {count!r}": lambda count=count: run(blocks=count) for count in (-1, 10**9, True, 1.0, None, "1")},
     "args null": lambda: run(args=None),
     "args a tuple": lambda: run(args={"tuple": [{"tensor": "ids"}]}),
@@ -231,13 +233,13 @@ JOBS: dict[str, Callable[[], Any]] = {
     "args nested deep": lambda: run(args=nested(40, {"tensor": "ids"})),
     "args too many": lambda: run(args={"list": [{"tensor": "ids"}] * 9}),
     "no input": lambda: encode(Job([{**job().runs[0], "args": {"list": []}}], [read()], {"x": ref(0)})),
-    "input of another type": lambda: encode(job(read(), ids=torch.tensor([[0.5]]))),
+    "input of another type": lambda: computed(ids=torch.tensor([[0.5]])),
     **{
         f"argument {name!r}": lambda name=name: run(kwargs={"dict": [[name, True]]})
         for name in ("self", "__class__", "flag; import os", "", "flög", "unknown", "0", "fn", "remote", 1)
     },
     "an argument twice": lambda: run(kwargs={"dict": [["flag", True], ["flag", False]]}),
-    "a tensor that nothing uses": lambda: encode(job(read(), spare=torch.ones(3))),
+    "a tensor that nothing uses": lambda: computed(spare=torch.ones(3)),
 }
 
 
@@ -282,66 +284,50 @@ SITES = [
 NODES: dict[str, Callable[[], Any]] = {
     "nodes an object": lambda: content(nodes={}),
     "nodes null": lambda: content(nodes=None),
-    "node null": lambda: encode(job(None)),
-    "node a list": lambda: encode(job(["read"])),
-    "node empty": lambda: encode(job({})),
-    "too many nodes": lambda: encode(job(*[read()] * 1000)),
-    **{
-        f"kind {do!r}": lambda do=do: encode(job(node(do)))
-        for do in ("exec", "__class__", "import", "", None, 1, ["op"])
-    },
-    **{f"site {number}": lambda site=site: encode(job(read(site))) for number, site in enumerate(SITES)},
-    **{f"at {at!r}": lambda at=at: encode(job(read(at=at))) for at in (-1, 5, 2**31, 2**70, True, 0.0, None, "0")},
-    **{
-        f"leaf {leaf!r}": lambda leaf=leaf: encode(job(read(leaf=leaf)))
-        for leaf in (-1, 3, 10**6, 2**63, True, 0.5, None)
-    },
-    **{f"run {number!r}": lambda number=number: encode(job(read(run=number))) for number in (-1, 1, True, None, 0.0)},
-    **{f"block {number!r}": lambda number=number: encode(job(read(block=number))) for number in (-1, 1, True, None)},
-    **{f"line {line!r}": lambda line=line: encode(job(read(line=line))) for line in (-1, "1", 1.5, True, 2**40)},
-    "copy a number": lambda: encode(job(read(copy=1))),
-    "loop text": lambda: encode(job(read(loop="yes"))),
-    "inside no cache": lambda: encode(job(read(inside=0))),
-    "more keys": lambda: encode(job(read(code="x"))),
-    "fewer keys": lambda: encode(job({"do": "read", "run": 0, "block": 0, "site": "model.output"})),
-    "constant that is not there": lambda: encode(job(node("const", tensor="c"))),
-    "constant without name": lambda: encode(job(node("const", tensor=["ids"]))),
-    "weight that is not there": lambda: encode(job(node("weight", name="first.secret"))),
-    "weight by a dunder": lambda: encode(job(node("weight", name="__dict__.first"))),
-    "weight with an index": lambda: encode(job(node("weight", name="first.weight[0]"))),
-    "module that is not there": lambda: encode(
-        job(read(), node("apply", module="model.x", args={"list": []}, kwargs={"dict": []}))
+    "node null": lambda: sent(None),
+    "node a list": lambda: sent(["read"]),
+    "node empty": lambda: sent({}),
+    "too many nodes": lambda: sent(*[read()] * 1000),
+    **{f"kind {do!r}": lambda do=do: sent(node(do)) for do in ("exec", "__class__", "import", "", None, 1, ["op"])},
+    **{f"site {number}": lambda site=site: sent(read(site)) for number, site in enumerate(SITES)},
+    **{f"at {at!r}": lambda at=at: sent(read(at=at)) for at in (-1, 5, 2**31, 2**70, True, 0.0, None, "0")},
+    **{f"leaf {leaf!r}": lambda leaf=leaf: sent(read(leaf=leaf)) for leaf in (-1, 3, 10**6, 2**63, True, 0.5, None)},
+    **{f"run {number!r}": lambda number=number: sent(read(run=number)) for number in (-1, 1, True, None, 0.0)},
+    **{f"block {number!r}": lambda number=number: sent(read(block=number)) for number in (-1, 1, True, None)},
+    **{f"line {line!r}": lambda line=line: sent(read(line=line)) for line in (-1, "1", 1.5, True, 2**40)},
+    "copy a number": lambda: sent(read(copy=1)),
+    "loop text": lambda: sent(read(loop="yes")),
+    "inside no cache": lambda: sent(read(inside=0)),
+    "more keys": lambda: sent(read(code="x")),
+    "fewer keys": lambda: sent({"do": "read", "run": 0, "block": 0, "site": "model.output"}),
+    "constant that is not there": lambda: sent(node("const", tensor="c")),
+    "constant without name": lambda: sent(node("const", tensor=["ids"])),
+    "weight that is not there": lambda: sent(node("weight", name="first.secret")),
+    "weight by a dunder": lambda: sent(node("weight", name="__dict__.first")),
+    "weight with an index": lambda: sent(node("weight", name="first.weight[0]")),
+    "module that is not there": lambda: computed(node("apply", module="model.x", args={"list": []}, kwargs={"dict": []})),
+    "module's method": lambda: computed(node("apply", module="model.first.register_buffer", args={"list": [ref(0)]}, kwargs={"dict": []})),
+    "module with wrong arguments": lambda: computed(node("apply", module="model.first", args={"list": []}, kwargs={"dict": []})),
+    "module with an argument called self": lambda: computed(
+        node("apply", module="model.first", args={"list": [ref(0)]}, kwargs={"dict": [["self", ref(0)]]})
     ),
-    "module's method": lambda: encode(
-        job(read(), node("apply", module="model.first.register_buffer", args={"list": [ref(0)]}, kwargs={"dict": []}))
-    ),
-    "module with wrong arguments": lambda: encode(
-        job(read(), node("apply", module="model.first", args={"list": []}, kwargs={"dict": []}))
-    ),
-    "module with an argument called self": lambda: encode(
-        job(read(), node("apply", module="model.first", args={"list": [ref(0)]}, kwargs={"dict": [["self", ref(0)]]}))
-    ),
-    "module with text": lambda: encode(
-        job(read(), node("apply", module="model.first", args={"list": [{"str": "x"}]}, kwargs={"dict": []}))
-    ),
-    "size of another tensor": lambda: encode(job(read(), node("size", value=ref(0), dim=1, size=10**6), saves={})),
-    "size of no dimension": lambda: encode(job(read(), node("size", value=ref(0), dim=99, size=1), saves={})),
-    "size of a dimension from the end": lambda: encode(job(read(), node("size", value=ref(0), dim=-1, size=1), saves={})),
-    "size that is no number": lambda: encode(job(read(), node("size", value=ref(0), dim=0, size="1"), saves={})),
-    "size below zero": lambda: encode(job(read(), node("size", value=ref(0), dim=0, size=-1), saves={})),
-    "size of nothing": lambda: encode(job(read(), node("size", value=3, dim=0, size=1), saves={})),
-    "size of what comes later": lambda: encode(job(read(), node("size", value=ref(2), dim=0, size=1), read(), saves={})),
-    "size as a value": lambda: encode(job(read(), node("size", value=ref(0), dim=0, size=1))),
-    "barrier of none": lambda: encode(job(read(), node("barrier", id=0, of=0))),
-    "barrier of many": lambda: encode(job(read(), node("barrier", id=0, of=10**6))),
-    "barrier that nobody opens": lambda: encode(
-        job(read(), node("barrier", id=0, of=2), read("model.output"), run={"blocks": 2})
-    ),
-    "skip at an output": lambda: encode(job(read(), node("skip", site="model.first.output", at=0, value=ref(0)))),
-    "skip of the past": lambda: encode(job(read(), node("skip", site="model.embed.input", at=0, value=ref(0)))),
-    "skip with text": lambda: encode(job(read(), node("skip", site="model.relu.input", at=0, value={"str": "x"}))),
-    "locations in the wrong order": lambda: encode(job(read("model.output"), read("model.first.output"))),
-    "stop with more": lambda: encode(job(read(), node("stop", value=1))),
+    "module with text": lambda: computed(node("apply", module="model.first", args={"list": [{"str": "x"}]}, kwargs={"dict": []})),
+    "size of another tensor": lambda: computed(node("size", value=ref(0), dim=1, size=10**6), saves={}),
+    "size of no dimension": lambda: computed(node("size", value=ref(0), dim=99, size=1), saves={}),
+    "size of a dimension from the end": lambda: computed(node("size", value=ref(0), dim=-1, size=1), saves={}),
+    "size that is no number": lambda: computed(node("size", value=ref(0), dim=0, size="1"), saves={}),
+    "size below zero": lambda: computed(node("size", value=ref(0), dim=0, size=-1), saves={}),
+    "size of nothing": lambda: computed(node("size", value=3, dim=0, size=1), saves={}),
+    "size of what comes later": lambda: computed(node("size", value=ref(2), dim=0, size=1), read(), saves={}),
+    "size as a value": lambda: computed(node("size", value=ref(0), dim=0, size=1)),
+    "barrier of none": lambda: computed(node("barrier", id=0, of=0)),
+    "barrier of many": lambda: computed(node("barrier", id=0, of=10**6)),
+    "barrier that nobody opens": lambda: computed(node("barrier", id=0, of=2), read("model.output"), run={"blocks": 2}),
+    "skip at an output": lambda: computed(node("skip", site="model.first.output", at=0, value=ref(0))),
+    "skip of the past": lambda: computed(node("skip", site="model.embed.input", at=0, value=ref(0))),
+    "skip with text": lambda: computed(node("skip", site="model.relu.input", at=0, value={"str": "x"})),
+    "locations in the wrong order": lambda: sent(read("model.output"), read("model.first.output")),
+    "stop with more": lambda: computed(node("stop", value=1)),
 }
 
 DENIED = """
@@ -363,7 +349,7 @@ c10d.broadcast_.default quantized.add.default aten.quantize_per_tensor.default a
 
 
 def applied(*args: Any, name: str = "aten.add.Tensor", **kwargs: Any) -> bytes:
-    return encode(job(read(), op(name, *args, **kwargs)))
+    return computed(op(name, *args, **kwargs))
 
 
 X = ref(0)
@@ -374,8 +360,8 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "dunder": lambda: applied(X, X, __class__=1),
     "out": lambda: applied(X, X, out=X),
     "twice": lambda: applied(X, X, other=X),
-    "args an object": lambda: encode(job(read(), node("op", name="aten.relu.default", args={"self": X}))),
-    "kwargs a list": lambda: encode(job(read(), node("op", name="aten.relu.default", args=[X], kwargs=[]))),
+    "args an object": lambda: computed(node("op", name="aten.relu.default", args={"self": X})),
+    "kwargs a list": lambda: computed(node("op", name="aten.relu.default", args=[X], kwargs=[])),
     "text for a tensor": lambda: applied(X, "x"),
     "null for a tensor": lambda: applied(X, None),
     "list for a tensor": lambda: applied(X, [X]),
@@ -388,21 +374,15 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "integer for a boolean": lambda: applied(X, [0], 1, name="aten.sum.dim_IntList"),
     "text for a list": lambda: applied(X, "01", name="aten.permute.default"),
     "nested lists": lambda: applied(X, [[0], [1]], name="aten.permute.default"),
-    "list nested 1000 times": lambda: encode(
-        job(read(), node("op", name="aten.permute.default", args=[X, plain_nested(900)]))
-    ),
-    "infinity without its form": lambda: container(
-        None, text=json.dumps(job(read(), op("aten.add.Scalar", X, 1e400)).content())
-    ),
+    "list nested 1000 times": lambda: computed(node("op", name="aten.permute.default", args=[X, plain_nested(900)])),
+    "infinity without its form": lambda: container(None, text=json.dumps(job(read(), op("aten.add.Scalar", X, 1e400)).content())),
     "float of an odd kind": lambda: applied(X, {"float": "1e5"}, name="aten.add.Scalar"),
     "float that is code": lambda: applied(X, {"float": "__import__('os')"}, name="aten.add.Scalar"),
     "symbolic size": lambda: applied(X, ["s0"], name="aten.view.default"),
     "expression": lambda: applied(X, [{"expr": "2**64"}], name="aten.view.default"),
     "rounding mode": lambda: applied(X, X, name="aten.div.Tensor_mode", rounding_mode={"str": "up"}),
     "rounding mode as text": lambda: applied(X, X, name="aten.div.Tensor_mode", rounding_mode="floor"),
-    "rounding mode of code": lambda: applied(
-        X, X, name="aten.div.Tensor_mode", rounding_mode={"str": "floor'); import os; ('"}
-    ),
+    "rounding mode of code": lambda: applied(X, X, name="aten.div.Tensor_mode", rounding_mode={"str": "floor'); import os; ('"}),
     "approximation": lambda: applied(X, name="aten.gelu.default", approximate={"str": "TANH"}),
     "type object": lambda: applied(X, name="aten._to_copy.default", dtype={"dtype": "object"}),
     "type complex": lambda: applied(X, name="aten._to_copy.default", dtype={"dtype": "complex64"}),
@@ -416,20 +396,20 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "dropout": lambda: applied(X, X, X, None, 0.5, name="aten.scaled_dot_product_attention.default"),
     "itself": lambda: applied(X, ref(1)),
     "the future": lambda: applied(X, ref(2)),
-    "a cycle": lambda: encode(job(op("aten.relu.default", ref(1)), op("aten.relu.default", ref(0)))),
+    "a cycle": lambda: sent(op("aten.relu.default", ref(1)), op("aten.relu.default", ref(0))),
     "a negative node": lambda: applied(X, ref(-1)),
     "a negative output": lambda: applied(X, ref(0, -1)),
     "an output that is not there": lambda: applied(X, ref(0, 5)),
     "an output of a huge number": lambda: applied(X, ref(0, 2**62)),
-    "a node that makes nothing": lambda: encode(job(read(), node("stop"), op("aten.relu.default", ref(1)))),
+    "a node that makes nothing": lambda: computed(node("stop"), op("aten.relu.default", ref(1))),
     "a reference of three": lambda: applied(X, {"ref": [0, 0, 0]}),
     "a reference of one": lambda: applied(X, {"ref": [0]}),
     "a reference of booleans": lambda: applied(X, {"ref": [False, 0]}),
     "a reference by text": lambda: applied(X, {"ref": "0"}),
     "two forms": lambda: applied(X, {"ref": [0, 0], "float": "inf"}),
     "a tensor of the container": lambda: applied(X, {"tensor": "ids"}),
-    "name a list": lambda: encode(job(read(), node("op", name=["aten.relu.default"], args=[X]))),
-    "name null": lambda: encode(job(read(), node("op", name=None, args=[X]))),
+    "name a list": lambda: computed(node("op", name=["aten.relu.default"], args=[X])),
+    "name null": lambda: computed(node("op", name=None, args=[X])),
 }
 
 
@@ -451,7 +431,7 @@ def views(start: Any, *names: tuple[Any, ...], then: str = "aten.zero_.default",
         nodes.append(op(name, ref(len(nodes) - 1), *args))
     nodes.append(op(then, ref(len(nodes) - 1, output)))
     tensors = {"c": torch.ones(4, 4)} if start is CONST else {}
-    return encode(job(*nodes, **tensors))
+    return sent(*nodes, **tensors)
 
 
 def module(name: str, *args: Any, **content: Any) -> dict[str, Any]:
@@ -483,50 +463,32 @@ ALIASES: dict[str, Callable[[], Any]] = {
     "a part of a weight of given sizes": lambda: views(WEIGHT, ("aten.split_with_sizes.default", [1, 3]), output=1),
     "a view of an activation": lambda: views(read(), ("aten.select.int", 0, 0)),
     "a view of a constant": lambda: views(CONST, ("aten.t.default",)),
-    "copying into a weight": lambda: encode(
-        job(WEIGHT, op("aten.zeros_like.default", ref(0)), op("aten.copy_.default", ref(0), ref(1)))
-    ),
-    "adding to a weight": lambda: encode(job(WEIGHT, op("aten.add_.Tensor", ref(0), 1))),
-    "scattering into a weight": lambda: encode(
-        job(
+    "copying into a weight": lambda: sent(WEIGHT, op("aten.zeros_like.default", ref(0)), op("aten.copy_.default", ref(0), ref(1))),
+    "adding to a weight": lambda: sent(WEIGHT, op("aten.add_.Tensor", ref(0), 1)),
+    "scattering into a weight": lambda: sent(
             WEIGHT, node("const", tensor="c"), op("aten.index_put_.default", ref(0), [ref(1)], 0.0), c=torch.tensor([0])
-        )
+        ),
+    "a number in place": lambda: computed(op("aten.add_.Tensor", 1, X)),
+    "a module that edits a weight": lambda: sent(WEIGHT, module("relu", ref(0))),
+    "a module that edits an activation": lambda: computed(module("relu", X)),
+    "a module that edits a view of a weight": lambda: sent(WEIGHT, op("aten.select.int", ref(0), 0, 0), module("relu", ref(1))),
+    "a module that keeps statistics": lambda: computed(op("aten.select.int", X, 0, 0), module("norm", ref(1))),
+    "what a module returns": lambda: computed(module("first", X), op("aten.zero_.default", ref(1))),
+    "a weight that a module returns": lambda: computed(module("tied", X), op("aten.zero_.default", ref(1))),
+    "an output that is a weight": lambda: sent(
+        read("model.tied.output", copy=True), write(ref(0), "model.tied.output", in_place=True), saves={}
     ),
-    "a number in place": lambda: encode(job(read(), op("aten.add_.Tensor", 1, X))),
-    "a module that edits a weight": lambda: encode(job(WEIGHT, module("relu", ref(0)))),
-    "a module that edits an activation": lambda: encode(job(read(), module("relu", X))),
-    "a module that edits a view of a weight": lambda: encode(
-        job(WEIGHT, op("aten.select.int", ref(0), 0, 0), module("relu", ref(1)))
+    "a result that is a weight": lambda: sent(read("result", leaf=1, copy=True), write(ref(0), "result", leaf=1, in_place=True), saves={}),
+    "another shape in place": lambda: computed(op("aten.select.int", X, 0, 0), write(ref(1), in_place=True), saves={}),
+    "another type in place": lambda: computed(
+        op("aten._to_copy.default", X, dtype={"dtype": "float64"}), write(ref(1), in_place=True), saves={}
     ),
-    "a module that keeps statistics": lambda: encode(
-        job(read(), op("aten.select.int", X, 0, 0), module("norm", ref(1)))
+    "an activation of a shape that the model cannot use": lambda: computed(
+        op("aten.new_zeros.default", X, [7]), write(ref(1), "model.embed.output"), saves={}
     ),
-    "what a module returns": lambda: encode(job(read(), module("first", X), op("aten.zero_.default", ref(1)))),
-    "a weight that a module returns": lambda: encode(job(read(), module("tied", X), op("aten.zero_.default", ref(1)))),
-    "an output that is a weight": lambda: encode(
-        job(read("model.tied.output", copy=True), write(ref(0), "model.tied.output", in_place=True), saves={})
-    ),
-    "a result that is a weight": lambda: encode(
-        job(read("result", leaf=1, copy=True), write(ref(0), "result", leaf=1, in_place=True), saves={})
-    ),
-    "another shape in place": lambda: encode(
-        job(read(), op("aten.select.int", X, 0, 0), write(ref(1), in_place=True), saves={})
-    ),
-    "another type in place": lambda: encode(
-        job(read(), op("aten._to_copy.default", X, dtype={"dtype": "float64"}), write(ref(1), in_place=True), saves={})
-    ),
-    "an activation of a shape that the model cannot use": lambda: encode(
-        job(read(), op("aten.new_zeros.default", X, [7]), write(ref(1), "model.embed.output"), saves={})
-    ),
-    "a number instead of an activation": lambda: encode(job(read(), write(1), saves={})),
-    "an activation that is over": lambda: encode(
-        job(read("model.relu.output"), write(ref(0), "model.first.output"), saves={})
-    ),
+    "a number instead of an activation": lambda: computed(write(1), saves={}),
+    "an activation that is over": lambda: sent(read("model.relu.output"), write(ref(0), "model.first.output"), saves={}),
 }
-
-
-def computed(*nodes: Any, **tensors: torch.Tensor) -> bytes:
-    return encode(job(read(), *nodes, **tensors))
 
 
 SIZES: dict[str, Callable[[], Any]] = {
@@ -553,12 +515,8 @@ SIZES: dict[str, Callable[[], Any]] = {
         op("aten.zeros.default", [1, 2**20]),
         op("aten.add.Tensor", ref(1), ref(2)),
     ),
-    "a large expansion, copied": lambda: computed(
-        op("aten.expand.default", X, [2**24, 3, 4]), op("aten.clone.default", ref(1))
-    ),
-    "a large expansion, summed": lambda: computed(
-        op("aten.expand.default", X, [2**50, 3, 4]), op("aten.sum.default", ref(1))
-    ),
+    "a large expansion, copied": lambda: computed(op("aten.expand.default", X, [2**24, 3, 4]), op("aten.clone.default", ref(1))),
+    "a large expansion, summed": lambda: computed(op("aten.expand.default", X, [2**50, 3, 4]), op("aten.sum.default", ref(1))),
     "a repetition": lambda: computed(op("aten.repeat.default", X, [2**30, 1, 1])),
     "a long range": lambda: computed(op("aten.arange.default", 10**15)),
     "an endless range": lambda: computed(op("aten.arange.start_step", 0, 10, 0)),
@@ -574,9 +532,7 @@ SIZES: dict[str, Callable[[], Any]] = {
     "doubling": lambda: computed(*[op("aten.cat.default", [ref(n), ref(n)]) for n in range(60)]),
     "doubling by indices": lambda: computed(*[op("aten.repeat.default", ref(n), [1, 1, 1024]) for n in range(6)]),
     "many large tensors": lambda: computed(*[op("aten.zeros.default", [2**23])] * 50),
-    "much work": lambda: computed(
-        op("aten.zeros.default", [4000, 4000]), *[op("aten.mm.default", ref(1), ref(1)) for _ in range(3)]
-    ),
+    "much work": lambda: computed(op("aten.zeros.default", [4000, 4000]), *[op("aten.mm.default", ref(1), ref(1)) for _ in range(3)]),
     "much work in parts": lambda: computed(
         op("aten.zeros.default", [64, 1000, 200]),
         op("aten.zeros.default", [64, 200, 1000]),
@@ -602,18 +558,14 @@ BAD = torch.tensor([0, 99])
 INDICES: dict[str, Callable[[], Any]] = {
     "index": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=BAD),
     "index below": lambda: computed(CONST, op("aten.index.Tensor", X, [None, ref(1)]), c=-BAD),
-    "index of the largest number": lambda: computed(
-        CONST, op("aten.index.Tensor", X, [ref(1)]), c=torch.tensor([2**62])
-    ),
+    "index of the largest number": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=torch.tensor([2**62])),
     "index of int32": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=BAD.int()),
     "index_select": lambda: computed(CONST, op("aten.index_select.default", X, 2, ref(1)), c=BAD),
     "index_select below": lambda: computed(CONST, op("aten.index_select.default", X, 2, ref(1)), c=-BAD),
     "gather": lambda: computed(CONST, op("aten.gather.default", X, 2, ref(1)), c=torch.full((1, 3, 4), 4)),
     "gather below": lambda: computed(CONST, op("aten.gather.default", X, 2, ref(1)), c=torch.full((1, 3, 4), -1)),
     "embedding": lambda: computed(CONST, WEIGHT, op("aten.embedding.default", ref(2), ref(1)), c=BAD),
-    "embedding below": lambda: computed(
-        CONST, WEIGHT, op("aten.embedding.default", ref(2), ref(1)), c=torch.tensor([-1])
-    ),
+    "embedding below": lambda: computed(CONST, WEIGHT, op("aten.embedding.default", ref(2), ref(1)), c=torch.tensor([-1])),
     "scatter": lambda: computed(CONST, op("aten.scatter.value", X, 1, ref(1), 1.0), c=torch.full((1, 3, 4), 3)),
     "scatter_add": lambda: computed(CONST, op("aten.scatter_add.default", X, 1, ref(1), X), c=torch.full((1, 3, 4), 3)),
     "index_put": lambda: computed(CONST, op("aten.index_put.default", X, [ref(1)], 1.0), c=BAD),
@@ -631,39 +583,25 @@ INDICES: dict[str, Callable[[], Any]] = {
 
 SAVES: dict[str, Callable[[], Any]] = {
     **{
-        f"name {name!r}": lambda name=name: encode(job(read(), saves={name: ref(0)}))
-        for name in (
-            "",
-            "__class__",
-            "__builtins__",
-            "a b",
-            "1a",
-            "a.b",
-            "a;b",
-            "x\n",
-            "a" * 300,
-            "a-b",
-            "é è",
-            "class",
-            "import",
-        )
+        f"name {name!r}": lambda name=name: computed(saves={name: ref(0)})
+        for name in ("", "__class__", "__builtins__", "a b", "1a", "a.b", "a;b", "x\n", "a" * 300, "a-b", "é è", "class", "import")
     },
-    "a list": lambda: encode(job(read(), saves=[ref(0)])),
-    "the future": lambda: encode(job(read(), saves={"x": ref(1)})),
-    "a negative node": lambda: encode(job(read(), saves={"x": ref(-1)})),
-    "another output": lambda: encode(job(read(), saves={"x": ref(0, 1)})),
-    "a tensor of the container": lambda: encode(job(read(), saves={"x": {"tensor": "ids"}})),
-    "a value of no kind": lambda: encode(job(read(), saves={"x": {"object": "os"}})),
-    "two kinds": lambda: encode(job(read(), saves={"x": {"list": [], "tuple": []}})),
-    "text alone": lambda: encode(job(read(), saves={"x": "text"})),
-    "long text": lambda: encode(job(read(), saves={"x": {"str": "x" * 10_000}})),
-    "text with control characters": lambda: encode(job(read(), saves={"x": {"str": "\x1b[2J"}})),
-    "a key twice": lambda: encode(job(read(), saves={"x": {"dict": [["a", 1], ["a", 2]]}})),
-    "a key of a key": lambda: encode(job(read(), saves={"x": {"dict": [[["a"], 1]]}})),
-    "a dict of objects": lambda: encode(job(read(), saves={"x": {"dict": {"a": 1}}})),
-    "nested deep": lambda: encode(job(read(), saves={"x": nested(30, ref(0))})),
-    "many items": lambda: encode(job(read(), saves={"x": {"list": [0] * 30_000}})),
-    "what made nothing": lambda: encode(job(read(), node("stop"), saves={"x": ref(1)})),
+    "a list": lambda: computed(saves=[ref(0)]),
+    "the future": lambda: computed(saves={"x": ref(1)}),
+    "a negative node": lambda: computed(saves={"x": ref(-1)}),
+    "another output": lambda: computed(saves={"x": ref(0, 1)}),
+    "a tensor of the container": lambda: computed(saves={"x": {"tensor": "ids"}}),
+    "a value of no kind": lambda: computed(saves={"x": {"object": "os"}}),
+    "two kinds": lambda: computed(saves={"x": {"list": [], "tuple": []}}),
+    "text alone": lambda: computed(saves={"x": "text"}),
+    "long text": lambda: computed(saves={"x": {"str": "x" * 10_000}}),
+    "text with control characters": lambda: computed(saves={"x": {"str": "\x1b[2J"}}),
+    "a key twice": lambda: computed(saves={"x": {"dict": [["a", 1], ["a", 2]]}}),
+    "a key of a key": lambda: computed(saves={"x": {"dict": [[["a"], 1]]}}),
+    "a dict of objects": lambda: computed(saves={"x": {"dict": {"a": 1}}}),
+    "nested deep": lambda: computed(saves={"x": nested(30, ref(0))}),
+    "many items": lambda: computed(saves={"x": {"list": [0] * 30_000}}),
+    "what made nothing": lambda: computed(node("stop"), saves={"x": ref(1)}),
 }
 
 CASES = {
@@ -704,7 +642,7 @@ def test_a_hostile_payload_is_refused(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_payload_that_the_hostile_ones_are_made_of_is_accepted() -> None:
-    results = decode_results(execute_payload(MODEL, encode(job(read(), op("aten.mul.Tensor", X, 2.0))), LIMITS))
+    results = decode_results(execute_payload(MODEL, computed(op("aten.mul.Tensor", X, 2.0)), LIMITS))
     hidden = MODEL._module.first(MODEL._module.embed(IDS))
     assert torch.equal(results["x"], hidden.detach() * 2.0)
 
@@ -724,18 +662,13 @@ def test_what_only_a_kernel_refuses_fails() -> None:
 
 
 def test_a_job_that_takes_too_long_is_ended() -> None:
-    payload = encode(job(read(), op("aten.relu.default", X)))
+    payload = computed(op("aten.relu.default", X))
     with pytest.raises((InvalidProgramError, ExecutionFailedError), match="longer than"):
         execute_payload(MODEL, payload, Limits(seconds=0.0))
 
 
 def test_results_that_mean_harm_are_refused() -> None:
-    for results in (
-        b"",
-        pickle.dumps([1]),
-        raw({"__metadata__": METADATA}),
-        container({"version": 1, "saves": {"x": {"tensor": "y"}}}),
-    ):
+    for results in (b"", pickle.dumps([1]), raw({"__metadata__": METADATA}), container({"version": 1, "saves": {"x": {"tensor": "y"}}})):
         with pytest.raises(InvalidProgramError):
             decode_results(results)
 
@@ -743,24 +676,9 @@ def test_results_that_mean_harm_are_refused() -> None:
 # -- fuzzing ---------------------------------------------------------------------------------------------------------
 
 VALID = [
-    job(
-        read(), op("aten.mul.Tensor", X, 2.0), op("aten.select.int", ref(1), 1, -1), saves={"x": {"list": [ref(2), 1]}}
-    ),
-    job(
-        read(copy=True),
-        op("aten.select.int", X, 2, 0),
-        op("aten.zero_.default", ref(1)),
-        write(X, in_place=True),
-        read("result"),
-    ),
-    job(
-        read(),
-        CONST,
-        op("aten.index_select.default", X, 2, ref(1)),
-        write(X),
-        c=torch.tensor([0, 3]),
-        saves={"x": ref(2)},
-    ),
+    job(read(), op("aten.mul.Tensor", X, 2.0), op("aten.select.int", ref(1), 1, -1), saves={"x": {"list": [ref(2), 1]}}),
+    job(read(copy=True), op("aten.select.int", X, 2, 0), op("aten.zero_.default", ref(1)), write(X, in_place=True), read("result")),
+    job(read(), CONST, op("aten.index_select.default", X, 2, ref(1)), write(X), c=torch.tensor([0, 3]), saves={"x": ref(2)}),
     job(read(), module("first", X), WEIGHT, op("aten.linear.default", ref(1), ref(2)), node("stop")),
 ]
 INTERESTING = [
@@ -784,13 +702,8 @@ def attempt(payload: bytes) -> None:
         decode_results(execute_payload(MODEL, payload, LIMITS))
 
 
-@settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
-)
-@given(
-    st.integers(0, len(VALID) - 1),
-    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 3)), max_size=4),
-)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(st.integers(0, len(VALID) - 1), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 3)), max_size=4))
 def test_mutated_json_runs_or_is_refused(number: int, changes: list[tuple[int, int, int]]) -> None:
     made = copy.deepcopy(VALID[number].content())
     for where, what, how in changes:
@@ -810,13 +723,8 @@ def test_mutated_json_runs_or_is_refused(number: int, changes: list[tuple[int, i
     attempt(container(made, VALID[number].tensors))
 
 
-@settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
-)
-@given(
-    st.integers(0, len(VALID) - 1),
-    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6),
-)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(st.integers(0, len(VALID) - 1), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6))
 def test_mutated_bytes_run_or_are_refused(number: int, changes: list[tuple[int, int]]) -> None:
     payload = bytearray(encode(VALID[number]))
     for where, byte in changes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -28,42 +27,16 @@ from nnsight.remote import (
 )
 from nnsight.runtime.errors import OutOfOrderError
 
+from ..conftest import same
+from .remoting import Catch
+
 PROMPT = "The Eiffel Tower is in the city of"
 OTHER = "The Colosseum is in the city of"
 
 REMOTE = {"remote": "local"}
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return nnsight.demo_model()
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether a value is the other one, to float tolerance."""
-    if isinstance(one, torch.Tensor):
-        assert type(other) is torch.Tensor and not other.is_meta
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.allclose(one.float(), other.float(), atol=1e-5)
-        )
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return (
-            type(one) is type(other) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-        )
-    return bool(one == other)
-
-
 # The remote examples of the documents, and what else a block can do. Each is run here and as data.
-
-
-def the_likeliest_token(model: Any, **where: Any) -> Any:
-    with model.trace(PROMPT, **where):
-        logit = model.lm_head.output[0][-1].argmax(dim=-1).save()
-    return logit
 
 
 def generated_ids(model: Any, **where: Any) -> Any:
@@ -90,26 +63,16 @@ def steering_of_some_steps(model: Any, **where: Any) -> Any:
     return tokens, text
 
 
-def a_list_made_in_the_block(model: Any, **where: Any) -> Any:
-    with model.trace(PROMPT, **where):
-        my_list = nnsight.save([])
-        my_list.append(model.output)
-    return my_list[0].logits
-
-
-def a_list_made_outside(model: Any, **where: Any) -> Any:
+def lists_made_in_the_block_and_outside(model: Any, **where: Any) -> Any:
     kept: list[Any] = []
     by_name: dict[str, Any] = {}
     with model.trace(PROMPT, **where):
+        inside = nnsight.save([])
         kept.append(model.transformer.h[0].output)
         by_name["last"] = [model.transformer.h[1].output]
-    return kept, by_name
-
-
-def moved_to_the_cpu(model: Any, **where: Any) -> Any:
-    with model.trace(PROMPT, **where):
-        hidden = model.transformer.h[0].output[0].detach().cpu().save()
-    return hidden
+        inside.append(model.lm_head.output[0][-1].argmax(dim=-1).detach().cpu())
+        inside.append(model.output)
+    return kept, by_name, inside[0], inside[1].logits
 
 
 def a_replacement(model: Any, **where: Any) -> Any:
@@ -274,9 +237,7 @@ def many_operations(model: Any, **where: Any) -> Any:
             hidden.std(),
             torch.where(hidden > 0, hidden, float("-inf")),
             hidden.masked_fill(hidden < 0, 0.0),
-            nn.functional.scaled_dot_product_attention(
-                hidden[:, None], hidden[:, None], hidden[:, None], is_causal=True
-            ),
+            nn.functional.scaled_dot_product_attention(hidden[:, None], hidden[:, None], hidden[:, None], is_causal=True),
             torch.cat([hidden, hidden * 2], dim=1),
             hidden.sort(dim=-1, descending=True).indices,
             hidden.half().float().norm(dim=-1, keepdim=True),
@@ -292,8 +253,8 @@ def many_operations(model: Any, **where: Any) -> Any:
 
 
 EXAMPLES = [
-    the_likeliest_token, generated_ids, tokens_of_every_step, steering_of_some_steps, a_list_made_in_the_block,
-    a_list_made_outside, moved_to_the_cpu, a_replacement, a_replaced_tuple, an_edit_of_a_part_of_a_tuple,
+    generated_ids, tokens_of_every_step, steering_of_some_steps, lists_made_in_the_block_and_outside, a_replacement,
+    a_replaced_tuple, an_edit_of_a_part_of_a_tuple,
     an_edit_that_the_residual_stream_shares, steering_with_a_vector, random_noise, patching_between_invokes,
     a_replacement_in_one_invoke, a_cache, a_skipped_layer, a_stopped_run, inputs_of_modules, a_logit_lens,
     weights_in_the_block, an_operation_inside_a_module, an_edited_model, sizes_and_numbers, many_operations,
@@ -309,70 +270,53 @@ def quietly(example: Callable[..., Any], model: Any, **where: Any) -> Any:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
 def test_an_example_gives_the_same_as_data(model: Any, example: Callable[..., Any]) -> None:
-    assert same(quietly(example, model), quietly(example, model, **REMOTE))
+    same(quietly(example, model, **REMOTE), quietly(example, model))
 
 
-def test_examples_are_recorded_without_weights_and_run_elsewhere(model: Any) -> None:
+def test_examples_are_recorded_without_weights_and_run_elsewhere(demo: Any) -> None:
     """The client's model is lazy: it has no weights, before and after."""
     client = nnsight.LanguageModel("nnsight/demo")
 
     class Elsewhere(ProgramBackend):
         def send(self, payload: bytes) -> bytes:
-            return execute_payload(model, payload)
+            return execute_payload(demo, payload)
 
-    for example in (
-        the_likeliest_token,
-        tokens_of_every_step,
-        a_logit_lens,
-        weights_in_the_block,
-        patching_between_invokes,
-    ):
-        assert same(quietly(example, model), quietly(example, client, backend=Elsewhere()))
+    for example in (weights_in_the_block, patching_between_invokes):
+        same(example(client, backend=Elsewhere()), example(demo))
     assert not client.dispatched
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "example", [steering_with_a_vector, patching_between_invokes, a_logit_lens], ids=lambda example: example.__name__
-)
+@pytest.mark.parametrize("example", [steering_with_a_vector, patching_between_invokes, a_logit_lens], ids=lambda example: example.__name__)
 def test_a_compiled_model_runs_programs_compiled(model: Any, example: Callable[..., Any]) -> None:
-    compiled = nnsight.demo_model(compile={"backend": "eager"})
+    compiled = nnsight.LanguageModel(model._module, model.tokenizer, compile={"backend": "eager"})
     before = nnsight.fx.counters.recordings
-    assert same(example(model), example(compiled, **REMOTE))
+    same(example(compiled, **REMOTE), example(model))
     assert nnsight.fx.counters.recordings > before
 
 
 def test_the_server_runs_the_operators_and_nothing_of_the_client(model: Any) -> None:
-    sent: list[bytes] = []
-
-    class Listening(ProgramBackend):
-        def send(self, payload: bytes) -> bytes:
-            sent.append(payload)
-            return execute_payload(model, payload)
-
-    steering = torch.ones(model.config.n_embd)
-    with model.trace(PROMPT, backend=Listening()):
+    kept, steering = Catch(), torch.ones(model.config.n_embd)
+    with model.trace(PROMPT, backend=kept):
         model.transformer.h[1].output[:, -1] += steering
         unused = model.transformer.h[2].output * 3
         logits = model.lm_head.output.save()
-    (payload,) = sent
+    payload = kept.payload
+    with model.trace(PROMPT):
+        model.transformer.h[1].output[:, -1] += steering
+        expected = model.lm_head.output.save()
     assert b"pickle" not in payload and b"transformer" in payload and len(payload) < 4000
     nodes = decode(payload).nodes
     assert [node["do"] for node in nodes].count("read") == 2  # what nobody needs is left out
-    assert decode_results(execute_payload(model, payload))["logits"].equal(logits)
+    assert decode_results(execute_payload(model, payload))["logits"].equal(expected.detach())
 
 
 def test_a_result_that_comes_later_fills_containers(model: Any) -> None:
-    kept: list[Any] = []
-
-    class Later(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            kept.append(recorded)
-
-    with model.trace(PROMPT, backend=Later()):
+    kept = Catch()
+    with model.trace(PROMPT, backend=kept):
         found = nnsight.save([])
         found.append(model.lm_head.output)
-    bound = kept[0].bind(execute_payload(model, kept[0].payload()))
+    bound = kept.recorded.bind(execute_payload(model, kept.payload))
     with model.trace(PROMPT):
         expected = model.lm_head.output.save()
     assert bound["found"] is found and found[0].equal(expected.detach())
@@ -456,15 +400,12 @@ def test_threads_run_payloads_on_one_model(model: Any) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     kept: list[bytes] = []
-
-    class Keep(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            kept.append(recorded.payload())
-
     for factor in range(4):
-        with model.trace(PROMPT, backend=Keep()):
+        catch = Catch()
+        with model.trace(PROMPT, backend=catch):
             model.transformer.h[1].output[:] *= factor
             logits = model.lm_head.output.save()
+        kept.append(catch.payload)
     alone = [decode_results(execute_payload(model, payload))["logits"] for payload in kept]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda payload: decode_results(execute_payload(model, payload))["logits"], kept * 2))
@@ -474,90 +415,68 @@ def test_threads_run_payloads_on_one_model(model: Any) -> None:
 # -- what cannot be sent ---------------------------------------------------------------------------------------------
 
 
-def refused(model: Any, block: Callable[[Any], None], match: str, error: type[Exception] = NotExpressibleError) -> None:
-    with pytest.raises(error, match=match) as raised:
-        block(model)
-    if error is NotExpressibleError:
-        assert f"{__file__}:" in str(raised.value)
-
-
 def formatting(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        text = f"{model.transformer.h[0].output.mean():.2f}"
+    text = f"{model.transformer.h[0].output.mean():.2f}"
 
 
 def deciding(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        if model.transformer.h[0].output.sum() > 0:
-            model.transformer.h[1].output[:] = 0
+    if model.transformer.h[0].output.sum() > 0:
+        model.transformer.h[1].output[:] = 0
 
 
 def asking(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        value = model.transformer.h[0].output.mean().item()
+    value = model.transformer.h[0].output.mean().item()
 
 
 def listing(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        value = model.lm_head.output.argmax(-1).tolist()
+    value = model.lm_head.output.argmax(-1).tolist()
 
 
 def converting(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        value = model.transformer.h[0].output.numpy()
+    value = model.transformer.h[0].output.numpy()
 
 
 def indexing(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        row = model.transformer.wte.weight[model.lm_head.output[0, -1].argmax()].save()
+    row = model.transformer.wte.weight[model.lm_head.output[0, -1].argmax()]
 
 
 def selecting(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        hidden = model.transformer.h[0].output
-        positive = hidden[hidden > 0].save()
+    hidden = model.transformer.h[0].output
+    positive = hidden[hidden > 0]
 
 
 def drawing(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        drawn = torch.bernoulli(model.transformer.h[0].output.sigmoid(), generator=torch.Generator()).save()
+    drawn = torch.bernoulli(model.transformer.h[0].output.sigmoid(), generator=torch.Generator())
 
 
 def decomposing(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        parts = torch.linalg.svd(model.transformer.h[0].output).S.save()
+    parts = torch.linalg.svd(model.transformer.h[0].output).S
 
 
 def differentiating(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        model.lm_head.output.sum().backward()
+    model.lm_head.output.sum().backward()
 
 
 def hooking(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        model.transformer.h[0].output.register_hook(print)
+    model.transformer.h[0].output.register_hook(print)
 
 
 def writing_to_weights(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        model.lm_head.weight[:] = model.transformer.h[0].output.sum()
+    model.lm_head.weight[:] = model.transformer.h[0].output.sum()
 
 
 def writing_to_weights_without_values(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        model.lm_head.weight.data.zero_()
+    model.lm_head.weight.data.zero_()
 
 
 def editing_late(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        hidden = model.transformer.h[0].output
-        later = model.transformer.h[1].output
-        hidden[:] = 0
+    hidden = model.transformer.h[0].output
+    later = model.transformer.h[1].output
+    hidden[:] = 0
 
 
 def another_structure(model: Any) -> None:
-    with model.trace(PROMPT, remote="local"):
-        model.transformer.h[0].attn.output = (model.transformer.h[0].attn.output[0],) * 3
+    model.transformer.h[0].attn.output = (model.transformer.h[0].attn.output[0],) * 3
 
 
 REFUSED = {
@@ -582,7 +501,9 @@ REFUSED = {
 @pytest.mark.parametrize("block", REFUSED, ids=lambda block: block.__name__)
 def test_what_cannot_be_sent_is_refused_at_its_line(model: Any, block: Callable[[Any], None]) -> None:
     before = model.lm_head.weight.clone()
-    refused(model, block, REFUSED[block])
+    with pytest.raises(NotExpressibleError, match=REFUSED[block]) as raised, model.trace(PROMPT, remote="local"):
+        block(model)
+    assert f"{__file__}:" in str(raised.value)
     assert torch.equal(model.lm_head.weight, before)
 
 
@@ -623,42 +544,28 @@ def test_a_failure_of_the_server_has_the_users_line(net: NNsight) -> None:
             row = net.first.output.index_select(0, place).save()
 
 
-def test_where_a_trace_can_run_is_checked(model: Any) -> None:
-    with pytest.raises(ValueError, match="not both"):
-        model.trace(PROMPT, remote="local", backend=ProgramBackend())
-
-
-def test_importing_nnsight_imports_nothing_remote() -> None:
-    code = (
-        "import sys, nnsight; nnsight.NNsight; assert not any(name.startswith('nnsight.remote') for name in sys.modules), "
-        "[name for name in sys.modules if 'remote' in name]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # -- generations -----------------------------------------------------------------------------------------------------
 
 
-def generation(model: Any, **options: Any) -> Any:
-    """Return the job of a generation whose options are changed behind the recorder's back."""
-    kept: list[Any] = []
-
-    class Keep(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            kept.append(recorded.job)
-
-    with model.generate(PROMPT, max_new_tokens=5, backend=Keep()) as tracer:
+@pytest.fixture(scope="module")
+def generating(model: Any) -> Any:
+    catch = Catch()
+    with model.generate(PROMPT, max_new_tokens=5, backend=catch) as tracer:
         ids = tracer.result.save()
-    kwargs = dict(kept[0].runs[0]["kwargs"]["dict"])
-    kept[0].runs[0]["kwargs"] = {"dict": [[name, value] for name, value in {**kwargs, **options}.items()]}
-    return kept[0]
+    return catch.recorded.job
 
 
-def test_tokens_that_nobody_looks_at_are_counted(model: Any) -> None:
-    few, many = (validate(generation(model, max_new_tokens=tokens), model).flops for tokens in (5, 500))
+def generation(job: Any, **options: Any) -> Any:
+    """Return the job of a generation with other options."""
+    kwargs = {**dict(job.runs[0]["kwargs"]["dict"]), **options}
+    return dataclasses.replace(job, runs=[{**job.runs[0], "kwargs": {"dict": [list(item) for item in kwargs.items()]}}])
+
+
+def test_tokens_that_nobody_looks_at_are_counted(model: Any, generating: Any) -> None:
+    few, many = (validate(generation(generating, max_new_tokens=tokens), model).flops for tokens in (5, 500))
     assert many > 5 * few
     with pytest.raises(InvalidProgramError, match="floating point"):
-        validate(generation(model, max_new_tokens=500), model, Limits(flops=2 * few))
+        validate(generation(generating, max_new_tokens=500), model, Limits(flops=2 * few))
 
 
 @pytest.mark.parametrize(
@@ -682,6 +589,6 @@ def test_tokens_that_nobody_looks_at_are_counted(model: Any) -> None:
     ],
     ids=str,
 )
-def test_options_of_a_generation_are_those_of_a_list(model: Any, options: dict[str, Any]) -> None:
+def test_options_of_a_generation_are_those_of_a_list(model: Any, generating: Any, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidProgramError, match="generation"):
-        execute_payload(model, encode(generation(model, **options)))
+        execute_payload(model, encode(generation(generating, **options)))

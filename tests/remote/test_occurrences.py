@@ -1,34 +1,24 @@
-"""What passes the locations of a model on fakes is found out once for each kind of input, and nobody can tell."""
+"""The values at the locations of a model on fakes are computed once for each kind of input, with the same results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-import nnsight
 from nnsight import NNsight
-from nnsight.remote import ProgramBackend, decode, execute_payload, validate
+from nnsight.remote import decode, execute_payload, validate
 from nnsight.remote.counts import counts
 
 from ..conftest import same
+from .remoting import Catch
 
 PROMPT = "The Eiffel Tower is in the city of"
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return nnsight.demo_model()
-
-
 def mine(tensor: torch.Tensor) -> torch.Tensor:
-    """A function that is not followed before it is called, because of its ``try``; so its block is recorded each time."""
-    try:
-        return tensor * 2.0
-    finally:
-        pass
+    return tensor * 2.0
 
 
 def runs(block: Callable[..., Any], *arguments: Any) -> int:
@@ -89,42 +79,34 @@ def operations(model: Any, prompt: str, **where: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("block", [reading, operations])
-def test_a_model_runs_once_on_fakes_for_a_kind_of_input(model: Any, block: Callable[..., Any]) -> None:
-    runs(block, model, PROMPT)
-    assert runs(block, model, PROMPT) == 0
-    assert runs(block, model, "The Colosseum is in the town of") == 0
-    assert runs(block, model, "Hello") > 0
+def test_a_model_runs_once_on_fakes_for_a_kind_of_input(model: Any) -> None:
+    runs(reading, model, PROMPT)
+    assert runs(reading, model, PROMPT) == 0
+    assert runs(reading, model, "The Colosseum is in the town of") == 0
+    assert runs(reading, model, f"{PROMPT} {PROMPT}") > 0  # a length that no other test has
+    runs(operations, model, PROMPT)
+    assert runs(operations, model, PROMPT) == 0
 
 
-@pytest.mark.parametrize("block", [replacing, skipping, invoking, stopping])
-def test_a_block_that_changes_what_follows_gets_what_follows(model: Any, block: Callable[..., Any]) -> None:
-    for _ in range(2):
-        runs(reading, model, PROMPT)
+def test_a_block_that_changes_what_follows_gets_what_follows(model: Any) -> None:
+    runs(reading, model, PROMPT)
+    for block in (replacing, skipping, invoking, stopping):
         runs(block, model, PROMPT)
         assert runs(reading, model, PROMPT) == 0
 
 
 def test_lists_that_wait_for_several_results_get_each_its_own(model: Any) -> None:
-    class Later(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            self.recorded = recorded
-
     together: list[torch.Tensor] = []
     alone: list[list[torch.Tensor]] = []
     pending = []
     prompts = [PROMPT, "The Colosseum is in the town of", PROMPT]  # of one length
-    before = counts["repeats"]
     for prompt in prompts:
-        with model.trace(prompt, backend=Later()) as tracer:
-            together.append(model.lm_head.output)
-        pending.append(tracer.backend.recorded)
         own: list[torch.Tensor] = []
-        with model.trace(prompt, backend=Later()) as tracer:
+        with model.trace(prompt, backend=Catch()) as tracer:
+            together.append(model.lm_head.output)
             own.append(mine(model.lm_head.output))
         pending.append(tracer.backend.recorded)
         alone.append(own)
-    assert counts["repeats"] == before + 2
     for recorded in reversed(pending):
         recorded.bind(execute_payload(model, recorded.payload()))
     expected = [model._module(**model.tokenizer(prompt, return_tensors="pt")).logits for prompt in prompts]
@@ -132,16 +114,11 @@ def test_lists_that_wait_for_several_results_get_each_its_own(model: Any) -> Non
     same(alone, [[2.0 * logits] for logits in expected])
 
 
-class Payload(ProgramBackend):
-    def submit(self, recorded: Any) -> None:
-        self.bytes = recorded.payload()
-
-
 def payload(model: Any, layer: int, strength: float) -> bytes:
-    with model.trace(PROMPT, backend=Payload()) as tracer:
+    with model.trace(PROMPT, backend=Catch()) as tracer:
         model.transformer.h[layer].output[:, -1] *= strength
         out = model.lm_head.output.save()
-    return tracer.backend.bytes
+    return tracer.backend.payload
 
 
 def test_programs_are_checked_on_one_run_on_fakes_and_once(model: Any) -> None:
@@ -151,7 +128,7 @@ def test_programs_are_checked_on_one_run_on_fakes_and_once(model: Any) -> None:
     checked.append(validate(decode(second), model))
     assert counts["fake_runs"] == before["fake_runs"]
     assert counts["rehearsals"] == before["rehearsals"] + 1
-    assert checked[0].flops == checked[1].flops > 1e6
+    assert checked[0].flops == checked[1].flops > 1e5
     same(
         execute_payload(model, payload(model, 1, 3.5)) != execute_payload(model, second), True
     )  # the same program with another number has another result, and is not checked again

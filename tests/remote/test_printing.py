@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import re
 import sys
 import threading
@@ -15,22 +17,17 @@ import torch
 
 import nnsight
 from nnsight import CONFIG, NNsight
-from nnsight.remote import InvalidProgramError, Limits, NotExpressibleError, ProgramBackend, encode, execute_payload
+from nnsight.remote import InvalidProgramError, Limits, NotExpressibleError, encode, execute_payload
 from nnsight.remote.protocol import ModelKey
 from nnsight.remote.run.together import execute_payloads
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 
-from .remoting import Orders, Running, messages, order, orders, running, server
+from .remoting import Catch, Running, messages, order, running
 from .test_hostile import LIMITS, MODEL, job, node, op, read, ref
 
 PROMPT = "The Eiffel Tower is in the city of"
 OTHER = "The Colosseum is in the city of"
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return nnsight.demo_model()
 
 
 def show(tensor: torch.Tensor) -> None:
@@ -96,9 +93,7 @@ def numbers(text: str) -> tuple[str, list[float]]:
     return re.sub(r"\s+", " ", re.sub(r"-?\d+\.\d+(?:e[+-]\d+)?", "#", text)).strip(), found
 
 
-@pytest.mark.parametrize(
-    "example", [values, an_edit_behind, several_blocks, steps, a_pass, a_stop], ids=lambda example: example.__name__
-)
+@pytest.mark.parametrize("example", [values, an_edit_behind, several_blocks, steps, a_pass, a_stop], ids=lambda example: example.__name__)
 def test_a_block_prints_what_it_prints_here(model: Any, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     example(model)
     here, expected = numbers(capsys.readouterr().out)
@@ -108,25 +103,18 @@ def test_a_block_prints_what_it_prints_here(model: Any, example: Any, capsys: py
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_lines_before_the_first_value_are_shown_while_the_block_is_recorded(
-    model: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept: list[Any] = []
-
-    class Later(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            kept.append(recorded)
-
-    with model.trace(PROMPT, backend=Later()):
+def test_lines_before_the_first_value_are_shown_while_the_block_is_recorded(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Catch()
+    with model.trace(PROMPT, backend=kept):
         print("first")
         print("asked", end="? ", flush=True)
         print(model.transformer.h[0].output.mean())
         print("last")
     assert capsys.readouterr().out == "first\nasked? "
     lines: list[str] = []
-    execute_payload(model, kept[0].payload(), log=lines.append)
+    execute_payload(model, kept.payload, log=lines.append)
     assert len(lines) == 2 and lines[0].startswith("tensor(") and lines[1] == "last"
-    assert [n["do"] for n in kept[0].job.nodes].count("log") == 2
+    assert [n["do"] for n in kept.recorded.job.nodes].count("log") == 2
 
 
 def test_other_threads_and_streams_print_as_ever(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,36 +193,23 @@ def test_values_are_not_there_between_the_traces_of_a_session(model: Any) -> Non
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_sends_what_is_printed(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values(model)
+def test_a_server_sends_what_is_printed(demo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_pass(demo)
     here, expected = numbers(capsys.readouterr().out)
-    CONFIG.APP.REMOTE_LOGGING = False
-    try:
-        with running(engine_of(model), tmp_path / "jobs", key=ModelKey("nnsight/demo")) as there:
-            values(model, remote=there.url)
-            found = numbers(capsys.readouterr().out)
-            with model.trace(PROMPT, remote=there.url, blocking=False) as tracer:
-                hidden = model.transformer.h[0].output
-                print("later", hidden.mean())
-                with model.lm_head.output[:, -1].logsumexp(-1).sum().backward():
-                    gradient = hidden.grad.save()
-            results = tracer.backend.wait()
-            later = capsys.readouterr().out
-    finally:
-        del CONFIG.APP.REMOTE_LOGGING
+    CONFIG.APP.REMOTE_LOGGING = False  # until the end of the test
+    with running(engine_of(demo), tmp_path / "jobs", key=ModelKey("nnsight/demo")) as there:
+        a_pass(demo, remote=there.url)
+        found = numbers(capsys.readouterr().out)
+        with demo.trace(PROMPT, remote=there.url, blocking=False) as tracer:
+            print("later", demo.transformer.h[0].output.mean())
+        tracer.backend.wait()
+        later = capsys.readouterr().out
     assert found[0] == here and found[1] == pytest.approx(expected, abs=1e-4)
     assert later.startswith("later tensor(")
-    with model.trace(PROMPT):
-        hidden = model.transformer.h[0].output
-        with model.lm_head.output[:, -1].logsumexp(-1).sum().backward():
-            expected_gradient = hidden.grad.save()
-    torch.testing.assert_close(results["gradient"], expected_gradient)
 
 
 def test_remarks_come_in_their_order_before_the_end(server: Running) -> None:
     with server.subscribe() as socket:
-        import json
-
         session = json.loads(socket.recv(20))["session_id"]
         server.submit(order(say="x", print=["one", "two", "three"]), session_id=session)
         found = messages(socket)
@@ -245,14 +220,11 @@ def test_remarks_come_in_their_order_before_the_end(server: Running) -> None:
 
 def test_jobs_that_run_together_print_for_themselves(model: Any) -> None:
     payloads: list[bytes] = []
-
-    class Keep(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            payloads.append(recorded.payload())
-
     for factor in (1, 2):
-        with model.trace(PROMPT, backend=Keep()):
+        catch = Catch()
+        with model.trace(PROMPT, backend=catch):
             print(f"{factor}: {(model.transformer.h[0].output * factor).mean():.5f}")
+        payloads.append(catch.payload)
     alone: list[list[str]] = [[], []]
     together: list[list[str]] = [[], []]
     for payload, lines in zip(payloads, alone, strict=True):
@@ -311,8 +283,6 @@ def test_long_text_is_cut(model: Any) -> None:
 
 
 def test_an_engine_tells_nobody_when_its_loop_has_ended() -> None:
-    import asyncio
-
     def run(payload: bytes, tell: Any) -> bytes:
         kept.append(tell)
         return payload

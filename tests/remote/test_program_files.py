@@ -13,14 +13,11 @@ from torch import nn
 
 import nnsight
 from nnsight import NNsight, Program
-from nnsight.remote import ExecutionFailedError, InvalidProgramError, ProgramBackend
+from nnsight.remote import ExecutionFailedError, InvalidProgramError
+
+from .remoting import Catch
 
 PROMPT = "The Eiffel Tower is in the city of"
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return nnsight.demo_model()
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +62,9 @@ def test_a_program_survives_its_file(model: Any, steering: Program, tmp_path: Pa
     assert torch.equal(loaded.run(model, PROMPT)["logits"], steering.run(model, PROMPT)["logits"])
 
 
-def test_a_program_has_no_inputs(steering: Program) -> None:
-    content = json.loads(steering.to_json())
-    assert content["runs"][0]["args"] == {"list": []} and content["runs"][0]["kwargs"] == {"dict": []}
-
-
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_applied_program_runs_in_each_trace(
-    model: Any, steering: Program, direction: torch.Tensor, compile: bool
-) -> None:
-    base = nnsight.demo_model(compile={"backend": "eager"}) if compile else model
+def test_an_applied_program_runs_in_each_trace(model: Any, steering: Program, direction: torch.Tensor, compile: bool) -> None:
+    base = nnsight.LanguageModel(model._module, model.tokenizer, compile={"backend": "eager"}) if compile else model
     edited = base.apply(steering)
     for prompt in (PROMPT, "Hello there, my dear"):
         with edited.trace(prompt):
@@ -123,7 +113,9 @@ def test_a_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
         Program.load(tmp_path / "y")
 
 
-def test_a_program_shows_what_it_does(steering: Program) -> None:
+def test_a_program_shows_what_it_does_and_has_no_inputs(steering: Program) -> None:
+    content = json.loads(steering.to_json())
+    assert content["runs"][0]["args"] == {"list": []} and content["runs"][0]["kwargs"] == {"dict": []}
     shown = repr(steering)
     assert "read model.transformer.h.1.output" in shown and "aten.add_.Tensor" in shown and "save logits" in shown
 
@@ -193,7 +185,7 @@ def test_a_program_that_looks_at_no_length_runs_on_any(model: Any, of: Any) -> N
         lambda h: h.split(2, dim=1)[-1].sum(1),
         lambda h: h.diff(dim=1).sum(1),
         lambda h: h.sum(1) + torch.ones(h.shape).sum(),
-        lambda h: h.sum(1) + (h.shape == (1, 3, 128)),
+        lambda h: h.sum(1) + (h.shape == (1, 3, 32)),
         lambda h: h.sum(1) + len((1, *h.shape)) + sum((2,) + h.shape + (2,)),  # noqa: RUF005 - how a shape adds up is the question
         lambda h: h.sum(1) + (3 in h.shape) + h.shape.numel() + {h.shape: 1.0}[h.shape],
         lambda h: h.flatten(0, 1).sum(0),
@@ -216,16 +208,12 @@ def test_sizes_of_a_program_survive_its_file_and_those_of_a_job_are_not_sent(mod
     assert "size" in repr(program) and "dim=1, size=3" in repr(program)
     with pytest.raises(InvalidProgramError, match="dimension 1"):
         Program.load(tmp_path / "program.safetensors").run(model, PROMPT)
-    recorded: list[Any] = []
-
-    class Keeping(ProgramBackend):
-        def submit(self, job: Any) -> None:
-            recorded.extend(job.job.nodes)
-
-    with model.trace(SHORT, backend=Keeping()):
+    kept = Catch()
+    with model.trace(SHORT, backend=kept):
         hidden = model.transformer.h[1].output
         found = (hidden.sum(1) / hidden.shape[1]).save()
-    assert recorded and not any(node["do"] == "size" for node in recorded)  # it has its input along
+    nodes = kept.recorded.job.nodes
+    assert nodes and not any(node["do"] == "size" for node in nodes)  # it has its input along
 
 
 def test_a_generation_that_ends_early_is_refused_where_the_block_looked_at_its_length(model: Any) -> None:

@@ -6,6 +6,7 @@ They are spoken for by their requests; and by the public package itself, unmodif
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -19,17 +20,12 @@ import pytest
 import requests
 
 from .. import ROOT
-from .remoting import MODEL, Accounts, Orders, Running, account, orders, running
+from .remoting import MODEL, Accounts, Orders, Running, account, running
 
 PEER = ROOT / "benchmarks" / ".peer" / "bin" / "python"
 
 #: What the public client sends along.
-HEADERS = {
-    "ndif-timestamp": "1700000000.0",
-    "nnsight-version": "0.8.1",
-    "python-version": sys.version,
-    "ndif-api-key": "alice",
-}
+HEADERS = {"ndif-timestamp": "1700000000.0", "nnsight-version": "0.8.1", "python-version": sys.version, "ndif-api-key": "alice"}
 
 
 @pytest.fixture
@@ -44,42 +40,36 @@ def get(server: Running, path: str, **headers: str) -> Any:
     return answer.json()
 
 
-def test_the_models_are_described_as_clients_expect(guarded: Running) -> None:
+def test_facts_have_the_shapes_that_clients_expect(guarded: Running, orders: Orders, tmp_path: Path) -> None:
     (deployment,) = get(guarded, "/status")["deployments"].values()
     assert deployment["model_key"].partition(":")[0].count(".") >= 1
     assert (deployment["repo_id"], deployment["revision"]) == (MODEL.repo_id, "main")
     assert (deployment["deployment_level"], deployment["application_state"]) == ("HOT", "RUNNING")
-
-
-def test_the_environment_is_described_as_clients_expect(guarded: Running) -> None:
     env = get(guarded, "/env")
     assert env["python_version"].split()[0] == sys.version.split()[0]
     assert {"nnsight", "torch", "transformers"} <= env["packages"].keys()
     assert all(isinstance(version, str) for version in env["packages"].values())
-
-
-def test_a_key_has_an_identity(guarded: Running, orders: Orders, tmp_path: Path) -> None:
     who = get(guarded, "/whoami")
     assert (who["email"], who["tags"]) == ("alice", [])
     with running(orders.engine(), tmp_path / "open") as open_to_all:
         assert get(open_to_all, "/whoami")["email"] is None
 
 
-@pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize("blob", [pickle.dumps({"a": 1}), b"\x28\xb5\x2f\xfd" + bytes(100), b"PK\x03\x04" + bytes(100)])
-def test_pickled_python_is_refused_with_the_reason(guarded: Running, blob: bytes, compress: bool) -> None:
+def test_pickled_python_is_refused_with_the_reason(guarded: Running) -> None:
     env = {"python_version": sys.version, "packages": {f"package_{number}": "1.0.0" for number in range(1500)}}
-    envelope = {"model_key": str(MODEL), "session_id": "", "compress": compress, "env": env}
-    answer = requests.post(
-        guarded.url + "/request",
-        data={"data": json.dumps(envelope)},
-        files={"blob": ("request", blob, "application/octet-stream")},
-        headers=HEADERS,
-        timeout=20,
-    )
-    assert answer.status_code == 415
-    detail = answer.json()["detail"]
-    assert "never unpickles" in detail and "0.8.1" in detail and "install" in detail
+    blobs = [pickle.dumps({"a": 1}), b"\x28\xb5\x2f\xfd" + bytes(100), b"PK\x03\x04" + bytes(100)]
+    for blob, compress in itertools.product(blobs, (True, False)):
+        envelope = {"model_key": str(MODEL), "session_id": "", "compress": compress, "env": env}
+        answer = requests.post(
+            guarded.url + "/request",
+            data={"data": json.dumps(envelope)},
+            files={"blob": ("request", blob, "application/octet-stream")},
+            headers=HEADERS,
+            timeout=20,
+        )
+        assert answer.status_code == 415
+        detail = answer.json()["detail"]
+        assert "never unpickles" in detail and "0.8.1" in detail and "install" in detail
 
 
 PUBLIC = """

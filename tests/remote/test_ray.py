@@ -24,7 +24,7 @@ from nnsight.remote.server.settings import Settings
 from nnsight.remote.wire.errors import InvalidProgramError
 
 from .. import ROOT
-from .remoting import FINISHED, MODEL, Accounts, Running, account, messages, order, read_order, running, until
+from .remoting import FINISHED, MODEL, Accounts, Catch, Running, account, messages, order, read_order, running, until
 
 #: What warns here is code of Ray.
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -209,20 +209,10 @@ def test_a_model_on_replicas_computes_what_it_does_here(replicas: Any, tmp_path:
         torch.testing.assert_close(run(remote=server.url), run())
         with pytest.raises(IndexError), model.trace("Hello", remote=server.url):
             model.transformer.h[999].output.save()
-        assert engine.kind_of(_payload(model)) is not None  # jobs share a run as they do in a process
-
-
-def _payload(model: Any) -> bytes:
-    from nnsight.remote.client.backend import ProgramBackend
-
-    class Recording(ProgramBackend):
-        def submit(self, recorded: Any) -> None:
-            self.payload = recorded.payload()
-
-    backend = Recording()
-    with model.trace("Hello", backend=backend):
-        logits = model.lm_head.output.save()
-    return backend.payload
+        catch = Catch()
+        with model.trace("Hello", backend=catch):
+            logits = model.lm_head.output.save()
+        assert engine.kind_of(catch.payload) is not None  # jobs share a run as they do in a process
 
 
 def test_the_command_serves_on_a_cluster_of_its_own_and_takes_it_down(tmp_path: Path) -> None:

@@ -31,43 +31,19 @@ from nnsight.remote.server.gateway import Gateway
 from nnsight.remote.server.jobs import ServerJob
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
 from nnsight.remote.server.queues import FairQueue
+from nnsight.remote.server.serve import GatewayServer
 from nnsight.remote.server.settings import Settings
 from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
 
 from .. import ROOT
-from .remoting import (
-    FINISHED,
-    MODEL,
-    Accounts,
-    Orders,
-    Running,
-    account,
-    messages,
-    nonce,
-    order,
-    orders,
-    running,
-    server,
-    until,
-)
-
-
-@pytest.fixture
-def guarded(orders: Orders, tmp_path: Path) -> Iterator[Running]:
-    """A server with keys."""
-    door = Accounts(a=account("alice", queue=2, bytes=4096, seconds=0.5), b=account("bob"))
-    with running(orders.engine(), tmp_path / "jobs", door=door) as server:
-        yield server
-        orders.gate.set()
-
+from .remoting import FINISHED, MODEL, Accounts, Orders, Running, account, messages, nonce, order, running, until
 
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_runs_and_its_result_is_fetched(server: Running) -> None:
-    answer = server.post(order(say="hello"))
-    message = answer.json()
+    message = server.post(order(say="hello")).json()
     assert message["status"] == "RECEIVED" and set(message) == {"id", "status", "description", "data", "meta", "number"}
     ended = server.finished(message["id"])
     assert ended["status"] == "COMPLETED"
@@ -155,19 +131,15 @@ def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Runni
 def test_a_long_result_does_not_come_through_the_socket(orders: Orders, tmp_path: Path) -> None:
     with running(orders.engine(), tmp_path, settings=Settings(inline=10)) as server, server.subscribe() as socket:
         session = json.loads(socket.recv(5))["session_id"]
-        job = server.submit(order(say="x", times=11), session_id=session)
+        job = server.submit(order(say="x", times=2**17), session_id=session)
         last = messages(socket)[-1]
-        assert "inline" not in last["data"] and last["data"]["size"] == 11
-        part = server.get(f"/result/{job}", Range="bytes=8-")
+        assert "inline" not in last["data"] and last["data"]["size"] == 2**17
+        part = server.get(f"/result/{job}", Range=f"bytes={2**17 - 3}-")
         assert (part.status_code, part.content) == (206, b"xxx")  # a download can be taken up again
 
 
-def test_a_job_of_which_nothing_is_known_is_not_found(server: Running) -> None:
-    assert server.get(f"/response/{nonce()}").status_code == 404
-    assert server.get(f"/result/{nonce()}").status_code == 404
-
-
-def test_a_job_that_runs_has_no_result_yet(server: Running, orders: Orders) -> None:
+def test_results_are_of_jobs_that_have_ended(server: Running, orders: Orders) -> None:
+    assert server.get(f"/response/{nonce()}").status_code == server.get(f"/result/{nonce()}").status_code == 404
     job = server.submit(order(say="x", wait=True))
     until(orders.started.is_set)
     assert server.get(f"/response/{job}").json()["status"] == "RUNNING"
@@ -195,19 +167,15 @@ def test_a_model_is_found_by_its_repository_alone_or_by_a_key_of_another_class(s
         assert server.finished(server.submit(order(say="x"), model_key=key))["status"] == "COMPLETED"
     answer = server.post(order(say="x"), model_key='x.Y:{"repo_id": "test/model", "revision": "dev"}')
     assert answer.status_code == 404 and "test/model (main)" in answer.json()["detail"]
-
-
-@pytest.mark.parametrize("key", ["", "x:{", 'x:{"revision": "main"}', 'x:{"repo_id": 3}', "a\nb", "x" * 600, "x:{" + '{"a":' * 5000])
-def test_a_model_key_that_is_none_is_refused(server: Running, key: str) -> None:
-    assert server.post(order(say="x"), model_key=key).status_code in (400, 404)
+    for key in ("", "x:{", 'x:{"revision": "main"}', 'x:{"repo_id": 3}', "a\nb", "x" * 600, "x:{" + '{"a":' * 5000):
+        assert server.post(order(say="x"), model_key=key).status_code in (400, 404)
 
 
 # -- what comes from outside ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("payload", "word"),
-    [
+def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, orders: Orders) -> None:
+    for payload, word in [
         (b"\x80\x04\x95\x10\x00\x00\x00", "a pickle"),
         (b"PK\x03\x04" + bytes(20), "zip"),
         (b"\x28\xb5\x2f\xfd" + bytes(20), "compressed"),
@@ -216,30 +184,20 @@ def test_a_model_key_that_is_none_is_refused(server: Running, key: str) -> None:
         (b"", "something else"),
         (b"hello, this is no program", "something else"),
         ((2**40).to_bytes(8, "little") + b"{}", "something else"),
-    ],
-)
-def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, orders: Orders, payload: bytes, word: str) -> None:
-    answer = server.post(payload)
-    assert answer.status_code == 415
-    assert word in answer.json()["detail"] and "safetensors" in answer.json()["detail"]
+    ]:
+        answer = server.post(payload)
+        assert answer.status_code == 415
+        assert word in answer.json()["detail"] and "safetensors" in answer.json()["detail"]
+    answer = server.post(order(say="x"), compress=True)  # so nothing unpacks to more than the limit
+    assert answer.status_code == 415 and "uncompressed" in answer.json()["detail"]
     assert not orders.seen and not server.gateway.jobs
 
 
-def test_compression_is_refused(server: Running) -> None:
-    """There is nothing to unpack, so there is nothing that unpacks to more than the limit."""
-    answer = server.post(order(say="x"), compress=True)
-    assert answer.status_code == 415 and "uncompressed" in answer.json()["detail"]
+def test_bad_envelopes_and_bodies_are_refused(server: Running) -> None:
+    odd = ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3})
+    for envelope in ([], 3, {}, {"model_key": 3}, *({"model_key": "m", **more} for more in odd)):
+        assert server.post(order(say="x"), envelope=envelope).status_code == 400
 
-
-@pytest.mark.parametrize(
-    "envelope",
-    [[], 3, {}, {"model_key": 3}, *({"model_key": "m", **odd} for odd in ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3}))],
-)
-def test_bad_envelopes_are_refused(server: Running, envelope: Any) -> None:
-    assert server.post(order(say="x"), envelope=envelope).status_code == 400
-
-
-def test_bad_bodies_are_refused(server: Running) -> None:
     def post(**options: Any) -> int:
         return requests.post(server.url + "/request", timeout=10, **options).status_code
 
@@ -256,13 +214,13 @@ def test_bad_bodies_are_refused(server: Running) -> None:
     assert server.finished(server.submit(order(say="x")))["status"] == "COMPLETED"
 
 
-@pytest.mark.parametrize("path", ["..%2f..%2fetc%2fpasswd", "%2e%2e", "*", "a" * 5000, "....//", "%00"])
-def test_ids_never_become_paths(server: Running, path: str) -> None:
-    for kind in ("response", "result"):
-        assert server.get(f"/{kind}/{path}").status_code == 404
-    with pytest.raises(InvalidStatus) as refused:
-        server.subscribe(query=f"?job={path}")
-    assert refused.value.response.status_code == 404
+def test_ids_never_become_paths(server: Running) -> None:
+    for path in ("..%2f..%2fetc%2fpasswd", "%2e%2e", "*", "a" * 5000, "....//", "%00"):
+        for kind in ("response", "result"):
+            assert server.get(f"/{kind}/{path}").status_code == 404
+        with pytest.raises(InvalidStatus) as refused:
+            server.subscribe(query=f"?job={path}")
+        assert refused.value.response.status_code == 404
 
 
 def test_a_payload_that_is_too_long_is_refused_with_and_without_its_length(guarded: Running) -> None:
@@ -280,9 +238,7 @@ def test_a_payload_that_is_too_long_is_refused_with_and_without_its_length(guard
     assert guarded.submit(order(say="x" * 5000), key="b")
 
 
-HALF = (
-    b"POST /request HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n"
-)
+HALF = (b"POST /request HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n")
 
 
 def test_an_upload_that_never_ends_is_given_up(orders: Orders, tmp_path: Path) -> None:
@@ -318,7 +274,9 @@ def test_without_a_key_nothing_is_submitted_or_read(guarded: Running) -> None:
 
 
 def test_jobs_of_another_key_are_as_if_they_were_not_there(guarded: Running) -> None:
-    job = guarded.submit(order(say="secret"), key="a")
+    name = nonce()
+    job = guarded.submit(order(say="secret"), key="a", nonce=name)
+    assert guarded.submit(order(say="secret"), key="b", nonce=name) != job  # a nonce belongs to its key
     guarded.finished(job, key="a")
     nowhere = guarded.get(f"/response/{nonce()}", key="b")
     for path in (f"/response/{job}", f"/result/{job}"):
@@ -327,9 +285,6 @@ def test_jobs_of_another_key_are_as_if_they_were_not_there(guarded: Running) -> 
     with pytest.raises(InvalidStatus) as refused:
         guarded.subscribe(key="b", query=f"?job={job}")
     assert refused.value.response.status_code == 404
-
-
-def test_a_socket_hears_of_jobs_of_its_own_key_only(guarded: Running) -> None:
     with guarded.subscribe(key="b") as socket:
         session = json.loads(socket.recv(5))["session_id"]
         job = guarded.submit(order(say="secret"), key="a", session_id=session)
@@ -361,15 +316,6 @@ def test_a_key_has_so_many_jobs_at_a_time(guarded: Running, orders: Orders) -> N
     assert guarded.submit(order(say=5), key="a")
 
 
-def test_a_job_that_runs_out_of_its_time_is_interrupted(guarded: Running, orders: Orders) -> None:
-    job = guarded.submit(order(say="x", spin=True), key="a")
-    ended = guarded.finished(job, key="a")
-    assert ended["status"] == "ERROR" and ended["data"]["error"] == "TimeLimitError" and "0.5 seconds" in ended["description"]
-    again = guarded.submit(order(say="y"), key="a")
-    assert guarded.finished(again, key="a")["status"] == "COMPLETED"
-    assert len(set(orders.threads)) == 1  # the thread came back
-
-
 def test_an_engine_that_hangs_is_replaced_and_in_the_end_reported(orders: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnsight.remote.server.engine._PATIENCE", 0.05)
     with running(orders.engine(), tmp_path, door=Accounts(a=account("alice", seconds=0.1))) as server:
@@ -386,12 +332,13 @@ def test_an_engine_that_hangs_is_replaced_and_in_the_end_reported(orders: Orders
         assert server.get("/health").status_code == 200
 
 
-def test_tracing_functions_work_after_an_interrupt(guarded: Running) -> None:
+def test_a_job_that_runs_out_of_its_time_is_interrupted(guarded: Running, orders: Orders) -> None:
     """An interrupt must leave nothing behind that a debugger, or the tracing by which blocks are captured, waits for."""
-    for number in range(3):
-        job = guarded.submit(order(say=number, spin=True), key="a")
-        assert guarded.finished(job, key="a")["data"]["error"] == "TimeLimitError"
-    guarded.finished(guarded.submit(order(say="quick"), key="a"), key="a")
+    for number in range(2):
+        ended = guarded.finished(guarded.submit(order(say=number, spin=True), key="a"), key="a")
+        assert ended["status"] == "ERROR" and ended["data"]["error"] == "TimeLimitError" and "0.5 seconds" in ended["description"]
+    assert guarded.finished(guarded.submit(order(say="quick"), key="a"), key="a")["status"] == "COMPLETED"
+    assert len(set(orders.threads)) == 1  # the thread came back
     lines: list[int] = []
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -443,27 +390,14 @@ def test_the_command_for_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ENTRY = {"name": "a", "sha256": "0" * 64}
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", '{"keys": 3}']
-    + [
-        json.dumps({"keys": entries})
-        for entries in (
-            [{"name": "a"}],
-            [{**ENTRY, "sha256": "short"}],
-            [{**ENTRY, "queue": 0}],
-            [{**ENTRY, "bytes": "x"}],
-            [{**ENTRY, "seconds": True}],
-            [{**ENTRY, "other": 1}],
-            [ENTRY, ENTRY],
-        )
-    ],
-)
-def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match="keys.json"):
-        KeyFile(path)
+    wrong = ({"sha256": "short"}, {"queue": 0}, {"bytes": "x"}, {"seconds": True}, {"other": 1})
+    entries = [[{"name": "a"}], [ENTRY, ENTRY], *([{**ENTRY, **more}] for more in wrong)]
+    for content in ["", "[]", '{"keys": 3}', *(json.dumps({"keys": listed}) for listed in entries)]:
+        path.write_text(content)
+        with pytest.raises(ValueError, match="keys.json"):
+            KeyFile(path)
 
 
 def test_a_server_for_other_machines_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -496,11 +430,6 @@ def test_the_same_nonce_is_the_same_job(server: Running, orders: Orders) -> None
     assert (answer.json()["id"], answer.json()["status"]) == (first, "COMPLETED")
     assert orders.seen == ["x"]
     assert server.post(order(say="other"), nonce=name).status_code == 409
-
-
-def test_a_nonce_belongs_to_its_key(guarded: Running) -> None:
-    name = nonce()
-    assert guarded.submit(order(say="x"), key="a", nonce=name) != guarded.submit(order(say="x"), key="b", nonce=name)
 
 
 def test_a_client_that_goes_away_finds_its_result_later(server: Running, orders: Orders) -> None:
@@ -562,7 +491,7 @@ def test_accounts_take_turns() -> None:
     names = ["a1", "a2", "a3", "b1", "c1", "b2"]
     for name in names:
         queue.put(ServerJob(name[0], "m", name, "", 0, 1.0))
-    assert [job.nonce for job in queue] and len(queue) == 6
+    assert len(queue) == 6
     assert [queue.take()[0].nonce for _ in names] == ["a1", "b1", "c1", "a2", "b2", "a3"]
     assert queue.take() == [] and len(queue) == 0
 
@@ -593,11 +522,11 @@ def test_a_group_that_fails_as_a_whole_is_run_one_by_one(server: Running, orders
 # -- faults ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["InvalidProgramError", "ExecutionFailedError"])
-def test_what_is_wrong_with_a_program_is_told(server: Running, kind: str) -> None:
-    ended = server.finished(server.submit(order(say="because", **{"raise": kind})))
-    assert (ended["status"], ended["description"], ended["data"]) == ("ERROR", "because", {"error": kind})
-    assert "runtime" in ended["meta"]
+def test_what_is_wrong_with_a_program_is_told(server: Running) -> None:
+    for kind in ("InvalidProgramError", "ExecutionFailedError"):
+        ended = server.finished(server.submit(order(say="because", **{"raise": kind})))
+        assert (ended["status"], ended["description"], ended["data"]) == ("ERROR", "because", {"error": kind})
+        assert "runtime" in ended["meta"]
     assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED"
 
 
@@ -665,9 +594,7 @@ def kept(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [20_000, 200_000])
-def test_a_full_disk_refuses_jobs_and_leaves_nothing(
-    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_full_disk_refuses_jobs_and_leaves_nothing(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     with full_disk(server.gateway.spool, monkeypatch):
         answer = server.post(order(say="x" * size))
         assert answer.status_code == 507 and "full" in answer.json()["detail"]
@@ -749,20 +676,16 @@ def test_a_job_that_runs_is_cancelled_at_once(server: Running, orders: Orders) -
     assert server.get(f"/response/{job}").json()["data"] == {"error": "JobCancelledError"}
 
 
-def test_a_job_of_a_group_is_cancelled_alone(server: Running, orders: Orders) -> None:
-    first = server.submit(order(say="first", wait=True))
+def test_jobs_of_a_group_are_cancelled_one_by_one_and_by_their_owner(guarded: Running, orders: Orders) -> None:
+    def delete(job: str, key: str) -> int:
+        return requests.delete(f"{guarded.url}/request/{job}", headers={"ndif-api-key": key}, timeout=10).status_code
+
+    first = guarded.submit(order(say="first", wait=True), key="b")
     until(orders.started.is_set)
-    pair = [server.submit(order(say=word, kind="k")) for word in "ab"]
-    requests.delete(f"{server.url}/request/{pair[0]}", timeout=10)
+    pair = [guarded.submit(order(say=word, kind="k"), key="b") for word in "ab"]
+    assert [delete(pair[0], key) for key in ("a", "", "b")] == [404, 401, 200]
     orders.gate.set()
-    assert [server.finished(job)["status"] for job in (first, *pair)] == ["COMPLETED", "ERROR", "COMPLETED"]
-
-
-def test_only_its_owner_cancels_a_job(guarded: Running, orders: Orders) -> None:
-    job = guarded.submit(order(say="x", wait=True), key="a")
-    until(orders.started.is_set)
-    assert requests.delete(f"{guarded.url}/request/{job}", headers={"ndif-api-key": "b"}, timeout=10).status_code == 404
-    assert requests.delete(f"{guarded.url}/request/{job}", timeout=10).status_code == 401
+    assert [guarded.finished(job, key="b")["status"] for job in (first, *pair)] == ["COMPLETED", "ERROR", "COMPLETED"]
 
 
 def test_the_spool_keeps_to_its_budget(orders: Orders, tmp_path: Path) -> None:
@@ -1028,28 +951,27 @@ def test_other_errors_of_a_disk_stay_what_they_are(tmp_path: Path, monkeypatch: 
     assert spool.used == 0 and not kept(tmp_path)
 
 
-def test_serve_as_a_command_drains_at_sigterm(tmp_path: Path) -> None:
+def test_the_command_serves_and_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread; the test of a killed server sends a signal to a process."""
+    servers: list[GatewayServer] = []
+    stream, run = io.StringIO(), GatewayServer.run
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(GatewayServer, "run", lambda server: (servers.append(server), run(server)))
+    for name in ("nnsight", "uvicorn", "uvicorn.error"):  # as they were, after the test
+        for attribute in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logging.getLogger(name), attribute, getattr(logging.getLogger(name), attribute))
     with sockets.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "nnsight.cli", "serve", "nnsight/demo", "--port", str(port), "--spool", str(tmp_path / "jobs")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    try:
-
-        def up() -> bool:
-            assert process.poll() is None, process.stderr and process.stderr.read()
-            with sockets.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
-
-        until(up, 60)
-        found = requests.get(f"http://127.0.0.1:{port}/status", timeout=10).json()["deployments"]
-        assert [deployment["repo_id"] for deployment in found.values()] == ["nnsight/demo"]
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    events = [json.loads(line)["event"] for line in errors.splitlines() if line.startswith("{")]  # the rest is progress bars
-    assert "serving" in events and "draining" in events
-    assert process.returncode in (0, -signal.SIGTERM)
+    command = ["serve", "nnsight/demo", "--port", str(port), "--spool", str(tmp_path / "jobs")]
+    thread = threading.Thread(target=cli.main, args=(command,))
+    thread.start()
+    until(lambda: servers and servers[0].started, 60)
+    found = requests.get(f"http://127.0.0.1:{port}/status", timeout=10).json()["deployments"]
+    assert [deployment["repo_id"] for deployment in found.values()] == ["nnsight/demo"]
+    servers[0].gateway._loops[0].get_loop().call_soon_threadsafe(servers[0].handle_exit, signal.SIGTERM, None)
+    thread.join(20)
+    events = [json.loads(line)["event"] for line in stream.getvalue().splitlines() if line.startswith("{")]
+    assert "serving" in events and "draining" in events and not thread.is_alive()
 
 
 KILLED = """
@@ -1104,6 +1026,8 @@ def test_a_server_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path
         assert [ended(job)["status"] for job in jobs] == ["COMPLETED"] * 4
         found = [answers(f"{address}/result/{job}").content for job in (done, *jobs)]
         assert found == [b"done", b"runs", b"waits 0", b"waits 1", b"waits 2"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) in (0, -signal.SIGTERM)
     finally:
         process.kill()
         process.wait()

@@ -1,1 +1,1 @@
-"""The client of a server: jobs are submitted, waited for, and their results bound to the variables of the user."""
+"""The client of a server: submits jobs, waits for them, and binds their results to the variables of the user."""

@@ -1,4 +1,4 @@
-"""What a server answers, as text and as exceptions, and the addresses and ids that are sent to it."""
+"""Answers of a server as text and exceptions, and checks of addresses and ids."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import json
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from ..protocol import (
-    Message,
-    is_id,
-)
+from ..protocol import Message, is_id
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from .sockets import RemoteError
 
@@ -20,13 +17,14 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def detail_of(answer: requests.Response) -> str:
-    """Return what a server says about its refusal."""
+    """Return the reason of a refusal."""
     if answer.is_redirect:
         return f"it redirects to {answer.headers['location']!r}, which is not followed, for the key is for this address only"
     return text_of(answer.content) or f"{answer.status_code} {answer.reason}"
 
 
 def text_of(body: bytes) -> str:
+    """Return the reason in the body of an answer."""
     try:
         detail = json.loads(body)["detail"]
     except (ValueError, LookupError, TypeError):
@@ -35,7 +33,7 @@ def text_of(body: bytes) -> str:
 
 
 def error_of(message: Message) -> Exception:
-    """Return the exception that a message ``ERROR`` stands for."""
+    """Return the exception of a message ``ERROR``."""
     name = message["data"].get("error") if isinstance(message["data"], dict) else None
     for kind in (InvalidProgramError, ExecutionFailedError):
         if name == kind.__name__:
@@ -44,18 +42,14 @@ def error_of(message: Message) -> Exception:
 
 
 def checked_id(job_id: str) -> str:
-    """Return ``job_id``.
-
-    Raises:
-        ValueError: If it is no id.
-    """
+    """Return ``job_id``; raise a :class:`ValueError` if it is no id."""
     if not is_id(job_id):
         raise ValueError(f"{job_id!r} is not the id of a job, such as `backend.job_id` has it.")
     return job_id
 
 
 def address(host: str) -> str:
-    """Return the address of a server without a slash at its end; other machines are spoken to over https unless ``host`` says so.
+    """Return the address of a server without a slash at its end. The default scheme is https, on this machine http.
 
     Raises:
         ValueError: If ``host`` is no address.

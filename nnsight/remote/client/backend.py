@@ -1,4 +1,4 @@
-"""Backends that send a block elsewhere as data."""
+"""Backends that send a block as data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from ..run.execution import execute_payload
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from ..wire.limits import Limits
 from .program_files import Program
-from .repeating import recorded_of
 from .session_jobs import record_session
 
 
 class ProgramBackend(Backend):
-    """Records the block of a trace, or of a session, has it run by :meth:`send`, and binds what it saved.
+    """Records the block of a trace or a session, runs it with :meth:`send`, and binds the saved values.
 
     Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results.
     """
@@ -27,7 +26,7 @@ class ProgramBackend(Backend):
     def __call__(self, tracer: Any) -> Any:
         try:
             if isinstance(tracer, InterleavingTracer):
-                return self.submit(recorded_of(tracer, super().__call__))
+                return self.submit(record(tracer, super().__call__(tracer)))
             return self.submit(record_session(tracer, super().__call__(tracer)))
         except (ExecutionFailedError, InvalidProgramError) as error:
             if CONFIG.APP.DEBUG or tracer.info is None:
@@ -35,7 +34,7 @@ class ProgramBackend(Backend):
             raise _with_line(error, tracer.info) from None
 
     def submit(self, recorded: Recorded) -> Any:
-        """Have the job run and bind its results."""
+        """Run the job and bind its results."""
         recorded.bind(self.send(recorded.payload()))
 
     def send(self, payload: bytes) -> bytes:
@@ -71,10 +70,7 @@ _LINE = re.compile(r", line (\d+)(?= failed:|: )")
 
 
 def _with_line(error: Exception, block: Block) -> Exception:
-    """Return ``error``, which has the number of a line, with the line itself in its message if it is one of ``block``.
-
-    How the program was run is none of its causes: its own message has the reason.
-    """
+    """Return ``error`` without its causes; if its message names a line of ``block``, with the file and the text of that line."""
     message = str(error)
     found = _LINE.search(message)
     kind = InvalidProgramError if isinstance(error, InvalidProgramError) else ExecutionFailedError

@@ -1,12 +1,11 @@
-"""The client of a server: submits jobs, hears about them, fetches results.
+"""The client of a server: submits jobs, follows them, fetches results.
 
-A job is the server's once it is submitted, and a connection is only a way to hear about it. So whatever breaks is tried again: a
-submission under the same nonce, which cannot make a second job of it; a WebSocket from the last message seen; a download from the last
-byte. Only when the server stays away longer than ``patience`` the client gives up, with an error that has the id of the job, for which
-somebody can ask later.
+A submitted job does not depend on the connection, so everything that breaks is tried again: a submission under the same nonce, which
+makes no second job; a WebSocket from the last message seen; a download from the last byte. If the server cannot be reached for longer
+than ``patience``, the client raises an error with the id of the job, which can be asked for later.
 
-The server is not trusted either: nothing it sends is unpickled, and the key goes nowhere but to the address that was chosen; redirects
-and addresses in messages are not followed.
+The server is not trusted: nothing that it sends is unpickled, and the key is sent to the chosen address only; redirects and addresses in
+messages are not followed.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import Any
 try:
     import requests
     from tqdm.auto import tqdm
+    from tqdm.utils import CallbackIOWrapper
     from urllib3.filepost import encode_multipart_formdata
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
     from websockets.sync.client import connect
@@ -49,7 +49,7 @@ from .sockets import LostError, RemoteConnectionError, RemoteError, Socket, is_m
 
 __all__ = ["Client", "RemoteConnectionError", "RemoteError", "address", "checked_id", "error_of"]
 
-#: From this length on there is a progress bar.
+#: Least length of a transfer with a progress bar.
 _LONG = 4 * 2**20
 _CHUNK = 256 * 1024
 #: How long a WebSocket is kept for the next job, in seconds.
@@ -62,8 +62,8 @@ class Client:
     Args:
         host: Address of the server, such as ``https://models.example.org``; by default ``CONFIG.API.HOST``.
         api_key: The key; by default ``CONFIG.API.KEY``.
-        timeout: How long the server may be silent while it answers, in seconds.
-        patience: How long a server that cannot be reached is tried again, in seconds.
+        timeout: Longest silence of the server while it answers, in seconds.
+        patience: Longest time to try a server that cannot be reached, in seconds.
 
     Raises:
         ValueError: If ``host`` is no address.
@@ -83,7 +83,7 @@ class Client:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, payload: bytes, model_key: str) -> Message:
-        """Submit a job that is not waited for, and return the first message about it.
+        """Submit a job without waiting for it, and return the first message about it.
 
         Args:
             payload: The program.
@@ -101,10 +101,10 @@ class Client:
         return self._message("POST", "/request", body, content_type)
 
     def latest(self, job_id: str) -> Message | None:
-        """Return the message that says where a job stands; ``None`` if there is no such job for this key.
+        """Return the latest status message of a job; ``None`` if there is no such job for this key.
 
         Raises:
-            RemoteError: If the server refuses to say.
+            RemoteError: If the server refuses the request.
             ValueError: If ``job_id`` is no id.
         """
         try:
@@ -115,7 +115,7 @@ class Client:
             raise
 
     def cancel(self, job_id: str) -> Message:
-        """End a job that waits or runs; return where it stands then. One that has ended stays as it is.
+        """End a job that waits or runs; return its latest status message. A job that has ended stays as it is.
 
         Raises:
             RemoteError: If there is no such job for this key.
@@ -123,7 +123,7 @@ class Client:
         return self._message("DELETE", f"/request/{checked_id(job_id)}")
 
     def result(self, job_id: str) -> bytes:
-        """Download the result of a job; a download that breaks off goes on where it stopped.
+        """Download the result of a job; a download that breaks off continues where it stopped.
 
         Raises:
             RemoteError: If there is none.
@@ -133,9 +133,8 @@ class Client:
         patience = _Patience(self._patience, f"fetch the result of job {job_id} from {self.host}")
         while True:
             try:
-                with self._http(
-                    "GET", path, headers={"Range": f"bytes={len(got)}-"} if got else {}, stream=True
-                ) as answer:
+                headers = {"Range": f"bytes={len(got)}-"} if got else {}
+                with self._http("GET", path, headers=headers, stream=True) as answer:
                     if answer.status_code != 206:
                         got.clear()
                     length = len(got) + int(answer.headers.get("content-length", "0"))
@@ -151,36 +150,36 @@ class Client:
                 patience.wait(error)
 
     def run(self, payload: bytes, model_key: str) -> Iterator[tuple[Message, bytes | None]]:
-        """Submit a job and yield the messages about it, with the result where one comes along; see :meth:`follow`."""
+        """Submit a job and yield its messages, each with the result that comes along; see :meth:`follow`."""
         envelope = _envelope(model_key)
         socket: Socket | None = None
-        with contextlib.suppress(LostError):  # without a socket, the job is asked about
+        with contextlib.suppress(LostError):  # without a socket, the client polls
             socket = self._kept() or self._open()
-        told: list[tuple[Message, bytes | None]] = []
+        first: list[tuple[Message, bytes | None]] = []
         try:
             if socket is not None and len(payload) <= socket.takes:
                 try:
-                    told = socket.submit(envelope, payload)
-                except LostError:  # if it has arrived all the same, it is the same job
+                    first = socket.submit(envelope, payload)
+                except LostError:  # if it has arrived, the nonce makes it the same job
                     socket.close()
                     socket = None
-            if not told:
+            if not first:
                 session_id = "" if socket is None else socket.session_id
                 message = self._post({**envelope, "session_id": session_id}, payload)
         except BaseException:
             if socket is not None:
                 socket.close()
             raise
-        if told:
-            yield from self._follow(told[0][0]["id"], 0, socket, told)
+        if first:
+            yield from self._follow(first[0][0]["id"], 0, socket, first)
         else:
             yield message, None
             yield from self._follow(message["id"], message["number"], socket)
 
     def follow(self, job_id: str, after: int = 0) -> Iterator[tuple[Message, bytes | None]]:
-        """Yield the messages about a job with numbers above ``after``, up to the one that finishes it.
+        """Yield the messages of a job with numbers above ``after``, up to the one that finishes it.
 
-        A result that is short comes with the message ``COMPLETED``; others are fetched with :meth:`result`.
+        A short result comes with the message ``COMPLETED``; others are fetched with :meth:`result`.
 
         Raises:
             RemoteError: If there is no such job for this key.
@@ -189,27 +188,27 @@ class Client:
         yield from self._follow(checked_id(job_id), after, None)
 
     def _follow(
-        self, job_id: str, after: int, socket: Socket | None, told: Iterable[tuple[Message, bytes | None]] = ()
+        self, job_id: str, after: int, socket: Socket | None, first: Iterable[tuple[Message, bytes | None]] = ()
     ) -> Iterator[tuple[Message, bytes | None]]:
-        """Yield what has been ``told`` about a job, and what will be, on a socket of which this is the only job."""
+        """Yield the ``first`` messages of a job and those to come, on a socket that has no other job."""
         patience = _Patience(self._patience, f"hear of job {job_id} from {self.host}")
         while True:
             try:
                 if socket is None:
                     socket = self._open(f"&job={job_id}&after={after}")
                     patience.renew()
-                for message, result in itertools.chain(told, socket.messages(job_id)):
+                for message, result in itertools.chain(first, socket.messages(job_id)):
                     after = message["number"]
                     finished = JobStatus(message["status"]).finished
                     if finished and socket is not None and socket.serves_many:
-                        # Now, for who has seen the last message asks for no more.
+                        # Before the last message, after which callers stop iterating.
                         self._keep(socket)
                         socket = None
                     yield message, result
                     if finished:
                         return
             except (ConnectionClosed, LostError) as error:
-                try:  # something on the way may let HTTP through and no WebSocket
+                try:  # a proxy may let HTTP through and no WebSocket
                     latest = self._message("GET", f"/response/{job_id}", once=True)
                 except RemoteConnectionError:
                     patience.wait(error)
@@ -224,12 +223,12 @@ class Client:
             finally:
                 if socket is not None:
                     socket.close()
-                socket, told = None, ()
+                socket, first = None, ()
 
-    # -- facts -------------------------------------------------------------------------------------------------------
+    # -- the server --------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return what the server says about its models."""
+        """Return the models of the server."""
         return self._json("GET", "/status")
 
     def env(self) -> dict[str, Any]:
@@ -237,11 +236,11 @@ class Client:
         return self._json("GET", "/env")
 
     def whoami(self) -> dict[str, Any]:
-        """Return whose the key is, and what it may do."""
+        """Return the name and the limits of the key."""
         return self._json("GET", "/whoami")
 
     def close(self) -> None:
-        """Close connections that are kept for later."""
+        """Close idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for _, socket in idle:
@@ -253,28 +252,20 @@ class Client:
         """Return the message that the server answers; as :meth:`_json`."""
         message = self._json(*args, **options)
         if not is_message(message):
-            raise RemoteError(
-                f"{self.host} answered with something else than a message about a job: is it a server of nnsight?"
-            )
+            raise RemoteError(f"{self.host} answered with something else than a message about a job: is it a server of nnsight?")
         return message
 
     def _json(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        content_type: str | None = None,
-        once: bool = False,
+        self, method: str, path: str, body: bytes = b"", content_type: str | None = None, once: bool = False
     ) -> Any:
-        """Return what the server answers, trying again if it cannot be reached or is about to restart."""
+        """Return the answer of the server; try again if it cannot be reached or is about to restart."""
         patience = _Patience(0.0 if once else self._patience, f"reach {self.host}")
         headers = {} if content_type is None else {"Content-Type": content_type}
         while True:
             try:
-                with _bar("Uploading", len(body or b"")) as bar:
-                    data = None if body is None else _Upload(body, bar)
-                    answer = self._http(method, path, data=data, headers=headers)
-                return answer.json()
+                with _bar("Uploading", len(body)) as bar:
+                    data = CallbackIOWrapper(bar.update, io.BytesIO(body)) if body else None
+                    return self._http(method, path, data=data, headers=headers).json()
             except LostError as error:
                 patience.wait(error)
             except ValueError:
@@ -282,12 +273,7 @@ class Client:
                 raise RemoteError(message) from None
 
     def _http(self, method: str, path: str, headers: dict[str, str], **options: Any) -> requests.Response:
-        """Make a request and return the answer.
-
-        Raises:
-            RemoteError: If the server refuses it.
-            LostError: If another attempt may do better.
-        """
+        """Make a request and return the answer; raise a :class:`LostError` if another attempt may succeed."""
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
         timeout = (min(10.0, self._timeout), self._timeout)
@@ -312,12 +298,7 @@ class Client:
     # -- WebSockets --------------------------------------------------------------------------------------------------
 
     def _open(self, query: str = "") -> Socket:
-        """Return a new socket; ``query`` names the one job that it is for.
-
-        Raises:
-            RemoteError: If the server refuses it.
-            LostError: If another attempt may do better.
-        """
+        """Return a new socket, for the one job of ``query`` if there is one; raise a :class:`LostError` if another attempt may succeed."""
         try:
             manager = connect(
                 f"ws{self.host.removeprefix('http')}/subscribe?framing={FRAMING}{query}",
@@ -328,7 +309,7 @@ class Client:
                 compression=None,
                 user_agent_header=None,
             )
-            connection = manager.__enter__()  # and closed by hand: some are kept for the next job
+            connection = manager.__enter__()  # closed by hand: some are kept for the next job
         except InvalidStatus as error:
             if error.response.status_code in (401, 403, 404):
                 detail = text_of(bytes(error.response.body or b""))
@@ -339,7 +320,7 @@ class Client:
         return Socket(self.host, connection, self._timeout, serves_many=not query)
 
     def _kept(self) -> Socket | None:
-        """Return a socket that was kept, on which nothing is being told."""
+        """Return an idle socket."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -355,29 +336,19 @@ class Client:
 
 
 class _Patience:
-    """Waits between attempts, longer each time, and gives up after a while without success.
-
-    Args:
-        seconds: How long it lasts.
-        goal: What is being tried, for the message.
-    """
+    """Waits between attempts, longer each time, and gives up after ``seconds`` without success; ``goal`` is for the message."""
 
     def __init__(self, seconds: float, goal: str) -> None:
-        self._seconds = seconds
-        self._goal = goal
+        self._seconds, self._goal = seconds, goal
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew, after a success."""
+        """Start again, after a success."""
         self._until = time.monotonic() + self._seconds
         self._pause = 0.05
 
     def wait(self, error: Exception) -> None:
-        """Wait a while.
-
-        Raises:
-            RemoteConnectionError: If there is no more time.
-        """
+        """Wait for the next attempt; raise a :class:`RemoteConnectionError` if the time is over."""
         if time.monotonic() + self._pause > self._until:
             raise RemoteConnectionError(
                 f"It was not possible to {self._goal} within {self._seconds:g} seconds: {error}. Is the address right (CONFIG.API.HOST)? "
@@ -387,27 +358,12 @@ class _Patience:
         self._pause = min(2 * self._pause, 5.0)
 
 
-class _Upload(io.BytesIO):
-    """Bytes to be sent, with a progress bar."""
-
-    def __init__(self, data: bytes, bar: Any) -> None:
-        super().__init__(data)
-        self._bar = bar
-
-    def read(self, size: int | None = -1) -> bytes:
-        part = super().read(_CHUNK if size is None or size < 0 else size)
-        self._bar.update(len(part))
-        return part
-
-
 def _bar(title: str, total: int, done: int = 0) -> Any:
-    """Return a progress bar, which is shown for long transfers only."""
+    """Return a progress bar; it is shown for long transfers only."""
     hidden = total < _LONG or not CONFIG.APP.REMOTE_LOGGING
     return tqdm(desc=title, total=total, initial=done, unit="B", unit_scale=True, leave=False, disable=hidden)
 
 
 def _envelope(model_key: str) -> dict[str, Any]:
-    """Return the envelope of a new job, which nobody is told about."""
+    """Return the envelope of a new job without a session."""
     return {"model_key": model_key, "session_id": "", "compress": False, "env": {}, "nonce": str(uuid.uuid4())}
-
-

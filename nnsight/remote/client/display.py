@@ -1,36 +1,23 @@
-"""What a user sees of a job that is waited for: one line that changes on a terminal, a line for each status elsewhere.
+"""Shows the status of a job that is waited for: one line that changes on a terminal, a line for each status elsewhere.
 
-It goes to standard error, like progress bars. Remarks of the server are the user's own output and go to standard output, always.
+Statuses go to standard error, like progress bars. Messages ``LOG`` are prints of the user's block and go to standard output.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from ..protocol import JobStatus, Message
 
 
 class Progress:
-    """Shows the messages of one job.
-
-    Args:
-        enabled: Whether statuses are shown.
-    """
+    """Shows the messages of one job; ``enabled`` is for its statuses."""
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
         self._started = time.monotonic()
         self._width = 0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._end_line()
 
     def show(self, message: Message) -> None:
         """Show a message."""
@@ -38,7 +25,7 @@ class Progress:
             character if character.isprintable() or character == "\n" else "?" for character in message["description"]
         )
         if message["status"] == JobStatus.LOG.value:
-            self._end_line()
+            self.close()
             print(description)
             return
         if not self._enabled:
@@ -52,7 +39,8 @@ class Progress:
             sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
-    def _end_line(self) -> None:
+    def close(self) -> None:
+        """End the line that changes."""
         if self._width:
             sys.stderr.write("\n")
             self._width = 0

@@ -1,4 +1,4 @@
-"""What a server has: its models, and its packages beside those of this process."""
+"""Models and package versions of a server."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Status(dict[str, dict[str, Any]]):
 
 
 class Comparison(dict[str, tuple[str | None, str | None]]):
-    """Versions of packages, here and at the server; ``None`` where there is none. Prints as a table.
+    """Versions of packages, here and at the server; ``None`` for a missing package. Prints as a table.
 
-    Programs are data, so different versions are no obstacle; they may explain different numbers.
+    Programs are data, so versions may differ; they may explain different numbers.
     """
 
     @property
@@ -50,7 +50,7 @@ def status(raw: bool = False, *, host: str | None = None) -> Any:
     """Return the models of the server.
 
     Args:
-        raw: Return the answer of the server as it is.
+        raw: Return the answer of the server unchanged.
         host: Address of the server; by default ``CONFIG.API.HOST``.
 
     Raises:

@@ -1,11 +1,10 @@
-"""Blocks as files: programs that can be looked at, shared and run on other inputs.
+"""Programs as files: recorded blocks that can be printed, shared and run on other inputs.
 
-A program is what a block becomes when it is sent (:mod:`~nnsight.remote.record.recorder`), without the inputs it was recorded with. It
-names locations, modules and weights of the model, and operators of a fixed table, so loading one runs nothing; what it does is what
-``print`` shows.
+A program is a recorded block (:mod:`~nnsight.remote.record.recorder`) without its inputs. It names locations, modules and weights of the
+model, and operators of a fixed table. So loading one runs nothing, and ``print`` shows everything that it does.
 
-Sizes are those of the recording where the block looked at them (:mod:`~nnsight.remote.wire.sizes`): ``hidden[:, -1]`` is the last position
-of any prompt, ``hidden[:, hidden.shape[1] - 1]`` that of prompts of one length, and other ones are refused.
+Sizes that the block read are those of the recording (:mod:`~nnsight.remote.wire.sizes`): ``hidden[:, -1]`` is the last position of any
+prompt, ``hidden[:, hidden.shape[1] - 1]`` that of prompts of one length; others are refused.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ import torch
 
 from ...modeling.generation import Generation
 from ..run.draws import drawn_seed, samples
-from ..run.execution import execute_payload, guard
-from ..run.fake_runs import device_of
-from ..run.interpreter import Interpreter, references_of
+from ..run.execution import execute_payload, interpreter_of
+from ..run.interpreter import Interpreter
 from ..run.validation import check_parts
+from ..wire.limits import Limits
 from ..wire.operators import DRAWING
 from ..wire.payload import Job, decode, encode
 from ..wire.results import decode_results
@@ -61,11 +60,6 @@ class Program:
         used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
         self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
 
-    @property
-    def _draws(self) -> bool:
-        """Whether the program draws random numbers."""
-        return any(node.get("name") in DRAWING for node in self._job.nodes)
-
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -83,7 +77,7 @@ class Program:
         return Program(decode(Path(path).read_bytes()))
 
     def to_json(self) -> str:
-        """Return the program as JSON; constants are named, their values are not in it."""
+        """Return the program as JSON, with the names of constants and without their values."""
         return json.dumps(self._job.content(), indent=1)
 
     def __eq__(self, other: object) -> bool:
@@ -95,7 +89,7 @@ class Program:
     # -- runs ------------------------------------------------------------------------------------------------------
 
     def run(self, model: NNsight, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run ``model`` on an input, with this program; return what it saves, by name.
+        """Run ``model`` on an input, with this program; return the saved values by name.
 
         Args:
             model: The model.
@@ -112,44 +106,30 @@ class Program:
 
         def leaf(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
-                raise TypeError(
-                    f"A {type(value).__name__} is no input of a program: tensors, numbers, lists and dicts are."
-                )
+                raise TypeError(f"A {type(value).__name__} is no input of a program: tensors, numbers, lists and dicts are.")
             name = f"i{len(tensors)}"
             tensors[name] = value
             return {"tensor": name}
 
         run = {**self._job.runs[0], "args": write_tree(list(args), leaf), "kwargs": write_tree(kwargs, leaf)}
-        draws = self._draws or samples(model._module, run["call"], kwargs)
+        draws = any(node.get("name") in DRAWING for node in self._job.nodes) or samples(model._module, run["call"], kwargs)
         job = Job([run], self._job.nodes, self._job.saves, tensors, seed=drawn_seed() if draws else None)
         return decode_results(execute_payload(model, encode(job), log=print))
 
     def block_for(self, model: NNsight) -> Callable[[], None]:
-        """Return a function that does in a block of ``model`` what this program does.
+        """Return a function that runs this program in a block of ``model``.
 
         Raises:
             InvalidProgramError: If the model lacks a part that the program names.
             ValueError: If the program consists of several invokes.
         """
         job = self._job
-        blocks = {node["block"] for node in job.nodes}
-        if len(blocks) > 1:
-            raise ValueError(
-                "A program with several invokes belongs to their inputs, so it cannot be applied to others."
-            )
+        if len({node["block"] for node in job.nodes}) > 1:
+            raise ValueError("A program with several invokes belongs to their inputs, so it cannot be applied to others.")
         check_parts(job, model)
 
-        def apply(path: str, args: Any, kwargs: Any) -> Any:
-            module = model._tree.module_at(path)
-            assert module is not None
-            return module.forward(*args, **kwargs)
-
         def run_block() -> None:
-            weights = {**dict(model._module.named_parameters()), **dict(model._module.named_buffers())}
-            interpreter = Interpreter(
-                job, device_of(model._module), apply, lambda name: weights[name].detach(), float("inf")
-            )
-            interpreter.on_write = guard(model._tree.paths)
+            interpreter = interpreter_of(model, job, Limits(seconds=float("inf")), Interpreter)
             interpreter.on_log = print
             interpreter.place_constants()
             interpreter.run_nodes(list(enumerate(job.nodes)))
@@ -163,7 +143,7 @@ class Program:
             run_program()
         return edited
 
-    # -- looks -----------------------------------------------------------------------------------------------------
+    # -- text and pictures -----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         """Return one line for each node."""
@@ -177,7 +157,7 @@ class Program:
         for number, node in enumerate(self._job.nodes):
             style = ", style=filled, fillcolor=lightblue" if "site" in node else ""
             lines.append(f"  n{number} [label={_quoted(_title(node))}{style}];")
-            lines += [f"  n{used} -> n{number};" for used in dict.fromkeys(references_of(node))]
+            lines += [f"  n{used} -> n{number};" for used, _ in dict.fromkeys(references(node))]
         for name, tree in self._job.saves.items():
             lines.append(f"  s_{len(lines)} [label={_quoted(name)}, shape=ellipse];")
             lines += [f"  n{used} -> s_{len(lines) - 1};" for used, _ in dict.fromkeys(references(tree))]

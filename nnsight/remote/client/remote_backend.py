@@ -1,9 +1,9 @@
 """``remote=True``: the block of a trace runs on a server.
 
-A :class:`RemoteBackend` records the block (:class:`~.backend.ProgramBackend`), submits it, and either waits or not. Waiting means:
-messages are shown as they come, and the results are bound before the ``with`` statement ends. Without waiting, the backend has the id of
-the job, and is asked for the results: ``backend()`` looks once, ``backend.wait()`` and ``await backend`` wait, ``async for message in
-backend`` tells what happens. Any process with the same key can ask, by id.
+A :class:`RemoteBackend` records the block (:class:`~.backend.ProgramBackend`) and submits it. By default it waits: messages are shown as
+they come, and the results are bound before the ``with`` statement ends. With ``blocking=False`` it has the id of the job: ``backend()``
+polls, ``backend.wait()`` and ``await backend`` wait, and ``async for message in backend`` yields messages. Any process with the same key
+can ask by id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def client_of(host: str | None = None, api_key: str | None = None) -> Client:
-    """Return the client of a server and a key, one for each in a process, so that connections are used again."""
+    """Return the client of a server and a key; a process has one for each, which reuses connections."""
     chosen = address(host or CONFIG.API.HOST), api_key or CONFIG.API.KEY
     with _lock:
         if chosen not in _clients:
@@ -44,17 +44,17 @@ class RemoteBackend(ProgramBackend):
     """Runs the block of a trace on a server.
 
     Args:
-        model_key: The model there: what ``model.to_model_key()`` returns, or the name of its repository. By default that of the
-            model that is traced.
+        model_key: The model of the server: ``model.to_model_key()``, or the name of its repository. By default that of the
+            traced model.
         blocking: Wait for the results.
-        job_id: A job that was submitted before. A block that is traced with this backend is then not run again; it gets the
-            results of that job, so it has to be the block of that job.
+        job_id: An earlier job. A block that is traced with this backend is not run; it gets the results of that job, so it has to
+            be the block of that job.
         host: Address of the server; by default ``CONFIG.API.HOST``.
         api_key: The key; by default ``CONFIG.API.KEY``.
 
     Attributes:
-        job_id: Id of the latest job; None before there is one.
-        job_status: Where it stands, as far as is known here.
+        job_id: Id of the latest job; ``None`` before there is one.
+        job_status: Its latest known status.
 
     Raises:
         ValueError: If ``job_id`` is no id, or ``host`` no address.
@@ -88,20 +88,20 @@ class RemoteBackend(ProgramBackend):
     # -- a block ----------------------------------------------------------------------------------------------------
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
-        """Run the block of ``tracer``; without one, return the results of the job if they are there, else ``None``."""
+        """Run the block of ``tracer``; without a tracer, return the results of the job if it has any, else ``None``."""
         if tracer is None:
             return self._poll()
         if self.model_key is None:
             self.model_key = _key_of(tracer)
         results = super().__call__(tracer)
-        if results is None and tracer.scope is not None:  # there are no values yet for the names of the block
+        if results is None and tracer.scope is not None:  # the names of the block have no values yet
             for cell in tracer.scope.cells.values():
                 if is_bound(cell) and isinstance(cell.cell_contents, FakeTensor):
                     del cell.cell_contents
         return results
 
     def submit(self, recorded: Recorded) -> Any:
-        """Have a recorded block run, and wait for its results if the backend is a blocking one."""
+        """Run a recorded block, and wait for its results if the backend is a blocking one."""
         self._recorded, self._results = recorded, None
         if self._attached:
             return self.wait() if self.blocking else self._poll()
@@ -120,7 +120,7 @@ class RemoteBackend(ProgramBackend):
         Raises:
             InvalidProgramError: If the server refused the program.
             ExecutionFailedError: If the program failed.
-            RemoteError: If the job failed for another reason, or is not there.
+            RemoteError: If the job failed for another reason, or does not exist.
             ValueError: If there is no job.
         """
         if self._results is not None:
@@ -145,31 +145,29 @@ class RemoteBackend(ProgramBackend):
         return asyncio.to_thread(self.wait).__await__()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        """Yield the messages about the job up to the one that finishes it. Results are had with :meth:`wait` then."""
+        """Yield the messages of the job up to the one that finishes it; then :meth:`wait` returns the results."""
         messages = self._client.follow(self._id(), 0)
         try:
             while (found := await asyncio.to_thread(next, messages, None)) is not None:
                 self._note(found[0])
                 yield found[0]
         finally:
-            with contextlib.suppress(ValueError):  # cancelled, so that a thread still waits for the next message
+            with contextlib.suppress(ValueError):  # cancelled while a thread waits for the next message
                 messages.close()  # type: ignore[attr-defined]
 
     def _poll(self) -> dict[str, Any] | None:
-        """Return the results if they are there; raises as :meth:`wait`."""
+        """Return the results if there are any; raises as :meth:`wait`."""
         if self._results is not None:
             return self._results
         message = self._client.latest(self._id())
         if message is None:
-            raise RemoteError(
-                f"{self._client.host} has no job {self.job_id} for this key. Results are kept for a while only.", 404
-            )
+            raise RemoteError(f"{self._client.host} has no job {self.job_id} for this key. Results are kept for a while only.", 404)
         self._note(message)
         return self._end(message, None) if JobStatus(message["status"]).finished else None
 
     def _finish(self, messages: Iterator[tuple[Message, bytes | None]]) -> dict[str, Any]:
         """Show messages until the last, and return the results."""
-        with Progress(CONFIG.APP.REMOTE_LOGGING) as progress:
+        with contextlib.closing(Progress(CONFIG.APP.REMOTE_LOGGING)) as progress:
             try:
                 for message, result in messages:
                     self._note(message)
@@ -178,15 +176,14 @@ class RemoteBackend(ProgramBackend):
                         return self._end(message, result)
             except KeyboardInterrupt as interrupt:
                 if self.job_id is not None:
-                    interrupt.add_note(
-                        f"The job goes on. Ask for it with `RemoteBackend(job_id={self.job_id!r})`, or end it with its `.cancel()`."
-                    )
+                    backend = f"RemoteBackend(job_id={self.job_id!r})"
+                    interrupt.add_note(f"The job goes on. Ask for it with `{backend}`, or end it with its `.cancel()`.")
                 raise
         assert self._results is not None, "messages end with one that finishes the job"
         return self._results
 
     def _end(self, message: Message, result: bytes | None) -> dict[str, Any]:
-        """Return the results of a job that is finished, and give the block its values."""
+        """Bind and return the results of a finished job."""
         if message["status"] == JobStatus.ERROR.value:
             raise error_of(message)
         if result is None:
@@ -204,31 +201,25 @@ class RemoteBackend(ProgramBackend):
 
     def _id(self) -> str:
         if self.job_id is None:
-            raise ValueError(
-                "This backend has no job yet. Trace a model with it, or make one with `RemoteBackend(job_id=...)`."
-            )
+            raise ValueError("This backend has no job yet. Trace a model with it, or make one with `RemoteBackend(job_id=...)`.")
         return self.job_id
 
 
 def _key_of(tracer: Any) -> str:
-    """Return the key of the model that is traced.
-
-    Raises:
-        ValueError: If it has none.
-    """
-    model = getattr(getattr(tracer, "_model", None), "_model", None)
+    """Return the key of the traced model; raise a :class:`ValueError` if it has none."""
+    model = getattr(tracer, "_model", None)
     if model is None:
         raise ValueError(f"{type(tracer).__name__}: this cannot run remotely without RemoteBackend(model_key=...).")
     return model_key_of(model)
 
 
 def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:
-    """Return the backend that ``remote=`` of a trace stands for.
+    """Return the backend for ``remote=`` of a trace.
 
     Args:
         model: The model of the trace.
         remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another, ``"local"`` for this process, ``"program"``
-            for nowhere.
+            to record and run nothing.
         backend: A backend that was given as well.
         blocking: Whether to wait for the results.
 

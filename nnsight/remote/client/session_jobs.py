@@ -1,8 +1,8 @@
-"""A session as one job: the runs of all its traces, with values that go from one to the next without leaving the server.
+"""A session as one job: the runs of all its traces. Values go from trace to trace without leaving the server.
 
-The block of a session is Python that runs here, once. Each trace in it is recorded as a run of the same job instead of being sent; what it
-read stands in the variables of the session as fakes, and a later trace that uses one refers to a node of the earlier run. What
-the session saved comes back when all has run.
+The block of a session is Python that runs here, once. Each trace in it is recorded as a run of one job. Values that it read are
+fakes in the variables of the session; a later trace that uses one refers to a node of the earlier run. The values that the session saved
+come back when all runs have ended.
 """
 
 from __future__ import annotations
@@ -17,18 +17,13 @@ from torch.overrides import TorchFunctionMode
 from ...fx.recording.functions import ABOUT_GRADIENTS, DEMANDS, edits_in_place, has_tensor
 from ...modeling.tracing import session_backend
 from ...tracing import Backend
-from ...tracing.errors import user_position_now
 from ..record.recorder import Recorded, Recorder
-from ..record.refusals import here
+from ..record.refusals import refused
 from ..wire.errors import NotExpressibleError
 
 
 class _Part(Backend):
-    """Records a trace of a session.
-
-    Args:
-        recorder: Of the session.
-    """
+    """Records a trace of a session."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -37,21 +32,13 @@ class _Part(Backend):
     def __call__(self, tracer: Any) -> None:
         root = tracer._modules.root
         if self._root is not None and self._root is not root:
-            raise NotExpressibleError(
-                "{}:{}: This session has traces of two models; a job runs one. Use a session for each.".format(
-                    *user_position_now()
-                )
-            )
+            raise refused("This session has traces of two models; a job runs one. Use a session for each.")
         self._root = root
         self._recorder.run_trace(tracer, super().__call__(tracer))
 
 
 class _Between(TorchFunctionMode):
-    """Refuses what the session does with values of the model between its traces.
-
-    Args:
-        recorder: Of the session.
-    """
+    """Refuses computations with values of the model between the traces of a session."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -66,24 +53,14 @@ class _Between(TorchFunctionMode):
             result = function(*args, **(kwargs or {}))
             if not has_tensor(result):  # such as a size
                 return result
-        raise NotExpressibleError(
-            here(
-                "Values of the model are not there between the traces of a session. Compute with them, print them and differentiate in "
-                "the block of a trace."
-            )
+        raise refused(
+            "Values of the model are not there between the traces of a session. Compute with them, print them and differentiate in "
+            "the block of a trace."
         )
 
 
 def record_session(tracer: Any, function: Callable[[], None]) -> Recorded:
-    """Run the block of a session, with its traces on fakes, and return all of them as one job.
-
-    Args:
-        tracer: The tracer of ``model.session(...)``.
-        function: Its block.
-
-    Raises:
-        NotExpressibleError: If a trace cannot be sent, or there is none.
-    """
+    """Run the block of a session, with its traces on fakes, and return all of them as one job."""
     recorder = Recorder()
     token = session_backend.set(_Part(recorder))
     try:

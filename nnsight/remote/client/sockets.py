@@ -1,7 +1,6 @@
-"""One WebSocket of a server, as a client has it, and what can be wrong with an answer.
+"""The client's side of a WebSocket, and the errors of a server.
 
-What the frames are is said in :mod:`~nnsight.remote.protocol`. The server is not trusted: a frame that is not as it should be ends the
-socket.
+:mod:`~nnsight.remote.protocol` defines the frames. The server is not trusted: a malformed frame ends the socket.
 """
 
 from __future__ import annotations
@@ -31,35 +30,26 @@ class RemoteError(RuntimeError):
 
 
 class RemoteConnectionError(RemoteError, ConnectionError):
-    """A server cannot be reached. A job that it has goes on."""
+    """A server cannot be reached. Its jobs go on."""
 
 
 class LostError(Exception):
-    """An attempt failed in a way that another may not."""
+    """An attempt failed, and another one may succeed."""
 
 
 def refusal(host: str, code: int, detail: str) -> RemoteError | LostError:
-    """Return the error to raise for an answer with this status code of HTTP."""
+    """Return the error for an answer with this status code of HTTP."""
     if code in (502, 503, 504):
         return LostError(detail)
     return RemoteError(f"{host} refused the request: {detail}", code)
 
 
 class Socket:
-    """A WebSocket of a server, see :mod:`~nnsight.remote.protocol`.
-
-    Args:
-        host: Address of the server.
-        connection: The connection.
-        timeout: How long the server may take to begin, and to answer, in seconds.
-        serves_many: Whether it is for one job after the other.
+    """A WebSocket for one job, or for several, one after the other; ``timeout`` is for the first frame, and for an answer.
 
     Attributes:
-        session_id: What the server calls it.
-        takes: How long the payload of a job may be that is submitted through it; 0 if none is.
-
-    Raises:
-        LostError: If it does not begin as it should.
+        session_id: Its name at the server.
+        takes: Most bytes of a payload that is submitted through it; 0 if none is.
     """
 
     def __init__(self, host: str, connection: ClientConnection, timeout: float, serves_many: bool) -> None:
@@ -74,7 +64,7 @@ class Socket:
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, as far as is known here."""
+        """Whether it seems to be open."""
         return self._connection.state is State.OPEN
 
     def close(self) -> None:
@@ -82,12 +72,7 @@ class Socket:
         self._connection.close()
 
     def submit(self, envelope: dict[str, Any], payload: bytes) -> list[tuple[Message, bytes | None]]:
-        """Submit a job and return the first messages about it; the result comes with the one that says so.
-
-        Raises:
-            RemoteError: If the server refuses it.
-            LostError: If another attempt may do better.
-        """
+        """Submit a job and return its first messages, each with the result that comes along; raise :func:`refusal` if there are none."""
         try:
             self._connection.send(join_packet(envelope, payload))
             content, result = _packet(self._connection.recv(self._timeout))
@@ -98,42 +83,28 @@ class Socket:
         return _with_result(content, result)
 
     def messages(self, job_id: str) -> Iterator[tuple[Message, bytes | None]]:
-        """Yield the messages about a job, each with the result that comes along with it.
+        """Yield the messages of a job, each with the result that comes along.
 
         Raises:
             ConnectionClosed: If the socket ends.
-            LostError: If something else comes than should.
+            LostError: If a frame is malformed.
         """
         while True:
-            content, result = _packet(self._connection.recv())
-            if isinstance(content, dict):  # of a server that sends one message in a frame, and its result in the next
-                data, content = content.get("data"), [content]
-                if isinstance(data, dict) and data.get("inline") is True:
-                    binary = self._connection.recv()
-                    result = binary if isinstance(binary, bytes) else b""
-            for message, belongs in _with_result(content, result):
+            for message, result in _with_result(*_packet(self._connection.recv())):
                 if message["id"] == job_id:
-                    yield message, belongs
+                    yield message, result
 
 
 def _packet(frame: str | bytes) -> tuple[Any, bytes]:
-    """Return what is in a frame.
-
-    Raises:
-        LostError: If it is no packet.
-    """
+    """Return the content of a frame; raise a :class:`LostError` if it is no packet."""
     try:
-        return (json.loads(frame), b"") if isinstance(frame, str) else split_packet(frame)
-    except (ValueError, RecursionError) as error:
+        return split_packet(frame if isinstance(frame, bytes) else b"")
+    except ValueError as error:
         raise LostError(f"the server sent a frame that cannot be read: {error}") from error
 
 
 def _with_result(content: Any, result: bytes) -> list[tuple[Message, bytes | None]]:
-    """Return messages, of which the last has the result if it says that it has one.
-
-    Raises:
-        LostError: If they are none.
-    """
+    """Return messages with their results: only the last can have one, and then says so. Raise a :class:`LostError` for anything else."""
     if not isinstance(content, list) or not content or not all(map(is_message, content)):
         raise LostError("the server sent a frame that has no messages")
     data = content[-1]["data"]
@@ -142,7 +113,7 @@ def _with_result(content: Any, result: bytes) -> list[tuple[Message, bytes | Non
 
 
 def is_message(message: Any) -> TypeGuard[Message]:
-    """Whether ``message`` is one, as far as a client relies on it."""
+    """Whether ``message`` has the fields that a client uses."""
     return (
         isinstance(message, dict)
         and is_id(message.get("id"))

@@ -1,1 +1,1 @@
-"""Recording for a server: a block runs against fakes, and its torch calls become nodes."""
+"""Recording: a block runs against fakes, and its torch calls become nodes of a program."""

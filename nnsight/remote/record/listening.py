@@ -1,13 +1,11 @@
-"""The machinery of a run, listening: what tells the recorder whose turn it is, where a block stands, and what it calls."""
+"""The parts of a run that notify the recorder: whose turn it is, at which line the block stands, and what it calls."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from ... import compat
@@ -16,34 +14,26 @@ from ...runtime.errors import EarlyStopException
 from ...runtime.mediator import Mediator
 from ...runtime.rows.fakes import Guesses
 from ...tracing.errors import user_position_now, user_position_of
+from .refusals import TORCH, position_of_block
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-TORCH = torch.__file__.rsplit("/", 1)[0]
-
-#: Where the block stands for which something is written down while the model runs.
-position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
-
-#: Number of the block of caches while a run is recorded: it is the last one.
+#: Number of the block of caches during the recording of a run. It becomes the last block.
 OBSERVERS = 10**9
 
 
 class PreparedRun(_OutsideFakeMode):
-    """Prepares inputs without modes, unless they are known, and knows how a generation is called."""
+    """Prepares inputs outside of the modes of the recording, and knows how a generation is called."""
 
-    def __init__(self, model: Any, prepared: Any = None) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._prepared = prepared
         if hasattr(model, "_call_on"):
             self._call_on = model._call_on
 
-    def _prepare_input(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._prepare_input(*args, **kwargs) if self._prepared is None else self._prepared
-
 
 class RecordingInterleaver(compat.Interleaver):
-    """A run whose blocks are written down."""
+    """A run whose blocks are recorded."""
 
     __slots__ = ()
 
@@ -74,7 +64,7 @@ class RecordingInterleaver(compat.Interleaver):
 
 
 class RecordingMediator(compat.Mediator):
-    """A block that is written down."""
+    """A block that is recorded."""
 
     __slots__ = ("_position", "_recorder")
 
@@ -124,7 +114,7 @@ class RecordingMediator(compat.Mediator):
 
 
 class Functions(TorchFunctionMode):
-    """Shows the torch functions that blocks call to the recorder."""
+    """Passes the torch functions that blocks call to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -137,7 +127,7 @@ class Functions(TorchFunctionMode):
 
 
 class Operators(Guesses):
-    """Shows the torch operators that blocks come down to to the recorder, and answers where the model asks for values."""
+    """Passes the torch operators of blocks to the recorder, and guesses where the model asks for values."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""What a block prints, on its way from the recording to the user.
+"""Prints of a block that is recorded.
 
-``print`` needs text, and the text of a value of the model is where the model runs. So while a block is recorded, the text of such a value
-is a *mark*, and standard output is listened to: a line with a mark in it becomes a node, ``log``, with the values in place of the marks.
-So does each line behind the first of these, which keeps them in order; the lines before it are shown at once. A mark that was not
-printed has gone where nobody could replace it, and the block is refused.
+``print`` needs text, and the text of a value exists only where the model runs. So during a recording the text of a value
+is a *mark*, and standard output is replaced: a line with a mark becomes a node ``log``, with the values in place of the marks. Later
+lines become nodes too, which keeps the order; earlier lines are shown at once. A mark that was never printed cannot be replaced, so
+the block is refused.
 
-The server makes the text of each ``log`` when it comes to it, and sends it to whoever waits for the job.
+The server makes the text of each ``log`` when the run reaches it, and sends it to the client.
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ import torch
 
 from ..wire.errors import NotExpressibleError
 from ..wire.formats import is_format
-from .refusals import here, why_demand
+from .refusals import here, refused, why_demand
 
 if TYPE_CHECKING:
     from .recorded_calls import NodeRecorder
 
-#: A mark is its number between two characters that nobody prints.
+#: A mark is a number between two private characters.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 
 
 class Prints:
-    """Writes down what a block prints.
-
-    Args:
-        recorder: Writes down everything else.
-    """
+    """Records the prints of a block."""
 
     def __init__(self, recorder: NodeRecorder) -> None:
         self._recorder = recorder
@@ -52,16 +48,15 @@ class Prints:
         return self._recorder.listens
 
     def mark(self, tensor: torch.Tensor, spec: str | None) -> str:
-        """Return what stands for the text of ``tensor``, formatted as ``spec`` says unless that is ``None``."""
+        """Return the mark of the text of ``tensor``, with format ``spec`` unless that is ``None``."""
         piece: dict[str, Any] = {}
         if spec is not None:
             if spec and tensor.dim():
                 raise TypeError("unsupported format string passed to Tensor.__format__")
-            format(
-                False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1, spec
-            )  # or an error
+            number = False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+            format(number, spec)  # raises where the format of a value would
             if not is_format(spec):
-                raise NotExpressibleError(here(f"The format {spec!r} cannot be sent: use a width below 100."))
+                raise refused(f"The format {spec!r} cannot be sent: use a width below 100.")
             piece["format"] = spec
         # A copy, for the tensor may be edited before the text is printed.
         piece["value"] = self._recorder.reference(self._recorder.operator(torch.ops.aten.clone.default, (tensor,), {}))
@@ -70,7 +65,7 @@ class Prints:
         return f"\ue000{len(self._marks) - 1}\ue001"
 
     def write(self, text: str, show: Callable[[str], Any]) -> None:
-        """Take text that is written; ``show`` writes what need not be sent."""
+        """Take text that is written; ``show`` writes text that need not be sent."""
         self._block = self._recorder.block
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
@@ -81,18 +76,18 @@ class Prints:
                 show(line + "\n")
 
     def flush(self, show: Callable[[str], Any]) -> None:
-        """Show the beginning of a line, if it need not be sent: somebody may be asked for the rest."""
+        """Show the beginning of a line, such as a question, if it need not be sent."""
         if self._line and not self._sends and _MARK.search(self._line) is None:
             show(self._line)
             self._line = ""
 
-    def end(self, show: Callable[[str], Any] | None = None) -> None:
-        """Take the line that has no end."""
+    def end(self) -> None:
+        """Take a last line without an end."""
         line, self._line = self._line, ""
         if not line:
             return
         if not self._sends and _MARK.search(line) is None:
-            (show or sys.stdout.write)(line)
+            sys.stdout.write(line)
             return
         before, self._recorder.block = self._recorder.block, self._block
         try:
@@ -101,11 +96,7 @@ class Prints:
             self._recorder.block = before
 
     def check(self) -> None:
-        """Raise unless all text of values was printed.
-
-        Raises:
-            NotExpressibleError: With the line where it was made.
-        """
+        """Raise a :class:`NotExpressibleError` with the line of a mark that was not printed."""
         if self._why:
             raise NotExpressibleError(next(iter(self._why.values())))
 
@@ -119,7 +110,7 @@ class Prints:
 
 
 class _Console:
-    """Standard output while blocks are recorded, in whatever thread."""
+    """Standard output of all threads during recordings."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -142,16 +133,16 @@ class _Console:
         return getattr(self.stream, name)
 
 
-#: What is recorded in this context.
+#: The recording of this context.
 _recorded: ContextVar[Prints | None] = ContextVar("nnsight_recorded_prints", default=None)
 _lock = threading.Lock()
-#: The console, once for each recording that listens.
+#: The console, once for each running recording.
 _open: list[_Console] = []
 
 
 @contextlib.contextmanager
 def listening(prints: Prints) -> Iterator[None]:
-    """Let ``prints`` hear what this context prints while it is the turn of a block."""
+    """Pass to ``prints`` the output of blocks in this context."""
     with _lock:
         console = _open[0] if _open else _Console(sys.stdout)
         if not _open and sys.stdout is not None:
@@ -165,5 +156,5 @@ def listening(prints: Prints) -> Iterator[None]:
         _recorded.reset(token)
         with _lock:
             _open.pop()
-            if not _open and sys.stdout is console:  # else somebody has replaced it meanwhile
+            if not _open and sys.stdout is console:  # otherwise it was replaced meanwhile
                 sys.stdout = console.stream

@@ -1,7 +1,7 @@
-"""What a block does with tensors becomes nodes: its calls of torch functions, and the operators that they come down to.
+"""Calls of torch functions in a block become nodes, one for each operator.
 
-Calls on the block's own tensors alone are done at once, for real. Those that meet values of the model are done on fakes, where the
-block's tensors become constants and the model's weights are named; each operator is a node. What needs a value is refused at the
+Calls that involve only the block's own tensors run at once, for real. Calls that involve values of the model run on fakes: the block's
+tensors become constants, the model's weights are named, and each operator is a node. Calls that need a value are refused at the
 block's line.
 """
 
@@ -10,21 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
-from ...fx.recording.journal import Journal
 from ...modeling.scanning import fake_mode
 from ...tracing.errors import user_position_now
 from ..run.fake_runs import FakeModel
@@ -32,21 +28,18 @@ from ..wire.errors import NotExpressibleError
 from ..wire.nodes import Node, why_not, write_argument
 from ..wire.operators import NAMES, OPERATORS, is_in_place, is_view
 from ..wire.sizes import SIZE_METHODS, Shape, plain, takes_sizes
-from .listening import TORCH, position_of_block
 from .printing import Prints
 from .recorded_gradients import SET_GRAD_MODE, Gradients
-from .refusals import here, why_demand
-from .taking import draw, snapshot
-from .visits import Stop
+from .refusals import TORCH, here, position_of_block, refused, why_demand
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
-#: Memory that nobody has written to is zeros.
+#: Uninitialised memory becomes zeros.
 _INSTEAD = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default}
 
-#: Index types of scalar tensors that index as the integer in them does.
+#: Types of scalar tensors that index like integers.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -61,24 +54,45 @@ def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
     return without_listening
 
 
+@dataclass
+class Stop:
+    """A stop of a block at occurrence ``at`` of a location."""
+
+    site: str
+    at: int
+    loop: bool  # whether the block waits in a loop
+    structure: Any  # of the value, with the places and leaves in it
+    places: list[tuple[int, int | None]]
+    leaves: list[Any]
+    reads: dict[int, int] = field(default_factory=dict)  # the node of each leaf
+    edited: set[int] = field(default_factory=set)  # nodes of leaves that were edited in place
+
+    def place(self, number: int) -> dict[str, Any]:
+        """Return the keys of a node that name a leaf."""
+        leaf, inside = self.places[number]
+        said = {"site": self.site, "at": self.at, "leaf": leaf}
+        if inside is not None:
+            said["inside"] = inside
+        return {**said, "loop": True} if self.loop else said
+
+
 class NodeRecorder:
-    """Writes down what blocks do with tensors.
+    """Records the calls of blocks.
 
     Args:
-        journal: Where it notes what of that is not in the nodes.
-        for_others: Whether to write down which sizes they look at, see :mod:`~nnsight.remote.wire.sizes`.
+        for_others: Whether to record which sizes blocks read, see :mod:`~nnsight.remote.wire.sizes`.
 
     Attributes:
-        nodes: What they did so far.
-        runs: What is known of each run of the model.
-        tensors: The blocks' own tensors that became constants, by name.
+        nodes: The nodes so far.
+        runs: The runs of the model, see :class:`~nnsight.remote.wire.payload.Job`.
+        tensors: Inputs, and the blocks' own tensors that became constants, by name.
         block: The block whose turn it is, or ``None``.
         model: The model on fakes.
-        gradients: Writes down what they do with gradients.
-        prints: Writes down what they print.
+        gradients: Records backward passes.
+        prints: Records prints.
     """
 
-    def __init__(self, journal: Journal | None = None, for_others: bool = False) -> None:
+    def __init__(self, for_others: bool = False) -> None:
         self.nodes: list[Node] = []
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -87,9 +101,8 @@ class NodeRecorder:
         self.model: FakeModel | None = None
         self.gradients = Gradients(self)
         self.prints = Prints(self)
-        self.journal = Journal() if journal is None else journal
         self._for_others = for_others
-        self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of sizes that are written down
+        self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
         self._called: tuple[str, list[Any]] = "", []  # the function that the block calls, and the leaves of its arguments
         self._paused = False
         self._refs: Any = WeakIdKeyDictionary()  # fake -> (node, output)
@@ -115,7 +128,7 @@ class NodeRecorder:
         return number
 
     def made_by(self, node: int, tensor: torch.Tensor) -> None:
-        """Note that ``tensor`` stands for what a node makes."""
+        """Note that ``tensor`` stands for the result of a node."""
         self._refs[tensor] = (node, 0)
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -129,17 +142,15 @@ class NodeRecorder:
         if known is None and not isinstance(tensor, FakeTensor):
             known = self._refs[self.substitute(tensor)]
         if known is None:
-            raise NotExpressibleError(
-                here(
-                    "A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
-                    "cache. Read the module that produces it."
-                )
+            raise refused(
+                "A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
+                "cache. Read the module that produces it."
             )
         self._check_fresh(tensor)
         return {"ref": list(known)}
 
     def _check_fresh(self, tensor: torch.Tensor) -> None:
-        """Raise if the memory of ``tensor`` was edited through a copy of it."""
+        """Raise if the memory of ``tensor`` was edited through a copy."""
         edits = self._stale.get(self._roots[self._refs[tensor][0]], ())
         low, high = _stretch(tensor) if edits else (0, 0)
         for start, end, message in edits:
@@ -148,7 +159,7 @@ class NodeRecorder:
 
     @unseen
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake that stands for a weight, or for a tensor of the block's own."""
+        """Return the fake of a weight, or of a tensor of the block's own."""
         assert self.model is not None
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -162,10 +173,9 @@ class NodeRecorder:
         if kept is not None and kept[0] == tensor._version:
             return kept[1]
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
-            raise NotExpressibleError(here("A tensor without values, a sparse or a complex one cannot be sent."))
+            raise refused("A tensor without values, a sparse or a complex one cannot be sent.")
         with _disable_current_modes():
-            copied = snapshot(tensor)
-        self.journal.calls.append((snapshot, (tensor,), {}, copied))
+            copied = tensor.detach().clone()
         with self.mode:
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.model.device)
         name = f"c{len(self.tensors)}"
@@ -193,7 +203,7 @@ class NodeRecorder:
             self._paused = before
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what a call of a torch function in a block means."""
+        """Run a torch function that a block calls, or record it."""
         assert self.model is not None
         if self._for_others:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
@@ -205,9 +215,7 @@ class NodeRecorder:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
             with _disable_current_modes():
-                result = function(*args, **kwargs)
-                self.journal.outside(function, args, kwargs, result)
-                return result
+                return function(*args, **kwargs)
         if self._for_others:
             if name in SIZE_METHODS:
                 return self._metadata(function, args, kwargs)
@@ -215,23 +223,17 @@ class NodeRecorder:
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
         if name in _GRADIENTS:
-            raise NotExpressibleError(
-                here(
-                    f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block."
-                )
-            )
+            raise refused(f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block.")
         if name in ("__repr__", "__format__"):
             return self.prints.mark(self.substitute(args[0]), args[1] if name == "__format__" else None)
         if name in DEMANDS:
-            raise NotExpressibleError(here(why_demand(name)))
+            raise refused(why_demand(name))
         if function in DRAWN_LIKE:
             return self._draw_like(function, args, kwargs)
         if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
-            raise NotExpressibleError(here("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns."))
+            raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns.")
         if name in RANDOM and kwargs.get("generator") is not None:
-            raise NotExpressibleError(
-                here(f"A generator of your own cannot be sent, as to `{name}`: leave it out, or draw before the trace.")
-            )
+            raise refused(f"A generator of your own cannot be sent, as to `{name}`: leave it out, or draw before the trace.")
         function = READ_AS.get(function, function)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._index(args[1]), *args[2:])
@@ -243,23 +245,21 @@ class NodeRecorder:
         if "device" in kwargs:
             kwargs["device"] = self.model.device
         if edits_in_place(function) and kwargs.get("out") is not None:
-            raise NotExpressibleError(here("`out=` cannot be sent: use the result."))
+            raise refused("`out=` cannot be sent: use the result.")
         try:
             if function is _ATTENTION:
                 return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
             return function(*args, **kwargs)
         except DataDependentOutputException as error:
-            raise NotExpressibleError(here(why_demand(name))) from error
+            raise refused(why_demand(name)) from error
         except DynamicOutputShapeException as error:
-            raise NotExpressibleError(
-                here(
-                    f"The size of what `{name}` returns depends on values, as where a mask selects. "
-                    "Use `torch.where`, or multiply by the mask."
-                )
+            raise refused(
+                f"The size of what `{name}` returns depends on values, as where a mask selects. "
+                "Use `torch.where`, or multiply by the mask."
             ) from error
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a tensor says of itself, and write down which sizes that was."""
+        """Return a fact about a tensor, and record which sizes it has in it."""
         found, name = function(*args, **kwargs), getattr(function, "__name__", "")
         tensor, *rest = (*args, *kwargs.values())
         if not self._for_others or not isinstance(tensor, FakeTensor):
@@ -276,7 +276,7 @@ class NodeRecorder:
 
     @unseen
     def _look(self, tensor: torch.Tensor, dim: int) -> None:
-        """Write down that a size of a value is looked at."""
+        """Record that a size of a value is read."""
         node, output = self._refs.get(tensor, (None, 0))
         if node is None or (node, output, dim) in self._looked:
             return
@@ -287,7 +287,6 @@ class NodeRecorder:
         if isinstance(value, torch.Tensor):
             return self.substitute(value)
         if is_numpy_scalar(value):
-            self.journal.spoil("a value of numpy is read")
             return value.item()
         if isinstance(value, torch.device):
             assert self.model is not None
@@ -298,11 +297,8 @@ class NodeRecorder:
         """Draw random numbers like a tensor of the model, here and now."""
         like = args[0]
         kwargs = {"dtype": like.dtype, **kwargs, "device": "cpu"}
-        drawn = (function, tuple(like.shape), like.dtype, *args[1:])
         with _disable_current_modes():
-            result = draw(*drawn, **kwargs)
-        self.journal.calls.append((draw, drawn, kwargs, result))
-        return result
+            return function(torch.empty(like.shape, dtype=like.dtype), *args[1:], **kwargs)
 
     def _index(self, index: Any) -> Any:
         """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
@@ -312,44 +308,34 @@ class NodeRecorder:
             if any(isinstance(item, torch.Tensor) for item in index):
                 return index
             with _disable_current_modes():
-                made = torch.tensor(index)
-            self.journal.calls.append((torch.tensor, (index,), {}, made))
-            return made
-        if (
-            isinstance(index, torch.Tensor)
-            and not isinstance(index, FakeTensor)
-            and index.dim() == 0
-            and index.dtype in _INTEGERS
-        ):
-            self.journal.spoil("the value of an index is read")
+                return torch.tensor(index)
+        own = isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor)
+        if own and index.dim() == 0 and index.dtype in _INTEGERS:
             with _disable_current_modes():
                 return int(index)
         return index
 
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Write down what an operator does, and return what it makes on fakes."""
+        """Record an operator, and return its result on fakes."""
         if operator is torch.ops.aten._local_scalar_dense.default:
-            raise NotExpressibleError(here(why_demand("item")))
+            raise refused(why_demand("item"))
         if operator is torch.ops.aten.lift_fresh.default:
             return self.substitute(args[0])
         if not any("Tensor" in str(returned.type) for returned in operator._schema.returns):
-            return operator(*args, **kwargs)  # about sizes and types, or an error of fakes
+            return operator(*args, **kwargs)  # sizes and types, or an error of fakes
         args, kwargs = (pytree.tree_map_only(torch.Tensor, self.substitute, part) for part in (args, kwargs))
         operator = _INSTEAD.get(operator, operator)
         name = NAMES.get(operator)
         if name is None:
-            refused = why_not("aten." + str(operator).removeprefix("aten."))
-            raise NotExpressibleError(here(f"{refused[0].upper()}{refused[1:]}."))
+            why = why_not("aten." + str(operator).removeprefix("aten."))
+            raise refused(f"{why[0].upper()}{why[1:]}.")
         root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]
-            named = {
-                key: write_argument(argument, self.reference)
-                for key, argument in kwargs.items()
-                if argument is not None
-            }
+            given = {key: argument for key, argument in kwargs.items() if argument is not None}
+            named = {key: write_argument(argument, self.reference) for key, argument in given.items()}
         except TypeError as error:
-            raise NotExpressibleError(here(f"`{name}` has an argument that cannot be sent: {error}.")) from error
+            raise refused(f"`{name}` has an argument that cannot be sent: {error}.") from error
         if self._for_others:
             self._look_for_torch(name, args)
         if is_in_place(name):
@@ -366,7 +352,7 @@ class NodeRecorder:
         return result
 
     def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
-        """Write down the sizes that decide what torch makes of a call of the block."""
+        """Record the sizes that decide which operators torch makes of a call of the block."""
         function, given = self._called
         several = str(OPERATORS[name]._schema.returns[0].type).startswith("List")  # as many as there are rows
         if several or takes_sizes(function, name, args, given):
@@ -382,24 +368,18 @@ class NodeRecorder:
         node = self.nodes[root]
         if node["do"] in ("const", "weight"):
             what = "a weight" if node["do"] == "weight" else "a tensor of your own"
-            raise NotExpressibleError(
-                here(f"The block edits {what} in place with values of the model; `.clone()` it first.")
-            )
+            raise refused(f"The block edits {what} in place with values of the model; `.clone()` it first.")
         if node["do"] == "apply":
             if node.get("shares"):
-                raise NotExpressibleError(
-                    here(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
-                )
+                raise refused(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
             node["copy"] = True
         if node["do"] != "read":
             return
         visit = next((visit for visit in reversed(self._visits) if root in visit.reads.values()), None)
         if visit is None:
-            raise NotExpressibleError(
-                here(
-                    f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
-                    "or `.clone()` it first."
-                )
+            raise refused(
+                f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
+                "or `.clone()` it first."
             )
         if root not in visit.edited:
             node["copy"] = True
@@ -415,7 +395,7 @@ class NodeRecorder:
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of the memory that a tensor reaches, and the one behind the last."""
+    """Return the first byte of the memory of a tensor, and the byte after the last."""
     with torch._C.DisableTorchFunction():
         start = int(tensor.storage_offset())
         length = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1

@@ -1,11 +1,11 @@
 """Backward passes of a block that is recorded.
 
-``with loss.backward():`` becomes nodes: one where the pass begins, those of its block, and one where it ends. Nothing is differentiated
-here. A gradient has the shape and type of its tensor, which is all that a recording needs; in which order gradients come, and whether they
-flow through a tensor at all, is found out where the model is, on fakes first.
+``with loss.backward():`` becomes nodes: the beginning of the pass, the nodes of its block, and its end. Nothing is differentiated
+here. A gradient has the shape and type of its tensor, and a recording needs no more. The server finds out, first on fakes, in which order
+gradients come and whether they flow through a tensor.
 
-The rows of an invoke are a view that the model does not go on with, so gradients do not flow to it. Their gradient is the same
-rows of the gradient of the whole tensor.
+The model does not compute with the rows of an invoke, which are a view, so no gradient flows to them. Their gradient is the same rows
+of the gradient of the whole tensor.
 """
 
 from __future__ import annotations
@@ -19,26 +19,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...runtime.gradients import check_gradient
 from ...runtime.rows.batching import BatchGroup, View
 from ...tracing import Tracer
-from ..wire.errors import NotExpressibleError
 from ..wire.nodes import IN_PASS
-from .refusals import here
+from .refusals import here, refused
 
 if TYPE_CHECKING:
     from .recorded_calls import NodeRecorder
 
-#: What ``torch.no_grad()`` and its kin call when they are entered and left.
+#: The function that ``torch.no_grad()`` and the like call when they are entered and left.
 SET_GRAD_MODE = torch._C._set_grad_enabled
 
 
 class Gradients:
-    """Writes down what a block does with gradients.
-
-    Args:
-        recorder: Writes down everything else.
-
-    Attributes:
-        running: Whether the block of a pass is being recorded.
-    """
+    """Records the gradients of a block; ``running`` while the block of a backward pass is recorded."""
 
     def __init__(self, recorder: NodeRecorder) -> None:
         self._recorder = recorder
@@ -48,15 +40,13 @@ class Gradients:
         self.running = False
         self._latest: Any = (None, None)  # the tensor whose gradient the pass stands at, and the gradient
 
-    # -- what is done before a pass ----------------------------------------------------------------------------------
-
     def begin_run(self) -> None:
         """Note in which grad mode the user traces."""
         if not torch.is_grad_enabled():
             self._off = "the trace stands under `torch.no_grad()`"
 
     def set_mode(self, enabled: bool) -> None:
-        """Note that the block switches gradients on or off. It is recorded without, so leaving either looks like switching off."""
+        """Note that the block switches gradients on or off. Recordings run without, so leaving either looks like switching off."""
         if enabled:
             self._enabling += 1
         elif self._enabling:
@@ -65,29 +55,23 @@ class Gradients:
             self._off = self._off or here("`torch.no_grad()` stands in the block before")
 
     def require(self, tensor: torch.Tensor, requires: bool = True) -> torch.Tensor:
-        """Write down that gradients flow to ``tensor`` from here on, and return it."""
+        """Record that gradients flow to ``tensor`` from here on, and return it."""
         if not requires:
-            raise NotExpressibleError(
-                here("`requires_grad_(False)` cannot be sent: use `.detach()` where no gradient is to flow.")
-            )
+            raise refused("`requires_grad_(False)` cannot be sent: use `.detach()` where no gradient is to flow.")
         reference = self._recorder.reference(self._whole(tensor))
         if self._recorder.nodes[reference["ref"][0]]["do"] == "weight":
-            raise NotExpressibleError(
-                here(
-                    "A weight of the model cannot be made to require gradients: it belongs to others, too. Use a `.detach()` of it."
-                )
-            )
+            raise refused("A weight of the model cannot be made to require gradients: it belongs to others, too. Use a `.detach()` of it.")
         self._recorder.emit("requires_grad", value=reference)
         return tensor
 
     def following(self, group: BatchGroup) -> BatchGroup:
-        """Return the same rows, of whose views this hears."""
+        """Return the same rows; their views are noted here."""
         made = _Group(group.start, group.size, group.total, group.dims)
         object.__setattr__(made, "gradients", self)
         return made
 
     def note_rows(self, group: BatchGroup, view: View) -> None:
-        """Note what the rows are that an invoke is given."""
+        """Note the rows that an invoke is given."""
         for whole, rows, given in zip(view._leaves, view._rows, view._given, strict=True):
             if rows is not None:
                 self._rows[given] = whole, group, rows
@@ -99,28 +83,20 @@ class Gradients:
     # -- a pass ------------------------------------------------------------------------------------------------------
 
     def begin(self, loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], has_block: bool) -> Tracer:
-        """Return the tracer of ``with loss.backward(...)``.
-
-        Raises:
-            NotExpressibleError: If the pass cannot be sent.
-        """
+        """Return the tracer of ``with loss.backward(...)``."""
         if not has_block:
-            raise NotExpressibleError(
-                here(
-                    "A bare `.backward()` cannot be sent: it would leave gradients in weights that belong to others, too. Write "
-                    "`with loss.backward():` and read the `.grad` of tensors in its block."
-                )
+            raise refused(
+                "A bare `.backward()` cannot be sent: it would leave gradients in weights that belong to others, too. Write "
+                "`with loss.backward():` and read the `.grad` of tensors in its block."
             )
         if self.running:
-            raise NotExpressibleError(here("A backward pass cannot begin in the block of another one."))
+            raise refused("A backward pass cannot begin in the block of another one.")
         if self._off:
-            raise NotExpressibleError(
-                here(f"A backward pass cannot be sent here: {self._off}. Use `.detach()` where no gradient is to flow.")
-            )
+            raise refused(f"A backward pass cannot be sent here: {self._off}. Use `.detach()` where no gradient is to flow.")
         return RecordedPass(self, loss, _options(*args, **kwargs))
 
     def run(self, loss: torch.Tensor, options: dict[str, Any], block: types.FunctionType) -> None:
-        """Write down a pass; ``block`` is what runs along."""
+        """Record a pass; ``block`` runs along with it."""
         recorder = self._recorder
         gradient = options.pop("gradient")
         content = {name: True for name, value in options.items() if value}
@@ -145,18 +121,16 @@ class Gradients:
             )
 
     def location_of(self, value: Any) -> Any:
-        """Return what ``value.grad`` is looked up on."""
+        """Return the object on which ``value.grad`` is looked up."""
         return RecordedGradient(self, value) if self.running and isinstance(value, torch.Tensor) else value
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what stands for the gradient with respect to ``tensor``."""
+        """Return the fake of the gradient with respect to ``tensor``."""
         rows = self._rows.get(tensor)
         if rows is not None:
             whole, group, place = rows
             if place.scattered:  # they are a copy, so an edit of them would be lost
-                raise NotExpressibleError(
-                    here("The rows of this invoke do not lie side by side in this tensor, so their gradient cannot be sent.")
-                )
+                raise refused("The rows of this invoke do not lie side by side in this tensor, so their gradient cannot be sent.")
             taken: torch.Tensor = group.take(self.read(whole), place)
             return taken
         recorder = self._recorder
@@ -169,7 +143,7 @@ class Gradients:
         return self._latest[1]
 
     def write(self, tensor: torch.Tensor, value: Any) -> None:
-        """Write down that ``value`` flows on in place of the gradient with respect to ``tensor``."""
+        """Record that ``value`` flows on in place of the gradient with respect to ``tensor``."""
         recorder = self._recorder
         new = recorder.substitute(value) if isinstance(value, torch.Tensor) else value
         check_gradient(self._known(tensor), new)
@@ -184,43 +158,39 @@ class Gradients:
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._recorder.knows(tensor):
-            raise NotExpressibleError(
-                here(
-                    "The gradient with respect to a tensor of your own can be sent only if the tensor itself meets values of the model. "
-                    "Here something that was computed from it did, which is all that the server has."
-                )
+            raise refused(
+                "The gradient with respect to a tensor of your own can be sent only if the tensor itself meets values of the model. "
+                "Here something that was computed from it did, which is all that the server has."
             )
         return self._recorder.substitute(tensor)
 
 
 class RecordedPass(Tracer):
-    """The context manager that ``loss.backward(...)`` is in the header of a ``with`` statement of a recorded block."""
+    """The value of ``loss.backward(...)`` in the header of a ``with`` statement of a recorded block."""
 
     def __init__(self, gradients: Gradients, loss: torch.Tensor, options: dict[str, Any]) -> None:
         super().__init__()
         self._gradients, self._pass = gradients, (loss, options)
 
     def execute(self, function: Any) -> None:
-        """Write the block down, between the nodes where the pass begins and ends."""
+        """Record the block, between the nodes where the pass begins and ends."""
         self._gradients.run(*self._pass, function)
 
 
 class RecordedGradient:
-    """What ``tensor`` stands for in ``tensor.grad`` inside the block of a recorded pass."""
+    """The value of ``tensor`` in ``tensor.grad`` inside the block of a recorded pass."""
 
     def __init__(self, gradients: Gradients, tensor: torch.Tensor) -> None:
-        object.__setattr__(self, "_at", (gradients, tensor))
-
-    _at: tuple[Gradients, torch.Tensor]
+        self._gradients, self._tensor = gradients, tensor
 
     @property
     def grad(self) -> torch.Tensor:
-        """What stands for the gradient with respect to the tensor."""
-        return self._at[0].read(self._at[1])
+        """The fake of the gradient with respect to the tensor."""
+        return self._gradients.read(self._tensor)
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        self._at[0].write(self._at[1], value)
+        self._gradients.write(self._tensor, value)
 
 
 class _Group(BatchGroup):
@@ -240,7 +210,5 @@ def _options(
 ) -> dict[str, Any]:
     """Return the arguments of ``backward`` by name."""
     if inputs is not None:
-        raise NotExpressibleError(
-            here("`inputs=` of a backward pass cannot be sent: read the `.grad` of those tensors.")
-        )
+        raise refused("`inputs=` of a backward pass cannot be sent: read the `.grad` of those tensors.")
     return {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph}

@@ -1,14 +1,12 @@
-"""The client's side: a block becomes data.
+"""The client records a block as data.
 
-The block runs, as Python, against a model on fakes: a trace like any other, with a driver that has no values. Two modes watch
-what it does while it is the block's turn. A mode for torch *functions* sees calls as the block makes them. It puts fakes in place of
-weights and of the block's own tensors, which become constants, and refuses what needs a value. Calls on the block's own tensors
-alone are done at once, for real: they need no server. A mode for torch *operators* sees what those calls come down to, and
-writes down each as a node.
+The block runs as Python in an ordinary trace, whose driver runs the model on fakes. Two modes see the calls of the block. A mode for
+torch *functions* puts fakes in place of weights and of the block's own tensors, which become constants, and refuses calls that need a
+value. Calls that involve only the block's own tensors run at once, for real. A mode for torch *operators* records each operator as a node.
 
-A value that the block gets at a location is a ``read``. When it is edited in place, the read becomes one of a copy, the operators
-edit the copy, and when the block leaves the location a ``write`` puts its values into the memory of the model's tensor. A
-replacement becomes a ``write``, too. Rows of invokes are ordinary operators. What nobody needs in the end is left out.
+A value that the block gets at a location is a ``read``. When it is edited in place, the read becomes a read of a copy, the operators
+edit the copy, and when the block leaves the location a ``write`` copies its values into the memory of the model's tensor. A
+replacement becomes a ``write``, too. Rows of invokes are ordinary operators. Nodes that nothing needs are removed at the end.
 """
 
 from __future__ import annotations
@@ -20,13 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ...fx.recording.journal import Journal
+from ...modeling.generation import Generation
 from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
 from ...runtime.rows.fakes import quiet_fakes
@@ -44,10 +41,8 @@ from ..wire.trees import write_tree
 from .listening import OBSERVERS, Functions, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
-from .recorded_calls import NodeRecorder, unseen
-from .refusals import here
-from .taking import called_by, input_tree
-from .visits import Stop
+from .recorded_calls import NodeRecorder, Stop, unseen
+from .refusals import refused
 
 
 def record(tracer: Any, function: Callable[[], None], for_others: bool = False) -> Recorded:
@@ -56,7 +51,7 @@ def record(tracer: Any, function: Callable[[], None], for_others: bool = False) 
     Args:
         tracer: The tracer of ``model.trace(...)`` or ``model.generate(...)``.
         function: Its block, as ``Backend.__call__`` returns it.
-        for_others: Whether it is to run on other inputs than this one, so that sizes have to be compared.
+        for_others: Whether the program is for other inputs, so that sizes have to be compared.
 
     Raises:
         NotExpressibleError: If the block needs values or Python that cannot be sent.
@@ -68,12 +63,7 @@ def record(tracer: Any, function: Callable[[], None], for_others: bool = False) 
 
 @dataclass
 class Recorded:
-    """A recorded block.
-
-    Attributes:
-        job: What is to be run.
-        binding: Where its results go.
-    """
+    """A recorded block: the job to run, and the binding of its results."""
 
     job: Job
     binding: Binding
@@ -85,55 +75,41 @@ class Recorded:
     def bind(self, results: bytes) -> dict[str, Any]:
         """Give the user's saved names their values, from a container of results; return them by name.
 
-        Lists and dicts that the user saved are filled in place; other names are bound in the block's scope, which brings them
-        home when the tracer ends. May be called after the ``with`` statement has ended (a job that was not waited for):
-        then only the containers are filled.
+        Lists and dicts that the user saved are filled in place. Other names are bound in the block's scope, unless the ``with`` statement
+        has ended, as it has for a job that was not waited for.
         """
         return self.binding.bind(results)
 
 
 class Recorder(NodeRecorder):
-    """Writes down what blocks do.
+    """Records traces; ``running`` during each of them."""
 
-    Args:
-        journal: Where it notes what of that is not in the nodes.
-        for_others: Whether to write down which sizes they look at, see :mod:`~nnsight.remote.wire.sizes`.
-
-    Attributes:
-        running: Whether a trace is being recorded.
-    """
-
-    def __init__(self, journal: Journal | None = None, for_others: bool = False) -> None:
-        super().__init__(journal, for_others)
+    def __init__(self, for_others: bool = False) -> None:
+        super().__init__(for_others)
         self.running = False
-        self._weights: dict[str, torch.Tensor] = {}
         self._blocks: dict[int, int] = {}
         self._barriers: dict[int, int] = {}
         self._samples = False
         self._keep: list[Any] = []
         self._outer: dict[str, Any] = {}
+        self._of_other_jobs: dict[int, Any] = {}  # fakes that wait in lists of the user for the results of earlier jobs
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
-    def run_trace(self, tracer: Any, function: Callable[[], None], prepared: Any = None) -> None:
-        """Run the block of ``tracer`` on fakes; ``prepared`` are the arguments of the model, if they are known already."""
+    def run_trace(self, tracer: Any, function: Callable[[], None]) -> None:
+        """Run the block of ``tracer`` on fakes."""
         call, root = called_by(tracer)
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
         counts["recordings"] += 1
-        self._for_others = self._for_others or call == "generate"  # which may end earlier than it does on fakes
+        self._for_others = self._for_others or call == "generate"  # its end may come earlier than on fakes
         root._sync()
         self._blocks = {}
         self._visits = []
 
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"
-            run = {
-                "call": call,
-                "args": input_tree(args, self.tensors),
-                "kwargs": input_tree(kwargs, self.tensors),
-                "blocks": 0,
-            }
-            self.runs[-1].update(run)
+            given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
+            self.runs[-1].update(call=call, **given, blocks=0)
             self._samples = self._samples or samples(root._module, call, kwargs)
             steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
@@ -142,12 +118,12 @@ class Recorder(NodeRecorder):
         self.gradients.begin_run()
         self.runs.append({})
         self._outer.update(self._outer_containers(tracer))
-        numbers = self._blocks
+        waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
+        self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
         with quiet_fakes:
             self.model = fake_model_of(modules)
         with torch.no_grad(), quiet_fakes, self.mode:
-            self._weights.update(self.model.by_name)
-            tracer._call = (drive, PreparedRun(model, prepared), args, kwargs)
+            tracer._call = (drive, PreparedRun(model), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
@@ -158,22 +134,20 @@ class Recorder(NodeRecorder):
                 del tracer.make_mediator, tracer.make_interleaver
                 self.block, self.running = None, False
                 self._visits.clear()
-        last = len(numbers)
-        run = len(self.runs) - 1
         for node in self.nodes:
-            if node["run"] == run and node["block"] == OBSERVERS:
-                node["block"] = last
-        self.runs[-1]["blocks"] = last + 1
+            if node["block"] == OBSERVERS:
+                node["block"] = len(self._blocks)
+        self.runs[-1]["blocks"] = len(self._blocks) + 1
 
     def number_of(self, mediator: Any) -> int:
         """Return the number of a block in its run."""
         return self._blocks.setdefault(id(mediator), len(self._blocks))
 
     def finished(self, tracer: Any) -> Recorded:
-        """Return the job, with what the block of ``tracer`` saved."""
+        """Return the job, with the values that the block of ``tracer`` saved."""
         marked = saves.get() or {}
         values = {name: value for name, value in tracer.scope.items() if id(value) in marked}
-        for name, value in self._outer.items():  # as in any trace, what the block puts there stays there
+        for name, value in self._outer.items():  # as in any trace, values that the block puts there stay there
             leaves = pytree.tree_leaves(value)
             if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
                 values[name] = value
@@ -199,46 +173,37 @@ class Recorder(NodeRecorder):
         references = {
             id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
         }
-        binding = Binding(
-            values, {id(fake): fake for fake in self._refs if id(fake) in references}, references, job.saves, scope
-        )
-        return Recorded(job, binding)
+        fakes = [fake for fake in self._refs if id(fake) in references]
+        return Recorded(job, Binding(values, fakes, references, job.saves, scope))
 
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
         """Return the tree of a saved value that has none of its own."""
         if isinstance(value, torch.Tensor):
-            known = self.model is not None and self.model.weights.get(id(value))
-            if known:
+            if self.model is not None and id(value) in self.model.weights:
                 fake = self.substitute(value)
                 self._refs[value] = self._refs[fake]
                 return {"ref": list(self._refs[fake])}
-            if not isinstance(value, FakeTensor):
-                return {"absent": "Tensor"}  # the client has it
+            if not isinstance(value, FakeTensor) or id(value) in self._of_other_jobs:
+                return {"absent": "Tensor"}  # the client has it, or will get it from another job
             ref = self._refs.get(value)
             if ref is None:
                 raise NotExpressibleError(
-                    f"`{name}` holds a tensor that the block did not get at a location of the model. Save what was read at one, "
-                    "and what was computed of it."
+                    f"`{name}` holds a tensor that the block did not get at a location of the model. Save values that were read at "
+                    "one, and values computed from them."
                 )
             self._check_fresh(value)
             return {"ref": list(ref)}
         if hasattr(value, "_entries") and hasattr(value, "observe"):  # a cache of activations
-            entries = [
-                [path, {kind: found for kind, found in entry._values.items() if found}]
-                for path, entry in value._entries.items()
-            ]
-            kept = {path: kinds for path, kinds in entries if kinds}
+            entries = value._entries.items()
+            kept = {path: {kind: found for kind, found in entry._values.items() if found} for path, entry in entries}
+            kept = {path: kinds for path, kinds in kept.items() if kinds}
             return write_tree(kept, lambda leaf: self._saved(name, leaf, in_cache=True))
         if is_carrier(value):
             if in_cache:  # a key-value cache belongs to the run
                 return {"absent": type(value).__name__[:100]}
             return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}
-        inside = (
-            vars(value).values()
-            if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
-            else ()
-        )
-        held = value if isinstance(value, (set, frozenset)) else inside
+        is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
+        held = value if isinstance(value, (set, frozenset)) else vars(value).values() if is_object else ()
         if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(list(held))):
             raise NotExpressibleError(
                 f"`{name}` holds a {type(value).__name__} with tensors in it, which cannot be sent. "
@@ -246,24 +211,20 @@ class Recorder(NodeRecorder):
             )
         return {"absent": type(value).__name__[:100]}
 
-    # -- what a run asks -------------------------------------------------------------------------------------------
+    # -- events of a run -------------------------------------------------------------------------------------------
 
     @unseen
     def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Stop:
-        """Write down that a block reads what there is at a location."""
-        assert self.block is not None
-        structure = pytree.tree_structure(value, is_leaf=is_carrier)
-        places = places_of(value)
-        loop = bool(getattr(mediator, "loops", 0))
-        visit = Stop(
-            site, at, self.block, loop, structure, [place for place, _ in places], [leaf for _, leaf in places]
-        )
+        """Record that a block reads the value at a location."""
+        structure, loop = pytree.tree_structure(value, is_leaf=is_carrier), bool(getattr(mediator, "loops", 0))
+        found = places_of(value)
+        visit = Stop(site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue
             known = self._refs.get(leaf)
             if known is not None and self.nodes[self._roots[known[0]]]["do"] == "op":
-                continue  # what a block has put there
+                continue  # a block has put it there
             number = visit.reads[place] = self.emit("read", **visit.place(place))
             self._refs[leaf] = (number, 0)
             self._storages[number] = StorageWeakRef(leaf.untyped_storage())
@@ -272,15 +233,13 @@ class Recorder(NodeRecorder):
 
     @unseen
     def end_visit(self, visit: Stop, left: Any) -> None:
-        """Write down what a block leaves at a location."""
+        """Record the value that a block leaves at a location."""
         self._visits.remove(visit)
         leaves = tensors_at(left)
         if len(leaves) != len(visit.leaves) or pytree.tree_structure(left, is_leaf=is_carrier) != visit.structure:
-            raise NotExpressibleError(
-                here(
-                    f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
-                    "a dict by a dict with its keys."
-                )
+            raise refused(
+                f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
+                "a dict by a dict with its keys."
             )
         for leaf, number in visit.reads.items():
             if number in visit.edited:
@@ -291,33 +250,27 @@ class Recorder(NodeRecorder):
             if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)):
                 if type(new) is type(old) and new == old:
                     continue
-                raise NotExpressibleError(
-                    here(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
-                )
+                raise refused(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
             value = self.reference(self.substitute(new))
             if visit.places[number][1] is not None:
-                raise NotExpressibleError(
-                    here(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
-                )
+                raise refused(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
             self.emit("write", **visit.place(number), value=value)
         for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
             del self._stale[number]
 
     @unseen
     def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
-        """Write down that a module is skipped."""
+        """Record that a module is skipped."""
 
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 return self.reference(self.substitute(item))
-            raise NotExpressibleError(
-                here(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts.")
-            )
+            raise refused(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts.")
 
         self.emit("skip", site=site, at=at, value=write_tree(value, leaf), **({"loop": True} if loop else {}))
 
     def barrier(self, barrier: Any, participants: int) -> None:
-        """Write down that a block waits for others."""
+        """Record that a block waits for others."""
         self._keep.append(barrier)
         self.emit("barrier", id=self._barriers.setdefault(id(barrier), len(self._barriers)), of=participants)
 
@@ -325,34 +278,25 @@ class Recorder(NodeRecorder):
     def apply(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, hook: bool) -> Any:
         """Apply a module of the model to values of the block."""
         assert self.model is not None
-        copy = self.model.by_path.get(path)
-        if copy is None or hook:
-            raise NotExpressibleError(
-                here(
-                    f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent."
-                )
-            )
+        if path not in self.model.by_path or hook:
+            raise refused(f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent.")
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
 
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 return self.reference(item)
-            raise NotExpressibleError(here(f"`{path}` is given a {type(item).__name__}, which cannot be sent."))
+            raise refused(f"`{path}` is given a {type(item).__name__}, which cannot be sent.")
 
         trees = {"args": write_tree(list(args), leaf), "kwargs": write_tree(dict(kwargs), leaf)}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = self.model.versions() + sum(tensor._version for tensor in tensors)
-        result = copy.forward(*args, **kwargs)
-        if self.model.versions() + sum(tensor._version for tensor in tensors) != before:
-            raise NotExpressibleError(
-                here(
-                    f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
-                    "such as `torch.relu`."
-                )
+        result, wrote = self.model.apply(path, args, kwargs)
+        if wrote:
+            raise refused(
+                f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
+                "such as `torch.relu`."
             )
         number = self.emit("apply", module=path, **trees)
-        given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        given |= self.model.storages()
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = {tensor.untyped_storage()._cdata for tensor in tensors} | self.model.storages()
         for output, tensor in enumerate(tensors_at(result)):
             if isinstance(tensor, FakeTensor):
                 if tensor not in self._refs:
@@ -360,3 +304,37 @@ class Recorder(NodeRecorder):
                 if tensor.untyped_storage()._cdata in given:
                     self.nodes[number]["shares"] = True
         return result
+
+
+def called_by(tracer: Any) -> tuple[str, Any]:
+    """Return how a trace calls the model, and the model."""
+    model = tracer._call[1]
+    if tracer._scan or tracer._validate:
+        raise NotExpressibleError("`scan=` and `validate=` are for traces that run here; a remote one is always checked.")
+    if isinstance(model, Generation):
+        call, root = "generate", model._model
+    elif hasattr(model, "_module"):
+        call, root = "trace", model
+    else:
+        raise refused(
+            "Only `model.trace(...)` and `model.generate(...)` can be sent: a function or "
+            "another method of the model is Python of yours."
+        )
+    return call, root
+
+
+def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the tree of the arguments of a run; copies of their tensors go to ``tensors``."""
+
+    def leaf(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            raise refused(
+                f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
+                "tensors, numbers, and lists and dicts of them can."
+            )
+        name = f"i{len(tensors)}"
+        with _disable_current_modes():
+            tensors[name] = item.detach().clone()
+        return {"tensor": name}
+
+    return write_tree(list(value) if isinstance(value, tuple) else value, leaf)

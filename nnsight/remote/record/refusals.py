@@ -1,15 +1,29 @@
-"""What cannot be sent, said to the user: where it stands in the block, and what to write instead."""
+"""Refusals of blocks that cannot be sent: the line of the block, the reason, and what to write instead."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
+import torch
+
 from ...tracing.errors import user_position_now
-from .listening import TORCH, position_of_block
+from ..wire.errors import NotExpressibleError
+
+TORCH = torch.__file__.rsplit("/", 1)[0]
+
+#: File and line of the block that is recorded while the model runs.
+position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
 
 
 def here(message: str) -> str:
     """Return a message with the line of the block in front."""
     filename, line = position_of_block.get() or user_position_now(skip=TORCH)
     return f"{filename}:{line}: {message}"
+
+
+def refused(message: str) -> NotExpressibleError:
+    """Return the error to raise for something at the line of the block."""
+    return NotExpressibleError(here(message))
 
 
 def why_demand(name: str) -> str:

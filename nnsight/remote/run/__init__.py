@@ -1,1 +1,1 @@
-"""Running a program that somebody sent: it is validated, interpreted with the model, and answered."""
+"""Running a program that a client sent: it is validated and interpreted with the model."""

@@ -1,10 +1,10 @@
-"""Random numbers of a job: from a generator of its own, which begins with the seed that the job names.
+"""Random numbers of a job come from a generator of its own, with the seed of the job.
 
-So a job gives the same alone, among others, and when it is sent again, and moves no generator of the server. The client draws the seed
-where one is needed, with its own generator: behind ``torch.manual_seed(s)`` the same block is the same job.
+So a job gives the same results alone, among others, and when it is sent again, and it advances no generator of the server. The client
+draws the seed with its own generator: after ``torch.manual_seed(s)`` the same block is the same job.
 
-Operators of a program that draw are given the generator (:data:`~nnsight.remote.wire.operators.DRAWING`). What the model itself draws, when
-it samples tokens or drops out entries, is drawn by operators, too, without a generator; :class:`Drawing` gives them that of the job.
+Operators of a program that draw get the generator as an argument (:data:`~nnsight.remote.wire.operators.DRAWING`). Operators of the model
+that draw, for sampling or dropout, get it from :class:`Drawing`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 _aten = torch.ops.aten
 
-#: Between which bounds parameters of distributions are.
+#: Bounds of the parameters of distributions.
 _PARAMETERS = {
     "aten.bernoulli.default": (0.0, 1.0),
     "aten.bernoulli_.Tensor": (0.0, 1.0),
@@ -45,7 +45,7 @@ def drawn_seed() -> int:
 
 
 def generator_of(seed: int | None, device: torch.device) -> torch.Generator:
-    """Return the generator of a job; one that names no seed gets one that nobody knows."""
+    """Return the generator of a job; without a seed, one with a secret seed."""
     return torch.Generator(device).manual_seed(secrets.randbits(62) if seed is None else seed)
 
 
@@ -55,11 +55,7 @@ def drops(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 def check_parameters(name: str, parameter: Any) -> None:
-    """Raise unless ``parameter``, the first argument of an operator that draws, is one that it can draw with; some kernels do not look.
-
-    Raises:
-        ValueError: If it is out of range.
-    """
+    """Raise a :class:`ValueError` unless the parameter of an operator that draws is in range; some kernels do not check it."""
     if name not in _PARAMETERS or not isinstance(parameter, torch.Tensor) or isinstance(parameter, FakeTensor):
         return
     low, high = _PARAMETERS[name]
@@ -76,11 +72,7 @@ def samples(model: torch.nn.Module, call: str, kwargs: dict[str, Any]) -> bool:
 
 
 class Drawing(TorchDispatchMode):
-    """Lets a model draw from a generator of the job.
-
-    Args:
-        generator: The generator.
-    """
+    """Lets a model draw from the generator of a job."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Runs payloads on a model of this process.
 
-The program of a payload becomes the blocks of an ordinary run (:mod:`~nnsight.remote.run.interpreter`), so it runs as any trace does:
-eagerly, or compiled if the model was wrapped that way. Edits of the model's owner do not run along. Autograd follows the runs of programs
-with backward passes only, which run eagerly, and no weight accumulates a gradient.
+The program of a payload becomes the blocks of an ordinary run (:mod:`~nnsight.remote.run.interpreter`). It runs eagerly, or compiled
+if the model was wrapped that way; edits of the model's owner do not run along. Autograd follows only programs with backward passes, which
+run eagerly. No weight accumulates a gradient.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from ...modeling.generation import Generation
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..wire.errors import ExecutionFailedError, InvalidProgramError, require
 from ..wire.formats import limited
 from ..wire.limits import Limits
 from ..wire.payload import Job, decode_known
-from ..wire.results import pack_results
+from ..wire.results import Tensors, pack_results
 from .draws import Drawing, generator_of, samples
 from .fake_runs import device_of
 from .interpreter import Interpreter
@@ -74,7 +74,7 @@ def execute(model: NNsight, job: Job, limits: Limits, log: Callable[[str], None]
 def interpreter_of(
     model: NNsight, job: Job, limits: Limits, kind: type[R], on_write: Callable[[torch.Tensor], None] | None = None
 ) -> R:
-    """Return what runs the program of a validated job on a model that is loaded; ``on_write`` as :func:`guard` makes it."""
+    """Return an interpreter of a validated job for a loaded model; ``on_write`` is by default a :func:`guard`."""
 
     def apply(path: str, args: Any, kwargs: Any) -> Any:
         module = model._tree.module_at(path)
@@ -96,15 +96,15 @@ def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
     kept: set[int] = set()
 
     def check(tensor: torch.Tensor) -> None:
-        if type(tensor) is not torch.Tensor:  # of a graph that is being compiled; the check on fakes has seen it
+        if type(tensor) is not torch.Tensor:  # in a compilation; the rehearsal has checked it
             return
         if not kept:
             for module in modules:
                 for weight in (*module._parameters.values(), *module._buffers.values()):
                     if weight is not None:
                         kept.add(weight.untyped_storage()._cdata)
-        if tensor.untyped_storage()._cdata in kept:
-            raise InvalidProgramError("The program would write to memory of the model that outlives the run.")
+        written = tensor.untyped_storage()._cdata in kept
+        require(not written, "The program would write to memory of the model that outlives the run.")
 
     return check
 
@@ -118,28 +118,16 @@ def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwarg
     interleaver.tree, interleaver.returns = model._tree, False
     with interleaver, drawing or contextlib.nullcontext():
         output = driver(interleaver, args, kwargs, Report())
-        if interleaver.failure is not None:  # the model caught what a block raised
+        if interleaver.failure is not None:  # the model caught the error of a block
             raise interleaver.failure
         interleaver.handle("result", output)
         interpreter.finish(interleaver, interleaver.mediators)
 
 
 def results_of(interpreter: Interpreter, limits: Limits) -> bytes:
-    """Return the results of a program that has ended, as a container.
-
-    Raises:
-        ExecutionFailedError: If they are longer than they may be.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[int, str] = {}
-
-    def leaf(tensor: torch.Tensor) -> Any:
-        if id(tensor) not in names:
-            names[id(tensor)] = f"r{len(tensors)}"
-            tensors[names[id(tensor)]] = tensor
-        return {"tensor": names[id(tensor)]}
-
-    saves = interpreter.saved(leaf)
+    """Return the results of a program that has ended; raise an :class:`ExecutionFailedError` if they exceed a limit."""
+    tensors = Tensors()
+    saves = interpreter.saved(tensors.tree)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if size > limits.result_bytes:
         raise ExecutionFailedError(f"The job returns {size} bytes; the limit is {limits.result_bytes}.")

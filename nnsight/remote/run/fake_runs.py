@@ -1,11 +1,11 @@
-"""Runs of a model on fakes: what a client records against, and what a server checks a program with.
+"""Runs of a model on fakes: clients record blocks against them, and servers check programs with them.
 
 As in a scan, a copy of the model with fakes in place of its tensors runs on fakes of its inputs (:mod:`nnsight.runtime.rows.fakes`). A
-generation on fakes has no values, so it would never end by itself: it ends when it has made the tokens it was asked for, or
-when no block waits for anything but its result.
+generation on fakes has no tokens that could end it. It ends when it has made as many tokens as it may, or when no block waits for
+anything but its result.
 
-Copies of models are kept, one for each thread, for as long as the model is like what was copied (:mod:`~nnsight.remote.run.likeness`) and
-no run has left a mark on the copy; so is what passes the locations of such a copy (:mod:`~nnsight.remote.run.occurrences`).
+Each thread keeps the copy of a model as long as the model does not change (:mod:`~nnsight.remote.run.likeness`) and no run has
+changed the copy. With the copy it keeps the values at its locations (:mod:`~nnsight.remote.run.occurrences`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -30,19 +30,22 @@ from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
 from ..wire.errors import InvalidProgramError
 from .likeness import describe, key_of
-from .occurrences import Anew, Passage, passing, play
+from .occurrences import FreshFakes, Occurrence, observed, replay
 
-#: Locations that come when the model has finished.
+if TYPE_CHECKING:
+    from .costs import Costs
+
+#: Locations after the end of the model.
 _AT_THE_END = frozenset({"result", "model.generator.output"})
 
 
 def tensors_at(value: Any) -> list[Any]:
-    """Return the leaves of a value at a location, in an order that client and server share; caches as their tensors."""
+    """Return the leaves of a value at a location, in the order of client and server; the tensors of caches are leaves."""
     return [leaf for _, leaf in places_of(value)]
 
 
 def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
-    """Return the leaves of a value, with their places: number of the leaf, and of the tensor inside of it if it is a cache."""
+    """Return the places and leaves of a value. A place is the number of a leaf and, in a cache, of the tensor inside."""
     found: list[tuple[tuple[int, int | None], Any]] = []
     for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
         if not is_carrier(leaf):
@@ -55,11 +58,7 @@ def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
 
 
 def leaf_at(value: Any, node: dict[str, Any]) -> Any:
-    """Return the leaf of a value that a node names.
-
-    Raises:
-        InvalidProgramError: If there is none.
-    """
+    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none."""
     leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
     number = node["leaf"]
     if number < len(leaves) and "inside" in node:
@@ -82,12 +81,12 @@ class _Finished(BaseException):
 
 _local = threading.local()
 
-#: Kinds of input of which is kept what passes where.
+#: Number of kinds of input whose occurrences are kept.
 _KEPT = 32
 
 
 def fake_model_of(tree: ModuleTree) -> FakeModel:
-    """Return a copy of a model with fakes for its tensors, in the fake mode of this thread; one that was used before, if it will do."""
+    """Return a copy of a model with fakes for its tensors, in the fake mode of this thread: the kept one, if that is possible."""
     if not hasattr(_local, "models"):
         _local.models = weakref.WeakKeyDictionary()
     like = tree.version, describe(tree.paths)
@@ -101,29 +100,15 @@ def fake_model_of(tree: ModuleTree) -> FakeModel:
     return made
 
 
-class Meter(Protocol):
-    """Counts what a model computes."""
-
-    of_model: int
-
-    def add_of_model(self, flops: int) -> None:
-        """Count what the model computed in an earlier run that stands for this one."""
-
-
 class FakeModel:
-    """A copy of a model with fakes for its tensors.
-
-    Args:
-        tree: The modules of the model.
-        mode: The fake mode.
-        like: A description of the model.
+    """A copy of a model with fakes for its tensors; ``like`` describes the model, or is ``None`` for a copy that is not kept.
 
     Attributes:
         root: The copy.
         by_path: The copies of all modules.
-        device: Where fakes of weights without memory are.
+        device: Device of the fakes.
         weights: Name and fake of each parameter and buffer, by the identity of the original.
-        least_steps: How many tokens of a generation are made even if nobody waits for any.
+        least_steps: Least number of tokens of a generation, even if no block waits for any.
         on_step: Called before each of them.
         busy: Whether it runs.
     """
@@ -142,7 +127,7 @@ class FakeModel:
         for name, original, fake in self._named(tree, copies):
             self.weights.setdefault(id(original), (name, fake))
         self.by_name = {name: fake for name, _, fake in self._named(tree, copies)}
-        self._known: OrderedDict[Any, tuple[list[Passage], int]] = OrderedDict()
+        self._known: OrderedDict[Any, tuple[list[Occurrence], int]] = OrderedDict()
         self._storages = frozenset(self.storages())
         self._pristine = describe(self.by_path.values())
 
@@ -160,13 +145,20 @@ class FakeModel:
                         yield f"{prefix}.{name}" if prefix else name, original, fake
 
     def storages(self) -> set[int]:
-        """Return what identifies the memory of all tensors that the model keeps from one run to the next."""
+        """Return the identities of the memory that the model keeps from run to run."""
         kept = [tensor for module in self.by_path.values() for tensor in _kept_by(module)]
         return {tensor.untyped_storage()._cdata for tensor in kept}
 
     def versions(self) -> int:
         """Return a number that changes when a weight is written to."""
         return sum(tensor._version for tensor in self.by_name.values())
+
+    def apply(self, path: str, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Apply a module; return its result, and whether it wrote to its arguments or to weights."""
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = self.versions() + sum(tensor._version for tensor in given)
+        result = self.by_path[path].forward(*args, **kwargs)
+        return result, self.versions() + sum(tensor._version for tensor in given) != before
 
     def run(
         self,
@@ -177,47 +169,38 @@ class FakeModel:
         kwargs: Any,
         steps: int,
         prompt: tuple[int, int],
-        meter: Meter | None = None,
+        costs: Costs | None = None,
     ) -> Any:
-        """Call the model on fakes within ``interleaver``; return its fake output.
+        """Call the model on fakes of its arguments within ``interleaver``; return its fake output.
 
-        Args:
-            tree: The modules of the model.
-            interleaver: The run.
-            call: ``"trace"`` or ``"generate"``.
-            args: Arguments; their tensors are replaced by fakes.
-            kwargs: Likewise.
-            steps: How many tokens a generation makes.
-            prompt: Sequences that a generation returns, and length of its prompt.
-            meter: Counts what the model computes.
+        ``steps`` and ``prompt`` are results of :func:`generation_size`; ``costs`` counts the operations of the model.
         """
         self.busy = True
         try:
             if call == "trace":
-                return self._run_once(tree, interleaver, args, kwargs, meter)
+                return self._run_once(tree, interleaver, args, kwargs, costs)
             return self._generate(tree, interleaver, args, kwargs, steps, prompt)
         finally:
             self.busy = False
             if self.like is not None and describe(self.by_path.values()) != self._pristine:
-                self.like = None  # the run left a mark: it is not used again
+                self.like = None  # the run changed the copy, so it is not used again
 
-    def _run_once(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, meter: Meter | None) -> Any:
-        """Call the model, or offer what passed in an earlier call."""
+    def _run_once(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, costs: Costs | None) -> Any:
+        """Call the model, or offer the occurrences of an earlier call."""
         key: Any = None
         if self.like is not None and not torch.is_grad_enabled():  # autograd would not know where kept fakes come from
             with contextlib.suppress(TypeError):
-                key = tree.opened, meter is None, key_of((args, kwargs))
+                key = tree.opened, costs is None, key_of((args, kwargs))
+        fresh = FreshFakes(self._storages)
 
-        anew = Anew(self._storages)
-
-        def call(before: list[Passage], left: tuple[Any, ...]) -> Any:
+        def call(before: list[Occurrence], left: tuple[Any, ...]) -> Any:
             counts["fake_runs"] += 1
-            start = 0 if meter is None else meter.of_model
+            start = 0 if costs is None else costs.of_model
             given, named = (self.faked(value) for value in (args, kwargs))
             with tree.intercept(self.by_path):
-                output, passages = passing(interleaver, before, left, anew, lambda: self.root(*given, **named))
-            if passages is not None and key is not None:
-                self._known[key] = passages, 0 if meter is None else meter.of_model - start
+                output, occurrences = observed(interleaver, before, left, fresh, lambda: self.root(*given, **named))
+            if occurrences is not None and key is not None:
+                self._known[key] = occurrences, 0 if costs is None else costs.of_model - start
                 while len(self._known) > _KEPT:
                     self._known.popitem(last=False)
             return output
@@ -225,11 +208,11 @@ class FakeModel:
         known = self._known.get(key)
         if known is None:
             return call([], ())
-        played, output = play(known[0], interleaver, anew, call)
-        if played:
-            counts["passages"] += 1
-            if meter is not None:
-                meter.add_of_model(known[1])
+        whole, output = replay(known[0], interleaver, fresh, call)
+        if whole:
+            counts["replays"] += 1
+            if costs is not None:
+                costs.add(known[1], of_model=True)
         return output
 
     def _generate(
@@ -273,7 +256,7 @@ class FakeModel:
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Return where a model takes its input."""
+    """Return the device of the input of a model."""
     tensor = next(iter(module.parameters()), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
@@ -286,7 +269,7 @@ def _kept_by(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def generation_size(root: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[int, tuple[int, int]]:
-    """Return how many tokens a generation makes at most, the number of its sequences, and the length of its prompt."""
+    """Return the most tokens of a generation, and the number of its sequences with the length of its prompt."""
     ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
     rows, length = (ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
     config: Any = getattr(root, "generation_config", None)

@@ -1,11 +1,11 @@
-"""Generations of several clients in one: who has ended, and what the others' tokens must not show.
+"""Generations of several clients in one batch.
 
-In a batch of ``generate`` a sequence that has ended is padded until all have. Alone, the generation of a job ends when its own sequences
-have, and that is what its program was written for. So the tokens are followed as they come (:class:`Tokens`): from its end on a job waits
-for nothing that the model passes, and of the result it sees the columns that it would have alone.
+``generate`` pads a sequence that has ended until all sequences have. Alone, the generation of a job ends when its own sequences have. So
+:class:`Tokens` follows the tokens: after its end, a job sees no further location of the model, and of the result it sees the columns
+that it would have alone.
 
-That is said of greedy generations by transformers' own ``generate``, where a token depends on its row only. Sampled tokens are drawn from
-the generator of a job, beams make rows out of one, and so these run alone.
+This holds for greedy generations by ``generate`` of transformers, where a token depends on its row only. Sampling, which uses the generator
+of a job, and beams, which make several rows of one, run alone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from ...modeling.generation import Streamer
 from ...runtime.rows.batching import BatchGroup, View
 
-#: What a generation returns, once all of its sequences have ended.
+#: Locations of the result of a generation.
 RETURNED = frozenset({"result", "model.generator.output"})
 
-#: Options of a model's own that end a generation by something else than its tokens, or return something else than ids.
+#: Options of a model that end a generation by something else than tokens, or return something else than ids.
 _OTHER_ENDS = ("max_time", "stop_strings", "return_dict_in_generate", "token_healing")
 
 
@@ -35,11 +35,11 @@ def joins(module: torch.nn.Module, options: dict[str, Any]) -> bool:
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
     if "eos_token_id" in options and options["eos_token_id"] is None:
-        return False  # versions of transformers differ in what this means
+        return False  # its meaning differs between versions of transformers
     config = copy.deepcopy(config)
     try:
         config.update(**options)
-    except (TypeError, ValueError):  # options that contradict each other; the run says so
+    except (TypeError, ValueError):  # the options contradict each other; the run raises
         return False
     return (
         config.get_generation_mode() is GenerationMode.GREEDY_SEARCH
@@ -57,14 +57,11 @@ def ends_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> list[int]:
 
 
 class Tokens(Streamer):
-    """The tokens of a group as they come: offered to the blocks, and followed.
-
-    Args:
-        ends: The tokens that end a sequence.
+    """The tokens of a batch as they come: offered to the blocks, and counted; ``ends`` are those that end a sequence.
 
     Attributes:
-        made: How many there are of each row.
-        length: How many it took until the rows so far had ended, by row; 0 for one that goes on.
+        made: Number of tokens of each row.
+        length: Number of tokens when a row ended, by row; 0 for a row that goes on.
     """
 
     def __init__(self, ends: list[int]) -> None:
@@ -83,7 +80,7 @@ class Tokens(Streamer):
         self.length[ended] = self.made
 
     def made_for(self, group: BatchGroup) -> int:
-        """Return how many tokens a generation of these rows alone has made by now."""
+        """Return the number of tokens that a generation of these rows alone would have made by now."""
         if self.length is None:
             return 0
         lengths = self.length[group.start : group.start + group.size]

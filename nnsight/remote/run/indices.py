@@ -1,4 +1,4 @@
-"""Indices of operators: each is checked against the size it counts in, so that none reaches memory outside of a tensor."""
+"""Checks indices of operators against sizes, so that none reaches memory outside of a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONSTANT = "_nnsight_constant"
 
 
 def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if an operator that looks up entries would look outside of its tensor.
+    """Raise if an operator would read or write outside of its tensor.
 
     Raises:
         IndexError: If an index is out of range.

@@ -1,11 +1,10 @@
-"""A program as blocks: what runs on a server.
+"""Interprets a program as blocks.
 
-Each block of a run becomes a function that does the nodes of the block, in an ordinary mediator: it waits at locations, reads,
-writes and skips as a block written in Python does, under the eager driver, under the compiled one, and on fakes, where the server
+Each block of a run becomes a function that executes the nodes of the block in an ordinary mediator. It waits at locations, reads,
+writes and skips as a block written in Python does: under the eager driver, under the compiled one, and on fakes, where the server
 checks the program. The operators are those of the table; nothing of the client is looked up, evaluated or compiled.
 
-Indices are compared with the sizes they point into before they are used: some kernels do not, and on a GPU the kernel that finds a
-bad index takes the process down.
+Indices are compared with sizes before they are used: some kernels do not check them, and on a GPU a bad index ends the process.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from ..wire.formats import text_of
 from ..wire.nodes import Node, read_argument
 from ..wire.operators import DRAWING, OPERATORS
 from ..wire.payload import Job, fact
-from ..wire.trees import ABSENT, NONE, read_tree, references
+from ..wire.trees import ABSENT, NONE, read_tree, references, with_references
 from .draws import check_parameters
 from .fake_runs import leaf_at, tensors_at, with_leaf
 from .indices import check_indices
 
-#: Operators whose copy of nothing is nothing.
+#: Operators that copy ``None`` as ``None``.
 _COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
 
 
@@ -44,20 +43,20 @@ class Interpreter:
 
     Args:
         job: A checked job.
-        device: Where its constants go.
+        device: Device of its constants.
         apply: Applies the module at a path: ``apply(path, args, kwargs)``.
         weight: Returns the parameter or buffer of a name.
-        seconds: How long it may take.
-        constants: The tensors of the job, where they are not its own.
+        seconds: Time limit.
+        constants: Tensors in place of those of the job.
 
     Attributes:
-        values: What each node made, as a tuple of tensors.
-        on_done: Called with each node that is an operator or applies a module, its arguments and what it made.
-        generator: What operators that draw get; ``None`` for that of the process.
+        values: The result of each node, as a tuple of tensors.
+        on_done: Called with each node that is an operator or applies a module, its arguments and its result.
+        generator: Generator of operators that draw; ``None`` for that of the process.
         on_log: Called with each line that is printed; ``None`` on fakes, which have no text.
-        on_write: Called with the tensor of the model that a node is about to write to.
-        differentiates: Whether there is a backward pass in the program, so that autograd has to follow the run.
-        mediator: What runs its blocks.
+        on_write: Called with each tensor of the model before a node writes to it.
+        differentiates: Whether the program has a backward pass, so that autograd has to follow the run.
+        mediator: The class of its blocks.
     """
 
     mediator: type[Mediator] = Mediator
@@ -72,14 +71,14 @@ class Interpreter:
         constants: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.job, self.device, self._apply, self._weight = job, device, apply, weight
-        self._constants = job.tensors if constants is None else constants
+        self.constants = job.tensors if constants is None else constants
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self.values: dict[int, tuple[Any, ...]] = {}
         self.on_done: Callable[[Node, Any, Any], None] = lambda node, args, result: None
         self.generator: torch.Generator | None = None
         self.on_log: Callable[[str], None] | None = None
         self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
-        self._used = fact(job, "used", lambda: [Counter(references_of(node)) for node in job.nodes])
+        self._used = fact(job, "used", lambda: [Counter(used for used, _ in references(node)) for node in job.nodes])
         self._uses = Counter(fact(job, "uses", lambda: _uses(job, self._used)))
         self.differentiates = any(node["do"] == "backward" for node in job.nodes)
         self._copied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -88,7 +87,7 @@ class Interpreter:
 
     def place_constants(self) -> None:
         """Put the constants where the model is."""
-        self._constants = {name: tensor.to(self.device) for name, tensor in self._constants.items()}
+        self.constants = {name: tensor.to(self.device) for name, tensor in self.constants.items()}
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class Interpreter:
         ]
 
     def finish(self, interleaver: Interleaver, mediators: Iterable[Mediator]) -> None:
-        """End the blocks after the model has returned; one that waits in a loop has reached its end.
+        """End the blocks after the model has returned; a block that waits in a loop has reached its end.
 
         Args:
             interleaver: The run, which may have blocks of other jobs as well.
@@ -126,38 +125,27 @@ class Interpreter:
                 f"`{location}.i{occurrence}` was not reached{_line(node)}: the model passed there {calls} times."
             )
 
-    def saved(self, leaf: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return the trees of what is saved, with ``leaf(tensor)`` for tensors."""
-        return {name: self._tree(saved, leaf) for name, saved in self.job.saves.items()}
+    def saved(self, leaf: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        """Return the trees of the saved values, with ``leaf(tensor)`` for tensors."""
 
-    def _tree(self, saved: Any, leaf: Callable[[Any], Any]) -> Any:
-        if type(saved) is not dict:
-            return saved
-        ((kind, content),) = saved.items()
-        if kind in ("list", "tuple"):
-            return {kind: [self._tree(item, leaf) for item in content]}
-        if kind == "dict":
-            return {kind: [[key, self._tree(item, leaf)] for key, item in content]}
-        if kind != "ref":
-            return saved
-        made = self.values.get(content[0])
-        if made is None:
-            return {"absent": "never computed"}
-        if content[1] < len(made) and made[content[1]] is None:  # such as a mask that the model did without
-            return {"absent": NONE}
-        return leaf(self._output(made, content[0], content[1]))
+        def found(node: int, output: int) -> Any:
+            made = self.values.get(node)
+            if made is None:
+                return {"absent": "never computed"}
+            if output < len(made) and made[output] is None:  # such as a mask that the model did without
+                return {"absent": NONE}
+            return leaf(self._output(made, node, output))
+
+        saves: dict[str, Any] = with_references(self.job.saves, found)
+        return saves
 
     def check_time(self) -> None:
-        """Raise if the job has taken too long.
-
-        Raises:
-            ExecutionFailedError: If so.
-        """
+        """Raise an :class:`ExecutionFailedError` if the job has taken too long."""
         if time.monotonic() > self._deadline:
             raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds.")
 
     def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
-        """Do nodes, in the block that is running."""
+        """Execute nodes, in the block that is running."""
         pending = iter(nodes)
         for number, node in pending:
             along: list[tuple[int, Node]] = []
@@ -180,7 +168,7 @@ class Interpreter:
         mediator = run.current
         match node["do"]:
             case "const":
-                self._keep(number, (self._constants[node["tensor"]],))
+                self._keep(number, (self.constants[node["tensor"]],))
             case "weight":
                 self._keep(number, (self._weight(node["name"]),))
             case "read":
@@ -241,7 +229,7 @@ class Interpreter:
             old.copy_(new)
             source, output = node["value"]["ref"]
             if output == 0 and self.job.nodes[source]["do"] == "read" and source in self.values:
-                self.values[source] = (old,)  # from here on it follows what the model does to it
+                self.values[source] = (old,)  # from here on it follows the edits of the model
                 if self.differentiates:
                     self._copied[source] = old, old._version, new
         else:
@@ -250,7 +238,7 @@ class Interpreter:
     def _operate(self, number: int, node: Node) -> None:
         operator, first = OPERATORS[node["name"]], (node["args"] or [None])[:1]
         if node["name"] in _COPIES and type(first[0]) is dict and self.values.get(first[0]["ref"][0]) == (None,):
-            self._keep(number, (None,))  # what a cache of activations keeps of a mask that the model did without
+            self._keep(number, (None,))  # a cache of activations keeps a mask that the model did without
             return
         args = read_argument(node["args"], self._lookup, self.device)
         kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
@@ -264,7 +252,7 @@ class Interpreter:
 
     @staticmethod
     def _compare(tensor: torch.Tensor, dim: int, size: int) -> None:
-        """Raise unless a size is what it was when the block looked at it."""
+        """Raise unless a size is that of the recording."""
         found = tensor.shape[dim] if dim < tensor.dim() else None
         if found != size:
             raise InvalidProgramError(
@@ -283,10 +271,10 @@ class Interpreter:
     def _require_grad(self, node: Node) -> None:
         source, output = node["value"]["ref"]
         tensor = self._lookup(source, output)
-        if self.job.nodes[source]["do"] == "const":  # one of this run: the values may be another's, too
+        if self.job.nodes[source]["do"] == "const":  # a tensor of this run only
             self.values[source] = (tensor.detach().requires_grad_(),)
         elif not tensor.requires_grad:
-            self.on_write(tensor)  # what outlives the run would go on requiring gradients
+            self.on_write(tensor)  # a tensor that outlives the run must not be changed
             tensor.requires_grad_()
 
     def _differentiate(self, node: Node, along: list[tuple[int, Node]]) -> None:
@@ -294,7 +282,7 @@ class Interpreter:
         for source, output in (item["wrt"]["ref"] for _, item in along if "wrt" in item):
             if source in self.values:
                 asked.append(self._differentiable({"ref": [source, output]}))
-            elif self.job.nodes[source]["do"] == "weight":  # one that is first named in the block of the pass
+            elif self.job.nodes[source]["do"] == "weight":  # a weight that is first named in the block of the pass
                 asked.append(self._weight(self.job.nodes[source]["name"]))
         differentiate(
             self._lookup(*node["value"]["ref"]),
@@ -308,8 +296,8 @@ class Interpreter:
     def _differentiable(self, reference: dict[str, Any]) -> torch.Tensor:
         """Return the tensor to which all gradients of a value flow.
 
-        An edited value of the model was computed in a copy, so what was made of the copy at its location does not come from the
-        model's tensor. The copy is it, unless the model has gone on to edit its own.
+        An edited value of the model was computed in a copy, and values that the block computed from the copy do not depend on the
+        model's tensor. So it is the copy, unless the model has edited its tensor afterwards.
         """
         source, output = reference["ref"]
         old, version, copied = self._copied.get(source, (None, 0, None))
@@ -352,28 +340,8 @@ def _line(node: Node | None) -> str:
 
 
 def _uses(job: Job, used: list[Counter[int]]) -> Counter[int]:
-    """Return how often the value of each node is used, by nodes and by what is saved."""
-    uses = Counter(node for tree in job.saves.values() for node, _ in references(tree))
+    """Return how often the result of each node is used, by nodes and by saved values."""
+    uses = Counter(node for node, _ in references(job.saves))
     for counts in used:
         uses.update(counts)
     return uses
-
-
-def references_of(node: Node) -> list[int]:
-    """Return the nodes that a node refers to, as often as it does."""
-    return [found for key in ("args", "kwargs", "value", "gradient", "wrt", "text") for found in _references(node.get(key))]
-
-
-def _references(value: Any) -> list[int]:
-    if type(value) is list:
-        return [found for item in value for found in _references(item)]
-    if type(value) is not dict:
-        return []
-    if type(ref := value.get("ref")) is list and len(value) == 1:
-        return [ref[0]]
-    return [found for item in value.values() for found in _references(item)]
-
-
-# -- indices ---------------------------------------------------------------------------------------------------------
-
-

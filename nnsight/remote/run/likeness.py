@@ -1,10 +1,9 @@
-"""Whether a model still runs as it did: what of it decides which values pass which locations.
+"""Descriptions of models, by which kept facts about a model on fakes stay valid.
 
-What was found out about a model on fakes (how a copy of it is built, what passes where, what a block comes down to) holds until the
-model changes. There is no event for that, so the model is *described*: the classes of its modules and their ``forward``, sizes and types of
-their tensors, and the plain values in their attributes, in those of their configurations, and in what their functions enclose. Two
-equal descriptions mean the same run; the values of weights are not part of it. A description costs about a microsecond per
-attribute, and refers to no module.
+A copy of a model with fakes, and the values at its locations, can be kept until the model changes. Torch reports no such change, so the
+model is *described*: the classes of its modules and their ``forward``, sizes and types of their tensors, and the plain values in their
+attributes, in their configurations, and in the closures of their functions. Equal descriptions mean equal runs; the values of weights
+are not part of them. A description costs about a microsecond per attribute, and refers to no module.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 #: How deep attributes of attributes are looked at.
 _DEPTH = 3
 
-#: Attributes of modules that follow from others, come and go with a run, or are handled by the tree of modules.
+#: Attributes of modules that follow from others, are set by a run, or are handled by the tree of modules.
 _LEFT_OUT = frozenset({"_modules", "_call_impl", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"})
 
-#: Where a module keeps what it mostly has none of.
+#: Containers of modules, which are mostly empty.
 _HOLDERS = frozenset({dict, OrderedDict, list, tuple, set})
 
 _PLAIN = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -33,15 +32,16 @@ def describe(modules: Iterable[torch.nn.Module]) -> Hashable:
     """Return a description of ``modules`` that is equal as long as they run alike."""
     known: dict[int, Any] = {}
     found: list[Any] = []
-    for module in modules:
-        kind = type(module)
-        found += kind, kind.forward
-        for name, value in module.__dict__.items():
-            kind = type(value)
-            if kind in _PLAIN:
-                found += name, kind, value
-            elif name not in _LEFT_OUT and (value or kind not in _HOLDERS):
-                found += name, _describe(value, _DEPTH, known)
+    with torch._C.DisableTorchFunction():  # modes of a recording need not see it
+        for module in modules:
+            kind = type(module)
+            found += kind, kind.forward
+            for name, value in module.__dict__.items():
+                kind = type(value)
+                if kind in _PLAIN:
+                    found += name, kind, value
+                elif name not in _LEFT_OUT and (value or kind not in _HOLDERS):
+                    found += name, _describe(value, _DEPTH, known)
     return tuple(found)
 
 
@@ -52,8 +52,7 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
     if kind in (float, complex, slice, range):
         return kind, repr(value)
     if isinstance(value, torch.Tensor):
-        with torch._C.DisableTorchFunction():
-            return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     if isinstance(value, torch.nn.Module) or depth == 0:
         return (kind,)
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -67,7 +66,7 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
 
 
 def _inside(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
-    """Return a description of what a function or an object holds."""
+    """Return a description of the content of a function or an object."""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         return value.__code__, tuple(_describe(content, depth, known) for content in cells)
@@ -80,10 +79,10 @@ def _inside(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
 
 
 def key_of(arguments: Any) -> Hashable:
-    """Return what of the arguments of a model decides how it runs on fakes: sizes, and plain values.
+    """Return the sizes and plain values of the arguments of a model, which decide how it runs on fakes.
 
     Raises:
-        TypeError: If that is not known.
+        TypeError: If they have other values.
     """
     if isinstance(arguments, torch.Tensor):
         return arguments.shape, arguments.stride(), arguments.dtype, arguments.device

@@ -1,10 +1,9 @@
-"""What passes which location in a run of a model on fakes, kept for later runs of the same kind.
+"""Values at the locations of a model on fakes, kept for later runs with inputs of the same sizes.
 
-A block that reads and edits in place changes no size, so in the next run with inputs of the same sizes the like of the same fakes passes
-the same locations: it is offered to the block without running the model. The fakes are new ones each time (:class:`Anew`), for a
-fake stands for one value of one run, also in lists of the user that wait for results. When a block replaces a value, skips a module, or
-asks for something that cannot be kept, the model is run after all. Up to the place where the block stands it is given the values that the
-block has seen, from there on it goes its own way.
+A block that reads and edits in place changes no size, so in the next run fakes of the same sizes pass the same locations. They are
+offered to the blocks without running the model. The fakes are new ones each time (:class:`FreshFakes`), because a fake stands for one value
+of one run, also in lists of the user that wait for results. When a block replaces a value, skips a module, or asks for something that
+cannot be kept, the model runs after all. It gets the values that the blocks have seen, up to the location where they stand.
 """
 
 from __future__ import annotations
@@ -25,25 +24,21 @@ from ...runtime.interleaver import Everywhere, Interleaver, active_run
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType)
 
 
-class Passage(NamedTuple):
-    """A value that passed a location; ``leaves`` is ``None`` for one that cannot be kept."""
+class Occurrence(NamedTuple):
+    """A value at a location; ``leaves`` is ``None`` for one that cannot be kept."""
 
     location: str
     leaves: tuple[Any, ...] | None
     structure: Any
 
-    def value(self, anew: Anew) -> Any:
-        """Return the value, in containers of its own, with new fakes."""
+    def value(self, fresh: FreshFakes) -> Any:
+        """Return the value, in new containers, with new fakes."""
         assert self.leaves is not None
-        return pytree.tree_unflatten([_copied(leaf, anew) for leaf in self.leaves], self.structure)
+        return pytree.tree_unflatten([_copied(leaf, fresh) for leaf in self.leaves], self.structure)
 
 
-class Anew:
-    """New fakes in place of known ones, the same for the same, which share memory as those do.
-
-    Args:
-        kept: What identifies memory that stays what it is: that of the model.
-    """
+class FreshFakes:
+    """New fakes in place of known ones: the same one for the same, with memory that is shared likewise, unless it is ``kept``."""
 
     def __init__(self, kept: frozenset[int]) -> None:
         self._kept = kept
@@ -51,51 +46,40 @@ class Anew:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, known: torch.Tensor) -> torch.Tensor:
-        """Return what stands for ``known``."""
+        """Return the new fake for ``known``."""
         if not isinstance(known, FakeTensor):
             return known
-        made = self._made.get(id(known))
-        if made is None:
-            made = self._made[id(known)] = self._make(known)
-        return made
+        if id(known) not in self._made:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                self._made[id(known)] = self._make(known)
+        return self._made[id(known)]
 
     def _make(self, known: FakeTensor) -> torch.Tensor:
         storage = known.untyped_storage()
         if storage._cdata in self._kept:
             return known
         new = self._storages.get(storage._cdata)
-        with _disable_current_modes():
-            if new is None:
-                new = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
-                self._storages[storage._cdata] = new
-            like = torch.empty(0, dtype=known.dtype, device="meta")
-            like.set_(new, known.storage_offset(), known.size(), known.stride())
-            return FakeTensor(known.fake_mode, like, known.device)
+        if new is None:
+            new = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            self._storages[storage._cdata] = new
+        like = torch.empty(0, dtype=known.dtype, device="meta")
+        like.set_(new, known.storage_offset(), known.size(), known.stride())
+        return FakeTensor(known.fake_mode, like, known.device)
 
 
-def fake_like(known: FakeTensor) -> torch.Tensor:
-    """Return a new fake of the same size and type."""
-    return Anew(frozenset())._make(known)
+class ObservedRun(Interleaver):
+    """The run that the modules of the model see: notes the occurrences, and passes them on to the run of the blocks.
 
-
-class Passing(Interleaver):
-    """The run of a model as its modules see it: notes what passes, and hands everything over to the run of the blocks.
-
-    Args:
-        run: The run of the blocks.
-        before: What has been offered to them already.
-        left: What they left of the value that comes next, in a tuple; empty if it has not been offered.
-
-    Attributes:
-        passages: What passed, as long as the blocks changed nothing that changes sizes; else ``None``.
+    The blocks have seen the occurrences ``before``, and ``left`` a value, in a tuple, at the next one. ``occurrences`` is ``None`` after a
+    change that may change sizes.
     """
 
-    __slots__ = ("_anew", "_before", "_left", "_run", "passages")
+    __slots__ = ("_before", "_fresh", "_left", "_run", "occurrences")
 
-    def __init__(self, run: Interleaver, before: list[Passage], left: tuple[Any, ...], anew: Anew) -> None:
+    def __init__(self, run: Interleaver, before: list[Occurrence], left: tuple[Any, ...], fresh: FreshFakes) -> None:
         super().__init__([])
-        self._run, self._before, self._left, self._anew = run, list(reversed(before)), left, anew
-        self.passages: list[Passage] | None = None if before or left else []
+        self._run, self._before, self._left, self._fresh = run, list(reversed(before)), left, fresh
+        self.occurrences: list[Occurrence] | None = None if before or left else []
         self.offer = lambda run, location, value: run.handle(location, value)
         self.waited, self.counts, self.skips = Everywhere(), run.counts, run.skips
 
@@ -103,32 +87,40 @@ class Passing(Interleaver):
         if self._before:
             known = self._before.pop()
             odd = known.leaves is None or any(map(is_carrier, known.leaves))
-            return value if odd else known.value(self._anew)
+            return value if odd else known.value(self._fresh)
         if self._left:
             (value,), self._left = self._left, ()
             return value
-        if self.passages is not None:
-            self.passages.append(kept(location, value))
+        if self.occurrences is not None:
+            self.occurrences.append(_kept(location, value))
         if location not in self._run.waited:
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
-        before = _inside(value)
-        left = self._run.offer(self._run, location, value)
-        if self._run.skips or not _alike(before, _inside(left)):
-            self.passages = None
+        left, changed = _offer(self._run, location, value)
+        if changed:
+            self.occurrences = None
         return left
 
     def is_waited(self, location: str) -> bool:
         return True
 
 
-def kept(location: str, value: Any) -> Passage:
-    """Return a value that passes a location, to be offered again later."""
+def _offer(run: Interleaver, location: str, value: Any) -> tuple[Any, bool]:
+    """Offer a value to the blocks of a run; return the value that they leave, and whether it may have other sizes."""
+    before, structure = _inside(value)
+    left = run.offer(run, location, value)
+    after, other = _inside(left)
+    same = len(before) == len(after) and all(one is two for one, two in zip(before, after, strict=True))
+    return left, bool(run.skips) or not same or structure != other
+
+
+def _kept(location: str, value: Any) -> Occurrence:
+    """Return an occurrence of a value."""
     leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
     try:
-        return Passage(location, tuple(map(_copied, leaves)), structure)
+        return Occurrence(location, tuple(map(_copied, leaves)), structure)
     except _OddError:
-        return Passage(location, None, structure)
+        return Occurrence(location, None, structure)
 
 
 class _OddError(Exception):
@@ -136,7 +128,7 @@ class _OddError(Exception):
 
 
 def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
-    """Return a leaf; of an object that the model goes on filling, such as a cache, a copy. ``tensor`` gives the tensors."""
+    """Return a leaf with ``tensor(...)`` of its tensors; a cache, which the model goes on filling, is copied."""
     if isinstance(leaf, torch.Tensor):
         return tensor(leaf)
     if isinstance(leaf, _PLAIN):
@@ -157,7 +149,7 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
 
 
 def _inside(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a value, and the tensors in those that carry some; and how it is built."""
+    """Return the leaves of a value and the tensors inside of its caches, and its structure."""
     leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
     carried: list[Any] = []
     for leaf in leaves:
@@ -166,52 +158,38 @@ def _inside(value: Any) -> tuple[list[Any], Any]:
     return leaves + carried, structure
 
 
-def _alike(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
-    """Whether a block has left a value built of the same objects."""
-    (leaves, structure), (left, other) = before, after
-    return (
-        len(leaves) == len(left)
-        and structure == other
-        and all(one is two for one, two in zip(leaves, left, strict=True))
-    )
-
-
-def play(
-    passages: list[Passage], run: Interleaver, anew: Anew, go_on: Callable[[list[Passage], tuple[Any, ...]], Any]
+def replay(
+    occurrences: list[Occurrence],
+    run: Interleaver,
+    fresh: FreshFakes,
+    go_on: Callable[[list[Occurrence], tuple[Any, ...]], Any],
 ) -> tuple[bool, Any]:
-    """Offer what passed to the blocks of a run; return whether that was all, and what the run returns.
+    """Offer occurrences to the blocks of a run; return whether that was the whole run, and the output of the model.
 
-    Args:
-        passages: What passed; the last of them is what the model returned.
-        run: The run of the blocks.
-        anew: Makes the fakes.
-        go_on: Runs the model from where the blocks stand: called with what was offered before, and what they left of the next value.
+    The last occurrence is the output of the model. ``go_on`` runs the model from the location where the blocks stand: it gets the
+    occurrences before, and the value that the blocks left at the next one.
     """
     value: Any = None
-    for number, passage in enumerate(passages):
-        location = passage.location
-        if location not in run.waited and number < len(passages) - 1:
+    for number, occurrence in enumerate(occurrences):
+        location = occurrence.location
+        if location not in run.waited and number < len(occurrences) - 1:
             run.counts[location] = run.counts.get(location, 0) + 1
             continue
-        if passage.leaves is None:
-            return False, go_on(passages[:number], ())
-        value = passage.value(anew)
-        before = _inside(value)
-        left = run.offer(run, location, value)
-        if run.skips or not _alike(before, _inside(left)):
-            return False, go_on(passages[:number], (left,))
-        value = left
+        if occurrence.leaves is None:
+            return False, go_on(occurrences[:number], ())
+        value, changed = _offer(run, location, occurrence.value(fresh))
+        if changed:
+            return False, go_on(occurrences[:number], (value,))
     return True, value
 
 
-def passing(
-    run: Interleaver, before: list[Passage], left: tuple[Any, ...], anew: Anew, call: Callable[[], Any]
-) -> tuple[Any, list[Passage] | None]:
-    """Call a model within ``run``; return its output, and what passed if that can be offered again."""
-    passing = Passing(run, before, left, anew)
-    token = active_run.set(passing)
+def observed(
+    run: Interleaver, before: list[Occurrence], left: tuple[Any, ...], fresh: FreshFakes, call: Callable[[], Any]
+) -> tuple[Any, list[Occurrence] | None]:
+    """Call a model within ``run``; return its output, and the occurrences if they can be offered again."""
+    observing = ObservedRun(run, before, left, fresh)
+    token = active_run.set(observing)
     try:
-        output = call()
+        return call(), observing.occurrences
     finally:
         active_run.reset(token)
-    return output, passing.passages

@@ -1,21 +1,16 @@
-"""Jobs of several clients in one forward pass, each seeing only its own rows.
+"""Jobs of several clients in one forward pass. Each job sees its own rows only.
 
 The inputs of the jobs are joined as those of invokes are, and the blocks of each job are bound to its rows
-(:class:`~nnsight.runtime.rows.batching.BatchGroup`). A program was checked against the sizes of its own input, and those are what it
-gets: jobs go together only if their inputs differ in nothing but the number of rows, so nothing is padded. Generations go together
-likewise, see :mod:`~nnsight.remote.run.generations`.
+(:class:`~nnsight.runtime.rows.batching.BatchGroup`). Inputs differ in the number of rows only, so nothing is padded and each program gets
+the sizes that it was checked with. For generations see :mod:`~nnsight.remote.run.generations`.
 
-Seeing only one's own rows is a promise here, and no convenience. A tensor in which no dimension has the rows is not handed out: it may be
-a constant of the model, and it may be computed of all rows. Programs that ask for one, and those that skip modules, end the run or compute
-gradients, are run alone; so is every job of a group that fails, for one program must not make another's fail.
+No job may see rows of another one. A tensor without a batch axis may be computed from all rows, so a program that reads one runs alone.
+So do programs that skip modules, end the run or compute gradients, and all jobs of a group that fails: one program must not make another
+one fail. A model that computes across rows (statistics of a batch, experts with a limited capacity) needs a server without groups.
 
-What a model itself computes across rows (statistics of a batch, experts with a limited capacity) is not undone by this. A server of such a
-model runs each job alone.
-
-A compiled model is compiled for the blocks of a whole group. So its jobs go together only if they are the same program for inputs of the
-same sizes, with values of their own, and only in groups of 2, 4, 8, ... members: a smaller one is filled up with its last job again, whose
-results are dropped. A program comes to one variant for each of these numbers, and is not compiled for each company in which it may find
-itself. Of generations, some end before others, and each such combination would be another program at that step: they run alone.
+A compiled model is compiled for the blocks of a whole group. So its groups consist of equal programs for inputs of equal sizes, in
+numbers of 2, 4, 8, ...: a smaller group is filled up with copies of its last job, whose results are dropped. So a program has one variant
+for each of these numbers. Its generations run alone, because each combination of ends would be another program.
 """
 
 from __future__ import annotations
@@ -24,8 +19,6 @@ import hashlib
 import itertools
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,24 +48,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("nnsight.remote")
 
-#: What only a program that runs alone may do.
+#: Kinds of nodes of programs that run alone.
 _ALONE = frozenset({"skip", "stop", "requires_grad", "backward"})
 
 
 class _NotTogetherError(Exception):
-    """A program asks for something that it can have only if it runs alone."""
+    """A program has to run alone."""
 
 
 @dataclass(frozen=True)
 class Tenant(BatchGroup):
-    """The rows of one job.
+    """The rows of one job."""
 
-    Attributes:
-        shared: Identities of the tensors without rows at the location where the model stands.
-        tokens: Those of a generation.
-    """
-
-    shared: set[int] = field(default_factory=set, compare=False)
+    shared: set[int] = field(default_factory=set, compare=False)  # identities of tensors without rows at the current location
     tokens: Tokens | None = field(default=None, compare=False)
 
     def view(self, location: str, occurrence: int, whole: Any) -> View:
@@ -83,7 +71,7 @@ class Tenant(BatchGroup):
         return super().view(location, occurrence, whole)
 
     def rows_of(self, tensor: torch.Tensor, found: Any) -> Any:
-        """Return where the rows of ``tensor`` are, and note if it has none."""
+        """Return the place of the rows of ``tensor``, and note if it has none."""
         rows = super().rows_of(tensor, found)
         if rows is None:
             self.shared.add(id(tensor))
@@ -116,59 +104,20 @@ class _TenantInterpreter(Interpreter):
     def _do(self, number: int, node: Any, along: Any) -> None:
         try:
             super()._do(number, node, along)
-        except Exception as error:  # what is wrong, and whether anything is, is seen when the job runs alone
+        except Exception as error:  # the run alone shows what is wrong, if anything is
             raise _NotTogetherError from error
 
 
-class _Waiting:
-    """Short jobs that were read to find their kind, until they run: they are not read a second time."""
-
-    def __init__(self, most: int = 4 * 2**20, longest: int = 2**16) -> None:
-        self._most, self._longest, self._size = most, longest, 0
-        self._jobs: OrderedDict[tuple[bytes, Limits], Job] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def _keeps(self, payload: bytes) -> bool:
-        return type(payload) is bytes and len(payload) <= self._longest
-
-    def read(self, payload: bytes, limits: Limits) -> Job:
-        """Return the job in a payload, which waits from now on; raises as :func:`~nnsight.remote.wire.payload.decode_known`."""
-        job = decode_known(payload, limits)
-        if self._keeps(payload):
-            with self._lock:
-                if (payload, limits) not in self._jobs:
-                    self._jobs[payload, limits] = job
-                    self._size += len(payload)
-                while self._size > self._most:
-                    (dropped, _), _ = self._jobs.popitem(last=False)
-                    self._size -= len(dropped)
-        return job
-
-    def take(self, payload: bytes, limits: Limits) -> Job:
-        """Return the job in a payload, which waits no more; raises likewise."""
-        if self._keeps(payload):
-            with self._lock:
-                job = self._jobs.pop((payload, limits), None)
-                if job is not None:
-                    self._size -= len(payload)
-                    return job
-        return decode_known(payload, limits)
-
-
-_waiting = _Waiting()
-
-
 def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Hashable | None:
-    """Return what jobs have in common that can run as one batch; ``None`` for one that has to run alone.
+    """Return a key of the jobs that can run as one batch; ``None`` for one that has to run alone.
 
     Raises:
         InvalidProgramError: If the payload is malformed.
     """
     from ...modeling.base import NNsight
 
-    job = _waiting.read(payload, limits or Limits())
-    batches = type(model)._batch is not NNsight._batch
-    if not batches or len(job.runs) != 1:
+    job = decode_known(payload, limits)
+    if type(model)._batch is NNsight._batch or len(job.runs) != 1:
         return None
     run = job.runs[0]
     if model._compile_by_default and (run["call"] == "generate" or not job.header):
@@ -177,7 +126,7 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     if not described:
         return None
     if drops(model._tree.paths):
-        return None  # what is drawn for the batch would depend on who else is in it
+        return None  # the numbers drawn for a job would depend on the other jobs
     if run["call"] == "generate" and not _generates_together(model, job, limits or Limits()):
         return None
     masks = [
@@ -191,7 +140,7 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
 
 
 def _described_job(job: Job) -> str:
-    """Return the call of a job without values and rows; nothing for one that has to run alone."""
+    """Return the call of a job without values and rows; empty for one that has to run alone."""
     run = job.runs[0]
     described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
     alone = any(node["do"] in _ALONE for node in job.nodes) or any("scalar" in text for text in described)
@@ -201,7 +150,7 @@ def _described_job(job: Job) -> str:
 def _generates_together(model: NNsight, job: Job, limits: Limits) -> bool:
     check_call(model, job.runs[0], limits)
     if any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes):
-        return False  # a job that has ended has another length there
+        return False  # the result has another length after the end of the job
     return joins(model._module, _options(job))
 
 
@@ -217,9 +166,9 @@ def execute_payloads(
     limits: Limits | None = None,
     logs: Sequence[Callable[[str], None]] | None = None,
 ) -> list[bytes | Exception]:
-    """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or what is wrong with it alone.
+    """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or its error.
 
-    ``logs`` are called with the lines that each prints, after the batch has run: a batch that fails has printed nothing.
+    ``logs`` are called with the lines of each job after the batch has run: a batch that fails has printed nothing.
 
     The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.
     """
@@ -228,7 +177,7 @@ def execute_payloads(
     jobs: dict[int, Job] = {}
     for index, payload in enumerate(payloads):
         try:
-            jobs[index] = _waiting.take(payload, limits)
+            jobs[index] = decode_known(payload, limits)
             validate(jobs[index], model, limits)
         except InvalidProgramError as error:
             jobs.pop(index, None)
@@ -236,7 +185,7 @@ def execute_payloads(
     if len(jobs) > 1:
         try:
             company = list(jobs.values())
-            if model._compile_by_default:  # with tensors of their own, as the others have: equal ones would be another program
+            if model._compile_by_default:  # with their own tensors, as the others: shared ones would be another program
                 more = (1 << (len(company) - 1).bit_length()) - len(company)
                 company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
             outcomes_together, lines = _execute_together(model, company, limits)
@@ -245,7 +194,7 @@ def execute_payloads(
                     logs[index](line)  # type: ignore[index]
                 outcomes[index] = outcome
                 del jobs[index]
-        except Exception as error:  # whose fault it is shows when each runs alone
+        except Exception as error:  # runs of each alone show which job fails
             _log.debug("jobs run one by one after all: %r", error)
     for index, job in jobs.items():
         try:
@@ -279,7 +228,7 @@ def _execute_together(
     generation: Any = None
     tokens: Tokens | None = None
     if jobs[0].runs[0]["call"] == "generate":
-        # Asked once more: what said so may have known a model without weights, and its options.
+        # Checked again, because a gateway may have a model without weights and with other options.
         if not joins(model._module, _options(jobs[0])):
             raise _NotTogetherError
         generation, tokens = Generation(model), Tokens(ends_of(model._module, batched[1]))  # type: ignore[arg-type]

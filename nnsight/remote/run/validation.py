@@ -1,12 +1,11 @@
-"""Checks of a job before it runs.
+"""Checks of a job against the model, before it runs.
 
-What needs no model is checked when the payload is read (:mod:`~nnsight.remote.wire.nodes`). Here the job meets the model: its locations,
-weights and modules have to exist, and then the whole job runs *on fakes*, model and program, with the sizes that the real run will have. So
-wrong shapes and types are found, and the memory and the work are known, before the model is touched. The second line of defence against
-writing to weights is here too: what a program writes to, and what a module that it applies writes to, is looked up in the memory of the
-fakes.
+Checks without a model are those of :mod:`~nnsight.remote.wire.nodes`. Here the locations, weights and modules of a job have to exist. Then
+the whole job runs *on fakes* in a rehearsal: model and program, with the sizes of the real run. So wrong shapes and types are found, and
+memory and operations are counted, before the model is touched. The rehearsal is also the second defence against writes to weights: the
+memory that a program, or a module that it applies, writes to is compared with that of the model.
 
-A job with the same header (its program, and the sizes of its tensors) has the same check, so checks are kept.
+The result is kept for jobs with the same program and the same sizes of tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ...runtime.modules.listing import SourceError, listing_of
 from ...runtime.modules.operations import forward_of, layers_of
 from ...runtime.rows.fakes import quiet_fakes
 from ..counts import counts
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..wire.errors import ExecutionFailedError, InvalidProgramError, require
 from ..wire.limits import Limits
 from ..wire.nodes import Node
 from ..wire.operators import OPERATORS
@@ -65,10 +64,10 @@ _OPTIONS = frozenset("output_hidden_states output_attentions use_cache return_di
 
 _KEPT = 256
 
-#: Types of numbers that an operator only computes with, by the type that its schema gives the argument.
+#: Types of numbers that decide no size, by the type of the argument in the schema.
 _NUMBERS = {"number": (int, float), "float": (int, float), "Tensor": (float,)}
 
-#: Operators of which numbers that are no integers by their schemas decide sizes.
+#: Operators whose other numbers decide sizes, too.
 _SIZED_BY_NUMBERS = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
 
 
@@ -80,7 +79,7 @@ class Checked:
         job: The job.
         flops: Floating point operations of model and program.
         tensor_bytes: Bytes of all tensors that the program makes.
-        result_bytes: Bytes of what it saves.
+        result_bytes: Bytes of the saved values.
     """
 
     job: Job
@@ -108,7 +107,9 @@ def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
     with _lock:
         found = _known.setdefault(tree.root, OrderedDict()).get(key)
     if found is None:
-        _check_model(job, model, limits)
+        for run in job.runs:
+            check_call(model, run, limits)
+        check_parts(job, model)
         found = _rehearse(job, model, limits)
         with _lock:
             known = _known.setdefault(tree.root, OrderedDict())
@@ -119,9 +120,9 @@ def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
 
 
 def _key(job: Job, tree: ModuleTree, limits: Limits) -> Hashable:
-    """Return what the check of a job depends on: everything but values of numbers and tensors that decide no size.
+    """Return the parts of a job that its check depends on: all but values of numbers and tensors that decide no size.
 
-    So a client that sends the same program with another strength, and another direction, is not checked again.
+    So the same program with another strength and another direction is not checked again.
     """
     program, sizes, indices = fact(job, "key", lambda: _without_constants(job))
     digest = hashlib.sha256(program)
@@ -163,22 +164,11 @@ def _index_constants(job: Job) -> set[str]:
     }
 
 
-# -- what there is ---------------------------------------------------------------------------------------------------
-
-
-def _check_model(job: Job, model: NNsight, limits: Limits) -> None:
-    """Raise unless the job calls the model as it can be called, and names parts that it has."""
-    for run in job.runs:
-        check_call(model, run, limits)
-    check_parts(job, model)
+# -- the parts of the model ------------------------------------------------------------------------------------------
 
 
 def check_parts(job: Job, model: NNsight) -> None:
-    """Raise unless a model has the locations, weights and modules that a job names.
-
-    Raises:
-        InvalidProgramError: With the part that it lacks.
-    """
+    """Raise an :class:`InvalidProgramError` unless a model has the locations, weights and modules that a job names."""
     tree = model._tree
     paths = set(tree.names())
     weights = {name for name, _ in [*tree.root.named_parameters(), *tree.root.named_buffers()]}
@@ -217,11 +207,7 @@ def _is_site(site: str, tree: ModuleTree, paths: set[str], call: str) -> bool:
 
 
 def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
-    """Raise unless a run calls the model with inputs and options that it may have.
-
-    Raises:
-        InvalidProgramError: With the reason.
-    """
+    """Raise an :class:`InvalidProgramError` unless a run calls the model with allowed inputs and options."""
     kwargs = dict(run["kwargs"]["dict"])
     if run["call"] == "generate":
         if not hasattr(model, "generate") or not hasattr(model._module, "generate"):
@@ -236,10 +222,8 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
             if name in options and options[name] is not None and not 1 <= options[name] <= limits.new_tokens:
                 raise InvalidProgramError(f"`{name}` of a generation is not between 1 and {limits.new_tokens}.")
         return
-    if any(_has(tree, "str") for tree in (run["args"], run["kwargs"])):
-        raise InvalidProgramError(
-            "The inputs of a run are tensors and numbers; text is turned into tokens by the client."
-        )
+    text = any(_has(tree, "str") for tree in (run["args"], run["kwargs"]))
+    require(not text, "The inputs of a run are tensors and numbers; text is turned into tokens by the client.")
     code = inspect.unwrap(type(model._module).forward).__code__  # transformers decorates some more than once
     names = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
     unknown = kwargs.keys() - names - (_OPTIONS if code.co_flags & 8 else set())
@@ -253,16 +237,17 @@ def _has(tree: Any, kind: str) -> bool:
 
 
 def inputs_of(
-    run: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
+    run: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a run, on ``device``."""
+    """Return the arguments of a run, copied to ``device`` unless that is ``None``: a program may write to its input."""
     used: dict[str, torch.Tensor] = {}
 
     def leaf(kind: str, content: Any) -> Any:
         if kind != "tensor":
             return ABSENT
-        # Not the tensor of the job itself: a program may write to its input.
-        return used.setdefault(content, tensors[content].to(device, copy=True))
+        if content not in used:
+            used[content] = tensors[content] if device is None else tensors[content].to(device, copy=True)
+        return used[content]
 
     return tuple(read_tree(run["args"], leaf)), read_tree(run["kwargs"], leaf)
 
@@ -271,7 +256,7 @@ def inputs_of(
 
 
 def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
-    """Run a job on fakes; return its floating point operations, the bytes it makes and the bytes it returns."""
+    """Run a job on fakes; return its floating point operations, the bytes that it makes, and those that it returns."""
     counts["rehearsals"] += 1
     with quiet_fakes:
         fakes = fake_model_of(model._tree)
@@ -279,9 +264,7 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     with quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:
         constants = {}
         for name, tensor in job.tensors.items():
-            fake = constants[name] = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
-            )
+            fake = constants[name] = fakes.faked(tensor)
             if name in _index_constants(job):
                 setattr(fake, CONSTANT, tensor)
         memory = WrittenMemory(fakes, constants, limits)
@@ -292,8 +275,7 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
             modes.enter_context(torch.autograd.graph.saved_tensors_hooks(memory.keep, lambda tensor: tensor))
         try:
             for number, run in enumerate(job.runs):
-                args, kwargs = inputs_of_fakes(run, constants)
-                _rehearse_run(interpreter, model._tree, fakes, costs, number, run, args, kwargs, limits)
+                _rehearse_run(interpreter, model._tree, fakes, costs, number, run, limits)
         except InvalidProgramError:
             raise
         except ExecutionFailedError as error:
@@ -316,20 +298,15 @@ def _rehearse_run(
     costs: Costs,
     number: int,
     run: dict[str, Any],
-    args: Any,
-    kwargs: Any,
     limits: Limits,
 ) -> None:
-    steps, prompt = 1, (0, 0)
+    (args, kwargs), steps, prompt = inputs_of(run, interpreter.constants, None), 1, (0, 0)
     if run["call"] == "generate":
         steps, prompt = generation_size(fakes.root, args, kwargs)
-        if steps > limits.new_tokens:
-            raise InvalidProgramError(f"A generation of {steps} tokens; the limit is {limits.new_tokens}.")
-    rows = [
-        leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
-    ]
-    if max(rows, default=0) > limits.rows and run["call"] == "generate":
-        raise InvalidProgramError(f"A batch of {max(rows)} rows; the limit is {limits.rows}.")
+        require(steps <= limits.new_tokens, f"A generation of {steps} tokens; the limit is {limits.new_tokens}.")
+        leaves = pytree.tree_leaves((args, kwargs))
+        rows = max((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), default=0)
+        require(rows <= limits.rows, f"A batch of {rows} rows; the limit is {limits.rows}.")
     begun: list[int] = []
 
     def begin_step() -> None:
@@ -342,16 +319,5 @@ def _rehearse_run(
         output = fakes.run(tree, interleaver, run["call"], args, kwargs, steps, prompt, costs)
         interleaver.handle("result", output)
         interpreter.finish(interleaver, interleaver.mediators)
-    if begun:  # tokens that nobody looks at cost what the last one did
+    if begun:  # tokens that no block reads cost as much as the last one
         costs.add((costs.flops - begun[-1]) * (steps - len(begun)))
-
-
-def inputs_of_fakes(run: dict[str, Any], constants: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a run on fakes."""
-
-    def leaf(kind: str, content: Any) -> Any:
-        return constants[content] if kind == "tensor" else ABSENT
-
-    return tuple(read_tree(run["args"], leaf)), read_tree(run["kwargs"], leaf)
-
-

@@ -1,17 +1,15 @@
-"""The gateway over HTTP: what comes from outside is checked here, and nowhere trusted.
+"""The gateway over HTTP. All input is untrusted and checked here.
 
-A request passes, in this order: the key, from its header, before anything of the body is read; the length, as announced and again
+A request is checked in this order: the key, from its header, before the body is read; the length, as announced and again
 as it comes in; the multipart body, whose parts are limited in number and size; the envelope; the first bytes of the payload. Ids
-are looked up among jobs, never among files. A job of somebody else, and one that does not exist, give the same answer.
+are looked up among jobs, never among files. A job of another account and one that does not exist give the same answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import platform
-import re
 import time
 from collections.abc import AsyncIterator
 from importlib import metadata
@@ -37,14 +35,12 @@ from .jobs import ServerJob
 from .keys import Account, Door, OpenDoor
 from .sessions import Sessions
 
-_log = logging.getLogger("nnsight.remote.server")
-
-#: What a multipart body has besides the payload.
+#: Most bytes of a multipart body besides the payload.
 _FRAME = 128 * 1024
 
 
 def create_app(gateway: Gateway, door: Door) -> FastAPI:
-    """Return the application of ``gateway``; ``door`` decides who may use it. Starting it starts the gateway."""
+    """Return the application of ``gateway``, which it starts and stops; ``door`` checks keys."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,10 +68,7 @@ def create_app(gateway: Gateway, door: Door) -> FastAPI:
         headers = {"Retry-After": "10"} if error.code in (429, 503) else None
         return JSONResponse({"detail": str(error)}, error.code, headers=headers)
 
-    async def failed(request: Request, error: Any) -> Response:
-        return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
-
-    # The routes are those of Starlette, which FastAPI is made of: bodies are read as they come, and there are no models to validate.
+    # Routes of Starlette, on which FastAPI is built: bodies are read as they come.
     return FastAPI(
         title="nnsight",
         docs_url=None,
@@ -86,7 +79,7 @@ def create_app(gateway: Gateway, door: Door) -> FastAPI:
             *_fact_routes(gateway, door),
             WebSocketRoute("/subscribe", subscribe),
         ],
-        exception_handlers={RefusedError: refused, HTTPException: failed},
+        exception_handlers={RefusedError: refused},
         lifespan=lifespan,
     )
 
@@ -102,7 +95,7 @@ def _account(request: Request, door: Door) -> Account:
 
 
 def _job(request: Request, gateway: Gateway, door: Door) -> ServerJob:
-    """Return the job that a request is about."""
+    """Return the job of a request."""
     job = gateway.find(request.path_params["job_id"], _account(request, door))
     if job is None:
         raise HTTPException(404, _NO_JOB)
@@ -110,7 +103,7 @@ def _job(request: Request, gateway: Gateway, door: Door) -> ServerJob:
 
 
 def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]:
-    """Return what has to do with jobs."""
+    """Return the routes of jobs."""
 
     async def submit(request: Request) -> Response:
         account, began = _account(request, door), time.time()
@@ -121,21 +114,18 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
                 envelope, blob = checked_envelope(form.get("data"), version), form.get("blob")
                 if not isinstance(blob, UploadFile):
                     raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
-                if (blob.size or 0) > account.bytes:
+                size = blob.size or 0
+                if size > account.bytes:
                     raise too_long(account.bytes)
-                start = await blob.read(9)
+                check_start(await blob.read(9), size, version)
                 await blob.seek(0)
-                check_start(start, blob.size or 0, version)
-                nonce = envelope.get("nonce", "")
-                job = await gateway.submit(account, envelope["model_key"], nonce, blob.file, blob.size or 0)
+                job = await gateway.submit(account, envelope["model_key"], envelope.get("nonce", ""), blob.file, size)
                 await gateway.secure(job, listened=sessions.attach(envelope["session_id"], job, account))
         except ClientDisconnect:
             raise RefusedError(400, "disconnect", "The connection ended before the upload did.") from None
         except TimeoutError:
-            raise RefusedError(
-                408, "upload", f"The upload took longer than {gateway.settings.upload:g} seconds."
-            ) from None
-        # One that was submitted before is told by what became of it.
+            raise RefusedError(408, "upload", f"The upload took longer than {gateway.settings.upload:g} seconds.") from None
+        # A job that was submitted before is answered with its latest message.
         return JSONResponse(job.messages[0] if job.created >= began or not job.status.finished else job.latest)
 
     async def response(request: Request) -> Response:
@@ -151,9 +141,10 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
         if job.result_size is None or not job.status.finished:
             raise HTTPException(409, f"The job has no result: it is {job.status.value}.")
         path = gateway.spool.result_path(job)
+        headers = {"Cache-Control": "no-store"}
         if path is not None:
-            return FileResponse(path, media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
-        return _short(gateway.spool.result(job), request.headers.get("range", ""))
+            return FileResponse(path, media_type=CONTENT_TYPE, headers=headers)
+        return Response(gateway.spool.result(job), 200, headers, CONTENT_TYPE)
 
     return [
         Route("/request", submit, methods=["POST"]),
@@ -164,7 +155,7 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
 
 
 def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
-    """Return what can be asked about the server."""
+    """Return the routes of facts about the server."""
 
     async def status(request: Request) -> Response:
         deployments = {
@@ -186,26 +177,19 @@ def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
         for name in ("torch", "transformers", "safetensors", "tokenizers", "accelerate"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 packages[name] = metadata.version(name)
-        return JSONResponse(
-            {
-                "python_version": platform.python_version(),
-                "packages": packages,
-                "formats": {CONTENT_TYPE: VERSION},
-                "operators": OPERATORS_HASH,
-            }
-        )
+        versions = {"python_version": platform.python_version(), "packages": packages}
+        return JSONResponse({**versions, "formats": {CONTENT_TYPE: VERSION}, "operators": OPERATORS_HASH})
 
     async def whoami(request: Request) -> Response:
         account = _account(request, door)
-        # `email` and `tags` are what clients of nnsight 0.8 look for.
+        # Clients of nnsight 0.8 read `email` and `tags`.
         email = None if isinstance(door, OpenDoor) else account.name
         return JSONResponse({"name": account.name, "limits": account.limits(), "email": email, "tags": []})
 
     async def health(request: Request) -> Response:
         problems = gateway.problems
-        return JSONResponse(
-            {"status": "ok" if not problems else "failing", "problems": problems}, 503 if problems else 200
-        )
+        status = "failing" if problems else "ok"
+        return JSONResponse({"status": status, "problems": problems}, 503 if problems else 200)
 
     async def metrics(request: Request) -> Response:
         return Response(gateway.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -214,24 +198,8 @@ def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
     return [Route(path, endpoint) for path, endpoint in endpoints.items()]
 
 
-def _short(result: bytes, asked: str) -> Response:
-    """Return a result, from the byte on that a header ``range`` asks for, as a download that broke off does."""
-    found = re.fullmatch(r"bytes=([0-9]{1,9})-", asked)
-    first = int(found[1]) if found else 0
-    headers = {"Cache-Control": "no-store", "Accept-Ranges": "bytes"}
-    if not 0 < first < len(result):
-        return Response(result, 200, headers, CONTENT_TYPE)
-    headers["Content-Range"] = f"bytes {first}-{len(result) - 1}/{len(result)}"
-    return Response(result[first:], 206, headers, CONTENT_TYPE)
-
-
 class _Body:
-    """The body of a request, of which no more is read than may come.
-
-    Args:
-        request: The request.
-        most: How long the payload may be.
-    """
+    """The body of a request, with a payload of at most so many bytes."""
 
     def __init__(self, request: Request, most: int) -> None:
         self._most = most
@@ -242,17 +210,12 @@ class _Body:
 
     @contextlib.asynccontextmanager
     async def form(self) -> AsyncIterator[Any]:
-        """Read the parts.
-
-        Raises:
-            RefusedError: If the body is too long, or no multipart body.
-        """
+        """Read the parts; raise a :class:`RefusedError` if the body is too long, or no multipart body."""
         if not self._request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise RefusedError(
-                415, "multipart", "The body has to be multipart/form-data: a field `data` and a file `blob`."
-            )
+            message = "The body has to be multipart/form-data: a field `data` and a file `blob`."
+            raise RefusedError(415, "multipart", message)
         if self._announced_too_much:
-            with contextlib.suppress(RefusedError):  # some of it, so that a client comes to read the answer
+            with contextlib.suppress(RefusedError):  # read some of it, because clients send before they read an answer
                 async for _ in self._request.stream():
                     pass
             raise too_long(self._most)
@@ -261,9 +224,8 @@ class _Body:
         except HTTPException as error:
             raise RefusedError(400, "multipart", f"The multipart body cannot be read: {error.detail}") from None
         except OSError as error:  # long files go to disk as they come
-            raise RefusedError(
-                507, "storage", f"The upload could not be kept: {error.strerror}. Try again later."
-            ) from None
+            message = f"The upload could not be kept: {error.strerror}. Try again later."
+            raise RefusedError(507, "storage", message) from None
         try:
             yield form
         finally:

@@ -1,21 +1,21 @@
-"""The engine of one model: runs programs on it, in a thread of its own.
+"""The engine of one model: runs programs in a thread of its own.
 
-One thread runs at a time, so programs of one model take turns, and the event loop stays free for clients. What can go wrong there
-falls into four kinds, each an exception that the queue acts upon:
+One thread runs at a time, so programs of one model take turns, and the event loop stays free for clients. There are four kinds of errors:
 
 * the program is refused or fails (:class:`~nnsight.remote.wire.errors.InvalidProgramError`,
-  :class:`~nnsight.remote.wire.errors.ExecutionFailedError`): its owner is told;
-* it runs out of time: the thread is interrupted, which Python does at the next bytecode, so it does not end a call into C that hangs.
-  A thread that does not come back is given up and a fresh one takes over, up to a limit, after which the engine is not healthy;
+  :class:`~nnsight.remote.wire.errors.ExecutionFailedError`): the owner gets the message;
+* it runs out of time: the thread is interrupted at the next bytecode. A thread that hangs in a call into C is abandoned and a new one
+  replaces it, up to a limit, after which the engine is not healthy;
 * the thread dies (:class:`EngineLostError`): the job may be tried once more;
-* anything else is a fault of the server: it is logged in full, and the owner learns that it happened, not where.
+* everything else is a fault of the server: it is logged in full, and the owner learns only that it happened.
 
-``execute`` takes several payloads, which run as one batch if the engine was given a function for that.
+``execute`` takes several payloads, which run as one batch if the engine has a function for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import queue
@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
-#: How long an interrupted thread has to come back, in seconds.
+#: Time for an interrupted thread to end its run, in seconds.
 _PATIENCE = 2.0
 
 #: Takes a line that a program prints.
 Log = Callable[[str], None]
 
-#: What came of a payload: its result, or what went wrong with it alone.
+#: The result of a payload, or its error.
 Outcome = bytes | Exception
 
 
@@ -46,16 +46,16 @@ class Engine(Protocol):
     """Runs programs on one model.
 
     Attributes:
-        width: How many groups of payloads it takes at a time.
+        width: Number of groups of payloads that it runs at a time.
     """
 
     width: int
 
     def kind_of(self, payload: bytes) -> Hashable | None:
-        """Return what programs have in common that can run as one batch; ``None`` for one that runs alone."""
+        """Return a key of the programs that can run as one batch; ``None`` for one that runs alone."""
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads of one kind and return what came of each; ``logs`` are told what each prints, in the loop of the caller.
+        """Run payloads of one kind and return the outcome of each; ``logs`` get the lines that each prints, in the loop of the caller.
 
         Raises:
             EngineLostError: If the engine died.
@@ -63,57 +63,34 @@ class Engine(Protocol):
         """
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """End the run that was given this very list of payloads, soon; it fails."""
+        """End the run of this very list of payloads soon; it fails."""
 
     @property
     def healthy(self) -> bool:
         """Whether it can run anything."""
 
     def close(self) -> None:
-        """Let its resources go; it runs nothing any more."""
+        """Free its resources; it runs nothing any more."""
 
 
 class _Interrupt(BaseException):
     """Raised in a thread whose job is out of time."""
 
 
-class _Call:
-    """A function that a thread is to run, and the future that waits for it."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function = function
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-
-    def settle(self, result: Any, error: BaseException | None) -> None:
-        def tell() -> None:
-            if self.future.done():
-                return
-            if error is not None:
-                self.future.set_exception(error)
-            else:
-                self.future.set_result(result)
-
-        try:
-            self.loop.call_soon_threadsafe(tell)
-        except RuntimeError:  # the loop has ended: nobody waits any more
-            return
-
-
 class _Worker:
     """A thread that runs one call after the other and can be interrupted."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = self._interrupted = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        call = _Call(function)
-        self._calls.put(call)
-        return call.future
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._calls.put((function, future))
+        return asyncio.wrap_future(future)
 
     def interrupt(self) -> None:
         """Raise in the thread, if it is running something."""
@@ -132,19 +109,22 @@ class _Worker:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
+            function, future = call
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
-                result, error = self._run(call.function)
+                result, error = self._run(function)
             except BaseException as failure:  # SystemExit and the like end this thread
-                call.settle(None, EngineLostError(f"The engine died: {type(failure).__name__}."))
+                future.set_exception(EngineLostError(f"The engine died: {type(failure).__name__}."))
                 return
-            call.settle(result, error)
-            del call, result, error
+            future.set_result(result) if error is None else future.set_exception(error)
+            del call, function, future, result, error  # tensors of a job go with it
 
     def _run(self, function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """Return what ``function`` returns, or raises.
+        """Return the result of ``function``, and its error.
 
-        An interrupt that comes too late must not hit what this thread does next, and cannot be taken back: Python 3.11 is
-        left with a flag that makes a traced function wait for ever. So it is waited for, within ``try``.
+        A late interrupt must not hit the next call, and cannot be cancelled: Python 3.11 would keep a flag that makes a traced
+        function wait for ever. So this waits for it, within ``try``.
         """
         result: Any = None
         error: Exception | None = None
@@ -169,12 +149,11 @@ class ThreadEngine:
     """The engine of a model in this process.
 
     Args:
-        run: Turns a payload into a result, and calls its second argument with each line that is printed; raises what is wrong
-            with the payload.
-        name: Of the thread, for debuggers.
-        run_together: Turns payloads of one kind into what came of each; likewise, with a function for each.
+        run: Returns the result of a payload or raises its error; calls its second argument with each line that is printed.
+        name: Name of the thread, for debuggers.
+        run_together: Returns the outcomes of payloads of one kind; likewise, with a function for each.
         kind_of: See :meth:`Engine.kind_of`; by default no two programs run together.
-        most_stuck: How many threads may be given up before the engine is not healthy any more.
+        most_stuck: Number of abandoned threads from which on the engine is not healthy.
     """
 
     width = 1
@@ -187,26 +166,23 @@ class ThreadEngine:
         kind_of: Callable[[bytes], Hashable | None] | None = None,
         most_stuck: int = 2,
     ) -> None:
-        self._run = run
-        self._name = name
-        self._run_together = run_together
-        self._kind_of = kind_of
-        self._most_stuck = most_stuck
+        self._run, self._name, self._most_stuck = run, name, most_stuck
+        self._run_together, self._kind_of = run_together, kind_of
         self._stuck: list[_Worker] = []
         self._worker = _Worker(name)
 
     def kind_of(self, payload: bytes) -> Hashable | None:
-        """Return what programs have in common that can run as one batch; ``None`` for one that runs alone."""
+        """See :meth:`Engine.kind_of`."""
         return self._kind_of(payload) if self._kind_of is not None and self._run_together is not None else None
 
     @property
     def healthy(self) -> bool:
-        """Whether it can run anything: not too many of its threads hang."""
+        """Whether not too many of its threads hang."""
         self._stuck = [worker for worker in self._stuck if worker.alive]
         return len(self._stuck) < self._most_stuck
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads of one kind and return what came of each; see :meth:`Engine.execute`."""
+        """See :meth:`Engine.execute`."""
         if not self._worker.alive:
             self._worker = _Worker(self._name)
         told = [_in_loop(log) for log in logs]
@@ -221,11 +197,11 @@ class ThreadEngine:
             self._stuck.append(self._worker)
             self._worker = _Worker(self._name)
         else:
-            future.exception()  # seen
+            future.exception()  # retrieved, so that asyncio does not log it
         raise TimeLimitError(f"The job ran longer than its {seconds:g} seconds.")
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """End what runs now, at the next bytecode of Python; there is one run at a time."""
+        """See :meth:`Engine.interrupt`; there is one run at a time."""
         self._worker.interrupt()
 
     def close(self) -> None:
@@ -245,11 +221,11 @@ class ThreadEngine:
 
 
 def _in_loop(log: Log) -> Log:
-    """Return a function for other threads that has ``log`` called in the loop of this one."""
+    """Return a function for other threads that calls ``log`` in the loop of this one."""
     loop = asyncio.get_running_loop()
 
     def tell(line: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(log, line)
 
     return tell

@@ -1,7 +1,7 @@
-"""What comes in with a payload, and how it begins: checked before anything else looks at it.
+"""Checks of envelopes, and of the first bytes of payloads.
 
-However a job comes, in a request of HTTP or through a socket, it has an envelope, which says for which model it is, and a payload,
-which has to begin as a safetensors file does. Clients that send Python are told so.
+A job comes in a request of HTTP or through a socket. Its envelope names the model; its payload has to begin like a safetensors file.
+Clients that send Python are refused with an explanation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from ... import __version__
 from ..protocol import CONTENT_TYPE, is_id
 
-#: What payloads of other clients begin with.
+#: First bytes of payloads of other clients.
 _OTHER_FORMATS = {
     b"\x80": "a pickle",
     b"PK\x03\x04": "a zip archive, as torch.save writes",
@@ -25,18 +25,11 @@ BAD_KEY = "This API key is missing or unknown. Set it with `CONFIG.set_default_a
 
 
 class RefusedError(Exception):
-    """A request that does not become a job.
-
-    Args:
-        code: Status code of HTTP.
-        reason: In a word, for figures.
-        message: For the client.
-    """
+    """A request that does not become a job: status code of HTTP, one word for metrics, and the reason for the client."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
-        self.code = code
-        self.reason = reason
+        self.code, self.reason = code, reason
 
 
 def too_long(most: int) -> RefusedError:
@@ -46,11 +39,7 @@ def too_long(most: int) -> RefusedError:
 
 
 def checked_envelope(envelope: Any, version: str) -> dict[str, Any]:
-    """Return an envelope, given as an object or as its JSON, of a client that has this version of the package.
-
-    Raises:
-        RefusedError: If it is not what it should be.
-    """
+    """Return an envelope, given as an object or as JSON; raise a :class:`RefusedError` if it is malformed. ``version`` is the client's."""
     if not isinstance(envelope, dict):
         try:
             envelope = json.loads(envelope)
@@ -69,11 +58,7 @@ def checked_envelope(envelope: Any, version: str) -> dict[str, Any]:
 
 
 def check_start(start: bytes, size: int, version: str) -> None:
-    """Refuse payloads of clients that send Python, by their first nine bytes.
-
-    Raises:
-        RefusedError: If a payload of this size that begins so cannot be a safetensors file.
-    """
+    """Raise a :class:`RefusedError` if a payload of this size with these first nine bytes cannot be a safetensors file."""
     header = int.from_bytes(start[:8], "little")
     if len(start) == 9 and start[8:] == b"{" and header <= size - 8:
         return

@@ -1,11 +1,10 @@
-"""The gateway: takes jobs in, has engines run them, keeps what comes of them.
+"""The gateway: accepts jobs, runs them on engines, and keeps their results.
 
-A job goes one way: it is written to disk and *queued*; its model's loop takes it out, alone or with others of its kind, and has it
-*run*; its result is written to disk and it is *completed*, or it ends with an *error*. Each step is a message of the job. Clients come and
-go beside that: nothing here waits for one, and a job does not know whether anybody listens.
+A job is written to disk and *queued*. The loop of its model takes it out, alone or with others of its kind, and *runs* it. Its result is
+written to disk and it is *completed*, or it ends with an *error*. Each step is a message of the job. The gateway never waits for a client.
 
-What survives: a job that was accepted is on disk, so a gateway that starts on the same folder goes on with it. One that was running when
-the process ended is run again, once; a job that ends the process each time is not tried for ever.
+An accepted job is on disk, so a gateway that starts on the same folder continues it. A job that was running when the process ended runs
+again, once; so a job that ends the process is not tried for ever.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _log = logging.getLogger("nnsight.remote.server")
 
 
 class JobCancelledError(Exception):
-    """Whoever submitted a job does not want it any more."""
+    """The owner of a job has cancelled it."""
 
 
 class Gateway:
@@ -44,8 +43,8 @@ class Gateway:
 
     Args:
         engines: The engine of each model.
-        spool: Where jobs are kept.
-        settings: What the operator chose.
+        spool: Keeps the jobs.
+        settings: Choices of the operator.
 
     Attributes:
         served: The models, by the text of their keys.
@@ -60,23 +59,23 @@ class Gateway:
         self.metrics = Metrics()
         self.jobs: dict[str, ServerJob] = {}
         self.draining = False
-        self._active: set[ServerJob] = set()  # those that are not finished
+        self._active: set[ServerJob] = set()  # unfinished jobs
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[ServerJob]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._keeper = Keeper(spool, self._find_kind)
 
-    # -- the life of the server ------------------------------------------------------------------------------------
+    # -- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Go on with the jobs on disk, and begin to run jobs."""
+        """Continue the jobs on disk, and start to run jobs."""
         for job in await asyncio.to_thread(self.spool.recover):
             self._take_over(job)
         beginnings: list[Coroutine[Any, Any, None]] = [self._work(served) for served in self.served.values()]
         self._loops = [asyncio.create_task(loop) for loop in (*beginnings, self._sweep())]
 
     def _take_over(self, job: ServerJob) -> None:
-        """Go on with a job of an earlier process."""
+        """Continue a job of an earlier process."""
         self.jobs[job.id] = job
         if job.nonce:
             known: asyncio.Future[ServerJob] = asyncio.get_running_loop().create_future()
@@ -88,19 +87,16 @@ class Gateway:
         if served is None:
             self._fail(job, RuntimeError(f"The server was restarted and does not serve {job.model} any more."))
         elif job.status is JobStatus.RUNNING and job.attempts >= self.settings.attempts:
-            self._fail(
-                job,
-                EngineLostError(f"The server ended {job.attempts} times while this job ran. It is not tried again."),
-            )
+            reason = f"The server ended {job.attempts} times while this job ran. It is not tried again."
+            self._fail(job, EngineLostError(reason))
         else:
             self._active.add(job)
             self._find_kind(job)
             job.tell(JobStatus.QUEUED, "The server was restarted; the job waits again.")
-            served.queue.put(job)
-            served._wake.set()
+            served.put(job)
 
     async def drain(self) -> None:
-        """Take no more jobs, and let those that run end. Those that wait stay on disk for the next start."""
+        """Accept no more jobs, and let running ones end. Waiting jobs stay on disk for the next start."""
         self.draining = True
         _log.info("draining", extra={"waiting": sum(len(served.queue) for served in self.served.values())})
         deadline = time.monotonic() + self.settings.drain
@@ -108,7 +104,7 @@ class Gateway:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """End at once what is still running here. What ran is run again after the next start."""
+        """Stop at once. Jobs that are running run again after the next start."""
         self.draining = True
         runs = [run for served in self.served.values() for run in served.groups.values()]
         for task in (*self._loops, *runs):
@@ -121,21 +117,17 @@ class Gateway:
 
     @property
     def problems(self) -> list[str]:
-        """What keeps the server from running jobs."""
+        """The reasons why the server cannot run jobs."""
         stuck = [
             f"the engine of {key} cannot run jobs" for key, served in self.served.items() if not served.engine.healthy
         ]
         ended = [f"a loop has ended: {loop!r}" for loop in self._loops if loop.done()]
         return [*(["the server is about to stop"] if self.draining else []), *stuck, *ended]
 
-    # -- jobs come in ------------------------------------------------------------------------------------------------
+    # -- accepting jobs ----------------------------------------------------------------------------------------------
 
     def model(self, text: str) -> Served:
-        """Return the model of a key.
-
-        Raises:
-            RefusedError: If it is none, or is not served here.
-        """
+        """Return the model of a key; raise a :class:`RefusedError` if it is malformed, or not served here."""
         try:
             wanted = ModelKey.parse(text)
         except ValueError as error:
@@ -144,17 +136,12 @@ class Gateway:
             if served.key.matches(wanted):
                 return served
         there = ", ".join(f"{served.key.repo_id} ({served.key.revision})" for served in self.served.values())
-        raise RefusedError(
-            404, "model", f"{wanted.repo_id} ({wanted.revision}) is not served here. There is {there or 'none'}."
-        )
+        message = f"{wanted.repo_id} ({wanted.revision}) is not served here. There is {there or 'none'}."
+        raise RefusedError(404, "model", message)
 
     @contextlib.asynccontextmanager
     async def uploading(self, account: Account) -> AsyncIterator[None]:
-        """Count an upload while it comes in.
-
-        Raises:
-            RefusedError: If the account has too many at a time.
-        """
+        """Count an upload; raise a :class:`RefusedError` if the account has too many at a time."""
         if self._uploads[account.name] >= account.queue:
             message = f"{account.queue} uploads of this key are on their way already. Wait for some of them to end."
             raise RefusedError(429, "uploads", message)
@@ -165,30 +152,26 @@ class Gateway:
             self._uploads[account.name] -= 1
 
     async def submit(self, account: Account, model_key: str, nonce: str, payload: IO[bytes], size: int) -> ServerJob:
-        """Take a job in, which may run from now on; the same nonce and payload again is the same job.
+        """Accept a job, which may run from now on; the same nonce and payload again is the same job.
 
         Raises:
-            RefusedError: If it cannot be taken.
+            RefusedError: If it cannot be accepted.
         """
         if self.draining:
-            raise RefusedError(
-                503, "draining", "The server is about to stop and takes no more jobs. Try again in a minute."
-            )
+            message = "The server is about to stop and takes no more jobs. Try again in a minute."
+            raise RefusedError(503, "draining", message)
         served = self.model(model_key)
         digest = _digest(payload) if size < SHORT else await asyncio.to_thread(_digest, payload)
         known = self._by_nonce.get((account.name, nonce)) if nonce else None
         if known is not None:
             job = await asyncio.shield(known)
             if (job.digest, job.model) != (digest, served.text):
-                raise RefusedError(
-                    409, "nonce", "This nonce was used for another job. A nonce names one job; make a new one for each."
-                )
+                message = "This nonce was used for another job. A nonce names one job; make a new one for each."
+                raise RefusedError(409, "nonce", message)
             return job
         own = sum(job.owner == account.name for job in self._active)
         if own >= account.queue:
-            message = (
-                f"{own} jobs of this key wait or run already, of at most {account.queue}. Wait for some of them to end."
-            )
+            message = f"{own} jobs of this key wait or run already, of at most {account.queue}. Wait for some of them to end."
             raise RefusedError(429, "queue", message)
         if len(self._active) >= self.settings.jobs:
             raise RefusedError(503, "busy", "The server has more jobs than it can take. Try again later.")
@@ -206,15 +189,13 @@ class Gateway:
             if isinstance(error, StorageFullError):
                 _log.error("storage is full", extra={"job": job.id, "error": str(error)})
                 error = _no_room(error.strerror or str(error))
-            coming.set_exception(
-                error if isinstance(error, Exception) else RefusedError(503, "cancelled", "Try again.")
-            )
-            coming.exception()  # seen, whether or not somebody waits
+            known_error = error if isinstance(error, Exception) else RefusedError(503, "cancelled", "Try again.")
+            coming.set_exception(known_error)
+            coming.exception()  # retrieved, so that asyncio does not log it
             raise error from None
         job.tell(JobStatus.QUEUED, f"Waits behind {len(served.queue) + bool(served.groups)} jobs or groups of jobs.")
         coming.set_result(job)
-        served.queue.put(job)
-        served._wake.set()
+        served.put(job)
         self.metrics.received.inc(size)
         self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
@@ -222,24 +203,20 @@ class Gateway:
         return job
 
     def _drop(self, served: Served, job: ServerJob) -> bool:
-        """Forget a job that waits; whether it did."""
+        """Forget a job if it waits; return whether it did."""
         waited = served.queue.remove(job)
         if waited:
             self._forget(job)
         return waited
 
     async def secure(self, job: ServerJob, listened: bool) -> None:
-        """Return when the job survives a power failure; where somebody has ``listened`` to it, it may have ended instead.
-
-        Raises:
-            RefusedError: If there turns out to be no room for it.
-        """
+        """Return when a job is synced, or has ended while a client ``listened``; raise a :class:`RefusedError` if it was dropped."""
         await self._keeper.secured(job, listened)
         if job.dropped:
             raise _no_room(job.dropped)
 
     def cancel(self, job: ServerJob) -> None:
-        """End a job that waits, or runs; what it has computed is lost. One that has ended stays as it is."""
+        """End a job that waits or runs, and drop its results. A job that has ended stays as it is."""
         if job.status.finished:
             return
         served = self.served[job.model]
@@ -250,42 +227,42 @@ class Gateway:
         self._fail(job, JobCancelledError("The job was cancelled."))
 
     def _find_kind(self, job: ServerJob, payload: IO[bytes] | None = None) -> None:
-        """Find out what a job can be run together with. A job about which that cannot be said is run alone."""
+        """Find the kind of a job. A job without one runs alone."""
         if self.settings.together > 1:
             try:
                 if payload is not None:
                     payload.seek(0)
                 engine = self.served[job.model].engine
                 job.kind = engine.kind_of(self.spool.payload(job) if payload is None else payload.read())
-            except InvalidProgramError:  # it is refused when it runs
+            except InvalidProgramError:  # its run will refuse it
                 return
             except Exception as error:
                 _log.error("the kind of a job could not be found", exc_info=error, extra={"job": job.id})
 
     def find(self, job_id: str, account: Account) -> ServerJob | None:
-        """Return a job; ``None`` if there is none, which is also all that others learn about it."""
+        """Return a job of an account; ``None`` if there is none, or it belongs to another account."""
         job = self.jobs.get(job_id)
         return job if job is not None and job.owner == account.name else None
 
-    # -- jobs run ----------------------------------------------------------------------------------------------------
+    # -- running jobs ------------------------------------------------------------------------------------------------
 
     async def _work(self, served: Served) -> None:
-        """Run the jobs of a model, for ever: as many groups at a time as its engine takes."""
+        """Run the jobs of a model for ever, as many groups at a time as its engine takes."""
         while True:
-            await served._wake.wait()
+            await served.wake.wait()
             if self.draining or not served.engine.healthy:
                 await asyncio.sleep(0.2)
                 continue
             jobs = served.queue.take(self.settings.together) if len(served.groups) < served.engine.width else []
             if not jobs:
-                served._wake.clear()
+                served.wake.clear()
                 continue
             group = JobGroup(jobs)
             served.groups[group] = asyncio.create_task(self._run_group(served, group))
             self._count(served)
 
     async def _run_group(self, served: Served, group: JobGroup) -> None:
-        """Run jobs; a fault of this file ends them, and nothing else."""
+        """Run jobs; an unexpected error ends them, and nothing else."""
         jobs = list(group.jobs)
         try:
             await self._run(served, group)
@@ -295,11 +272,11 @@ class Gateway:
                 self._fail(job, error)
         finally:
             del served.groups[group]
-            served._wake.set()
+            served.wake.set()
             self._count(served)
 
     async def _run(self, served: Served, group: JobGroup) -> None:
-        """Have jobs of one kind run, and say what came of each. A group that fails as a whole is run one by one."""
+        """Run jobs of one kind. The jobs of a group that fails as a whole run one by one."""
         started, jobs = time.time(), group.jobs
         for job in jobs:
             job.attempts += 1
@@ -332,8 +309,7 @@ class Gateway:
             if isinstance(outcome, EngineLostError) and job.attempts < self.settings.attempts:
                 self.metrics.retried.labels(job.model).inc()
                 job.tell(JobStatus.QUEUED, "The engine died while the job ran; it is tried again.")
-                served.queue.put_back(job)
-                served._wake.set()
+                served.put(job, first=True)
             elif isinstance(outcome, Exception):
                 self._fail(job, outcome, **figures[job])
             else:
@@ -349,7 +325,7 @@ class Gateway:
                 self._end(job, "completed", **figures[job])
 
     def _fail(self, job: ServerJob, error: Exception, **figures: Any) -> None:
-        """End a job with an error. Its owner learns the message of errors that are about the job, and no other."""
+        """End a job with an error. Its owner gets the message only if the error is about the job."""
         about_job = (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError, JobCancelledError)
         known = next((kind.__name__ for kind in about_job if isinstance(error, kind)), None)
         if known is not None:
@@ -357,10 +333,8 @@ class Gateway:
         elif isinstance(error, StorageFullError):
             known, description = "StorageFullError", f"The result could not be kept: {error.strerror}. Try again later."
         else:
-            known, description = (
-                "InternalError",
-                f"The server failed at this job. Its operator finds the cause in the log, as {job.id}.",
-            )
+            known = "InternalError"
+            description = f"The server failed at this job. Its operator finds the cause in the log, as {job.id}."
             _log.error("a job met a fault of the server", exc_info=error, extra={"job": job.id})
         job.tell(JobStatus.ERROR, description, {"error": known}, **figures)
         self._end(job, known, **figures)
@@ -369,9 +343,8 @@ class Gateway:
         self._active.discard(job)
         self._keeper.note(job)
         self.metrics.jobs.labels(job.model, outcome).inc()
-        _log.info(
-            "finished", extra={"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
-        )
+        about = {"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome}
+        _log.info("finished", extra={**about, **figures})
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
 
@@ -386,13 +359,13 @@ class Gateway:
             await asyncio.to_thread(self.spool.remove, old)
 
     def _leave(self, job: ServerJob) -> None:
-        """Know of a job no more."""
+        """Remove a job from all tables."""
         self.jobs.pop(job.id, None)
         self._active.discard(job)
         self._by_nonce.pop((job.owner, job.nonce), None)
 
     def _forget(self, job: ServerJob) -> None:
-        """Leave nothing of a job that is not taken."""
+        """Remove a job that is not accepted."""
         self._leave(job)
         self.spool.remove([job])
 
@@ -401,7 +374,7 @@ class Gateway:
         self.metrics.running.labels(served.text).set(len(served.running))
 
     def figures(self) -> bytes:
-        """Return the figures for Prometheus."""
+        """Return the metrics for Prometheus."""
         for key, served in self.served.items():
             self.metrics.healthy.labels(key).set(served.engine.healthy)
         self.metrics.spooled.set(self.spool.used)

@@ -1,8 +1,8 @@
-"""A job: what was submitted, by whom, and everything that has been said about it.
+"""Jobs with their messages.
 
-Messages are kept with the job, numbered, and never taken away while the job is there. A reader is then a position in that list and a
-wait for more, see :meth:`ServerJob.follow`: however slow it is, it holds up nobody and costs no memory, and one that was away goes on
-where it stopped. Numbers are the time in microseconds, made distinct, so that they go on growing when the server restarts.
+A job keeps all its messages, with numbers. A reader is a position in that list (:meth:`ServerJob.follow`), so a slow reader delays
+nothing and needs no memory, and one that was away continues where it stopped. Numbers are distinct times in microseconds, so they grow
+also when the server restarts.
 """
 
 from __future__ import annotations
@@ -16,48 +16,29 @@ from typing import Any
 
 from ..protocol import JobStatus, Message
 
-#: How many remarks of a run are kept. A program cannot make the server keep more.
+#: Most lines of a job that are kept.
 _MOST_LOGS = 1000
 _LONGEST_DESCRIPTION = 16_384
 
 
 @dataclass(eq=False)
 class ServerJob:
-    """One program to run.
+    """One program to run."""
 
-    Attributes:
-        owner: Name of the account it belongs to.
-        model: Key of the model.
-        nonce: What the client calls the attempt to submit it; empty if it calls it nothing.
-        digest: SHA-256 of the payload.
-        size: Its length.
-        seconds: How long it may run.
-        id: Its name; not to be guessed.
-        created: When it came, as seconds since the epoch.
-        ended: When it was finished, likewise.
-        attempts: How often it has been started.
-        result_size: How long the result is.
-        result: The result itself, as long as it is new and if it is short: most clients hear of it at once.
-        kind: What it can be run together with; ``None`` if it runs alone.
-        dropped: Why it was not taken after all; empty otherwise.
-        messages: What has been said about it.
-        status: Where it stands.
-    """
-
-    owner: str
-    model: str
-    nonce: str
-    digest: str
-    size: int
-    seconds: float
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    owner: str  # name of the account
+    model: str  # key of the model
+    nonce: str  # the client's name for the submission; may be empty
+    digest: str  # SHA-256 of the payload
+    size: int  # of the payload
+    seconds: float  # time limit of a run
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))  # which cannot be guessed
     created: float = field(default_factory=time.time)
     ended: float | None = None
-    attempts: int = 0
+    attempts: int = 0  # number of starts
     result_size: int | None = None
-    result: bytes | None = None
-    kind: Any = None
-    dropped: str = ""
+    result: bytes | None = None  # while it is short and new: most clients get it at once
+    kind: Any = None  # key of the jobs that it can run together with; None if it runs alone
+    dropped: str = ""  # the reason why it was not accepted after all
     messages: list[Message] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _ending: asyncio.Future[None] | None = None
@@ -66,11 +47,11 @@ class ServerJob:
 
     @property
     def latest(self) -> Message:
-        """The message that says where the job stands."""
+        """The latest status message."""
         return next(message for message in reversed(self.messages) if message["status"] != JobStatus.LOG.value)
 
     def tell(self, status: JobStatus, description: str = "", data: Any = None, **meta: Any) -> None:
-        """Add a message; those who follow the job get it. Nothing is said about a job that is finished."""
+        """Add a message. A finished job gets no more messages."""
         if self.messages and self.status.finished:
             return
         if status is JobStatus.LOG:
@@ -95,14 +76,14 @@ class ServerJob:
             self._ending.set_result(None)
 
     def complete(self, size: int, **figures: Any) -> None:
-        """Say that the job has a result of this size."""
+        """Finish the job with a result of this size."""
         self.result_size = size
         self.tell(
             JobStatus.COMPLETED, "The result is ready.", {"size": size, "result": f"/result/{self.id}"}, **figures
         )
 
     async def follow(self, after: int = 0) -> AsyncIterator[list[Message]]:
-        """Yield the messages with a number above ``after``, up to the one that finishes the job: all that are ready, each time."""
+        """Yield lists of messages with numbers above ``after``, up to the one that finishes the job."""
         position = 0
         while True:
             changed = self._changed
@@ -125,7 +106,7 @@ class ServerJob:
         return self._ending
 
     def record(self) -> dict[str, Any]:
-        """Return what is kept on disk."""
+        """Return the record on disk."""
         names = "owner model nonce digest size seconds id created ended attempts result_size".split()
         return {**{name: getattr(self, name) for name in names}, "latest": self.latest}
 

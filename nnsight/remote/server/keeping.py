@@ -1,7 +1,10 @@
-"""Jobs on their way to the disk: many at a time, and beside what else happens to them.
+"""Writes jobs to the disk: many at a time, beside the event loop.
 
-A job is written before it can run (:meth:`Keeper.admit`), and again when it has ended (:meth:`Keeper.note`). That it would survive a power
-failure takes the disk several milliseconds more (:meth:`Keeper.settle`), for which nobody waits who need not know (:meth:`Keeper.secured`).
+A job is written before it can run (:meth:`Keeper.admit`), and again when it has ended (:meth:`Keeper.note`). Syncing it against power
+failures takes several milliseconds more (:meth:`Keeper.settle`); only :meth:`Keeper.secured` waits for that.
+
+A change of threads costs a short job more than the work there, and so does a transaction. So the jobs that arrive while the thread is
+busy are written together (:class:`Batches`).
 """
 
 from __future__ import annotations
@@ -10,22 +13,64 @@ import asyncio
 import io
 import logging
 from collections.abc import Callable, Sequence
-from typing import IO
+from typing import IO, Generic, TypeVar
 
-from .batches import Batches
 from .jobs import ServerJob
 from .spool import SHORT, Spool
 
 _log = logging.getLogger("nnsight.remote.server")
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
-class Keeper:
-    """Writes jobs to a spool, in threads.
+
+class Batches(Generic[Item, Made]):
+    """Calls a function in a thread, each time with the items that arrived during the call before.
 
     Args:
-        spool: Where they are kept.
-        read: Called, in a thread, with each job that is written and its payload.
+        function: Returns the result of each item, or its error; an exception is the error of all items.
     """
+
+    def __init__(self, function: Callable[[Sequence[Item]], Sequence[Made | Exception]]) -> None:
+        self._function = function
+        self._waiting: list[tuple[Item, asyncio.Future[Made]]] = []
+        self._working: asyncio.Task[None] | None = None
+
+    def add(self, item: Item) -> asyncio.Future[Made]:
+        """Return the future result of an item. The item is processed even if nothing waits for it."""
+        future: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if self._working is None:
+            self._working = asyncio.create_task(self._work())
+        return future
+
+    async def idle(self) -> None:
+        """Return when no items are left."""
+        while self._working is not None:
+            await asyncio.wait([self._working])
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                try:
+                    made = await asyncio.to_thread(self._function, [item for item, _ in batch])
+                except Exception as error:
+                    made = [error] * len(batch)
+                for (_, future), outcome in zip(batch, made, strict=True):
+                    if future.done():  # cancelled
+                        continue
+                    if isinstance(outcome, Exception):
+                        future.set_exception(outcome)
+                        future.exception()  # retrieved, so that asyncio does not log it
+                    else:
+                        future.set_result(outcome)
+        finally:
+            self._working = None
+
+
+class Keeper:
+    """Writes jobs to a spool, in threads; ``read`` is called there with each job that was written, and its payload."""
 
     def __init__(self, spool: Spool, read: Callable[[ServerJob, IO[bytes]], None]) -> None:
         self._spool, self._read = spool, read
@@ -35,15 +80,11 @@ class Keeper:
         self._notes = Batches(self._note)
 
     async def admit(self, job: ServerJob, payload: IO[bytes]) -> None:
-        """Write a new job.
-
-        Raises:
-            OSError: If it cannot be written, which leaves nothing of it; a :class:`~.spool.StorageFullError` if there is no room.
-        """
+        """Write a new job; raise an :class:`OSError` if it cannot be written, a :class:`~.spool.StorageFullError` if there is no room."""
         if job.size < SHORT:
-            payload.seek(0)  # and read now: the upload is closed when its client goes away, which is no matter of the other jobs
+            payload.seek(0)  # read now: the upload may be closed before the batch is written
             admitting = self._admits.add((job, io.BytesIO(payload.read())))
-        else:  # it would hold up the others
+        else:  # a long payload would delay the others
             admitting = Batches(self._admit).add((job, payload))
         try:
             await asyncio.shield(admitting)
@@ -52,7 +93,7 @@ class Keeper:
             raise
 
     def settle(self, job: ServerJob, drop: Callable[[], bool]) -> None:
-        """Have a job survive a power failure. If the disk does not keep it, ``drop`` takes it back, unless it runs already."""
+        """Sync a job. If the disk fails, ``drop`` removes the job, unless it runs already."""
 
         def settled(settling: asyncio.Future[None]) -> None:
             del self._settling[job]
@@ -66,9 +107,8 @@ class Keeper:
         settling.add_done_callback(settled)
 
     async def secured(self, job: ServerJob, listened: bool) -> None:
-        """Return when a job survives a power failure, or was dropped; where somebody has ``listened`` to it, it may have ended instead.
-
-        The disk takes longer than a short job. What became of it is told through the WebSocket then, and there is nothing left to lose.
+        """Return when a job is synced or dropped. A job with a client that has ``listened`` may have ended instead: a short job is faster
+        than the disk, its client knows the result, and nothing can be lost.
         """
         settling = self._settling.get(job)
         if settling is not None:
@@ -76,11 +116,11 @@ class Keeper:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
     def note(self, job: ServerJob) -> None:
-        """Write down where a job that has ended stands."""
+        """Write the state of a job that has ended."""
         self._notes.add(job)
 
     async def idle(self) -> None:
-        """Return when nothing is left to write."""
+        """Return when everything is written."""
         for batches in (self._admits, self._settles, self._notes):
             await batches.idle()
 

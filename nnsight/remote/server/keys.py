@@ -1,14 +1,13 @@
-"""Who may use the server: keys, stored as hashes, each with limits of its own.
+"""API keys, stored as hashes, each with its own limits.
 
-A key is 32 random bytes that the server makes (``nnsight keys add``) and shows once. It has more entropy than anybody can search, so
-one SHA-256 is enough to keep it, where passwords would need a slow hash. A key that comes in is hashed and compared with all entries
-in constant time; how long that takes tells nothing about which entry was nearest.
+A key has 32 random bytes, made by ``nnsight keys add`` and shown once. That is too much entropy for a search, so one SHA-256 suffices;
+passwords would need a slow hash. The hash of a presented key is compared with all entries in constant time.
 
 The file is JSON, readable by its owner only::
 
     {"keys": [{"name": "alice", "sha256": "...", "queue": 4, "bytes": 1000000, "seconds": 30}]}
 
-It is read again when it changes, so a key is withdrawn by removing its entry, without a restart.
+It is read again when it changes, so removing an entry withdraws a key without a restart.
 """
 
 from __future__ import annotations
@@ -24,22 +23,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..protocol import is_number
-
-#: What keys begin with, so that they are recognised where they should not be.
+#: Prefix of keys, by which leaked keys are recognised.
 _PREFIX = "nns-"
 
 
 @dataclass(frozen=True)
 class Account:
-    """A key as the server knows it, and what it may do.
+    """A key with its limits.
 
     Attributes:
-        name: Whose it is; jobs belong to this name.
-        sha256: Hash of the key, in hexadecimal; empty where no keys are asked for.
-        queue: How many of its jobs may wait or run at a time.
-        bytes: How long a payload may be.
-        seconds: How long a job may run.
+        name: The owner of its jobs.
+        sha256: Hash of the key, in hexadecimal; empty on a server without keys.
+        queue: Most jobs that wait or run at a time.
+        bytes: Most bytes of a payload.
+        seconds: Time limit of a job.
     """
 
     name: str
@@ -49,23 +46,19 @@ class Account:
     seconds: float = 60.0
 
     def limits(self) -> dict[str, Any]:
-        """Return what it may do, as shown to its owner."""
+        """Return the limits, as shown to the owner."""
         return {"queue": self.queue, "bytes": self.bytes, "seconds": self.seconds}
 
 
 class Door(Protocol):
-    """Decides who a key belongs to."""
+    """Finds the account of a key."""
 
     def admit(self, key: str | None) -> Account | None:
         """Return the account of ``key``, ``None`` if it has none."""
 
 
 class OpenDoor:
-    """Lets everybody in, all on one account.
-
-    Args:
-        account: That account.
-    """
+    """Admits everybody, on one account."""
 
     def __init__(self, account: Account | None = None) -> None:
         self._account = account or Account("anonymous")
@@ -92,7 +85,7 @@ class KeyFile:
         self._accounts = read_accounts(self.path)
 
     def admit(self, key: str | None) -> Account | None:
-        """Return the account of ``key``, ``None`` if it has none. A file that is broken meanwhile leaves all as they were."""
+        """Return the account of ``key``, ``None`` if it has none. A file that became malformed changes nothing."""
         self._read_again()
         presented = hash_of(key or "")
         found = None
@@ -112,28 +105,21 @@ class KeyFile:
             return
 
     def _stamp_now(self) -> tuple[int, int]:
-        found = os.stat(self._name)  # with each job: faster than that of a path
+        found = os.stat(self._name)  # called for each job: faster than `Path.stat`
         return found.st_mtime_ns, found.st_size
 
 
 def hash_of(key: str) -> str:
-    """Return what is stored of a key."""
+    """Return the stored hash of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def read_accounts(path: Path) -> list[Account]:
-    """Return the entries of a file of keys.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it cannot be understood; the message says which entry is wrong.
-    """
+    """Return the entries of a file of keys; raise a :class:`ValueError` that names a malformed entry."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
-            f"The file of keys {path} is not JSON: {error}. `nnsight keys add` writes such files."
-        ) from None
+        raise ValueError(f"The file of keys {path} is not JSON: {error}. `nnsight keys add` writes such files.") from None
     entries = content.get("keys") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f'The file of keys {path} has no list "keys", as in {{"keys": []}}.')
@@ -141,37 +127,27 @@ def read_accounts(path: Path) -> list[Account]:
     names = [account.name for account in accounts]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise ValueError(
-            f"The file of keys {path} has several entries named {', '.join(doubled)}: each needs its own name."
-        )
+        raise ValueError(f"The file of keys {path} has several entries named {', '.join(doubled)}: each needs its own name.")
     return accounts
 
 
 def _account(entry: Any, path: Path) -> Account:
     known = {"name", "sha256", "queue", "bytes", "seconds"}
     if not isinstance(entry, dict) or not {"name", "sha256"} <= entry.keys() <= known:
-        raise ValueError(
-            f"An entry of {path} has to have `name` and `sha256`, and may have {', '.join(sorted(known))}."
-        )
+        raise ValueError(f"An entry of {path} has to have `name` and `sha256`, and may have {', '.join(sorted(known))}.")
     name, digest = entry["name"], entry["sha256"]
     if not isinstance(name, str) or not name.isprintable() or not name:
         raise ValueError(f"The name {name!r} in {path} is no line of text.")
     if not isinstance(digest, str) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-        raise ValueError(
-            f"The `sha256` of {name!r} in {path} is no SHA-256 in hexadecimal. Keys themselves are not stored."
-        )
+        raise ValueError(f"The `sha256` of {name!r} in {path} is no SHA-256 in hexadecimal. Keys themselves are not stored.")
     for limit in ("queue", "bytes", "seconds"):
-        if limit in entry and not (is_number(entry[limit]) and entry[limit] > 0):
+        if limit in entry and not (type(entry[limit]) in (int, float) and entry[limit] > 0):
             raise ValueError(f"`{limit}` of {name!r} in {path} is {entry[limit]!r}, and has to be a number above 0.")
     return Account(**entry)
 
 
 def add_key(path: Path, name: str, **limits: Any) -> str:
-    """Make a key, write its hash into the file, and return the key, which is stored nowhere.
-
-    Raises:
-        ValueError: If the name is taken, or the file cannot be understood.
-    """
+    """Make a key, write its hash into the file, and return the key; raise a :class:`ValueError` if the name is taken."""
     accounts = read_accounts(path) if path.exists() else []
     if any(account.name == name for account in accounts):
         raise ValueError(f"{path} has a key named {name!r} already. Remove it first, or choose another name.")
@@ -183,17 +159,11 @@ def add_key(path: Path, name: str, **limits: Any) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a key out of the file.
-
-    Raises:
-        ValueError: If there is none of that name.
-    """
+    """Remove a key from the file; raise a :class:`ValueError` if there is none of that name."""
     accounts = read_accounts(path)
     kept = [account for account in accounts if account.name != name]
     if len(kept) == len(accounts):
-        raise ValueError(
-            f"{path} has no key named {name!r}. There are {', '.join(a.name for a in accounts) or 'none'}."
-        )
+        raise ValueError(f"{path} has no key named {name!r}. There are {', '.join(a.name for a in accounts) or 'none'}.")
     _write(path, kept)
 
 

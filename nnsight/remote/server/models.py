@@ -1,4 +1,4 @@
-"""Engines for models: how a served model is loaded, and what runs its programs."""
+"""Loads served models, and makes their engines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-eng
     """Return the engine of a model in this process.
 
     Args:
-        model: The model; it is loaded with the first job, unless it is already.
-        limits: What one job may cost.
-        name: Of its thread.
+        model: The model; the first job loads it, if it is lazy.
+        limits: Limits of one job.
+        name: Name of its thread.
     """
     return ThreadEngine(
         lambda payload, log: execute_payload(model, payload, limits, log),
@@ -33,7 +33,7 @@ def load(name: str, revision: str = "main", dispatch: bool = True, **options: An
     Args:
         name: As for :class:`~nnsight.LanguageModel`.
         revision: Branch, tag or commit.
-        dispatch: With its weights.
+        dispatch: Load its weights.
         **options: Further ones of :class:`~nnsight.LanguageModel`.
 
     Raises:

@@ -1,14 +1,12 @@
-"""The queue of one model: fair among accounts, and able to hand out jobs that can share a run.
+"""The queue of one model: fair among accounts, with groups of jobs that can share a run.
 
-Each account has a line of its own, and the lines take turns. Somebody who submits a thousand jobs waits for a thousand runs; who
-submits one after them waits for one.
+Each account has a line of its own, and the lines take turns. An account with a thousand jobs delays the next account by one run only.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..protocol import ModelKey
@@ -27,12 +25,12 @@ class FairQueue:
         self._lines.setdefault(job.owner, deque()).append(job)
 
     def put_back(self, job: ServerJob) -> None:
-        """Add a job that was taken out before, at the head of the first line."""
+        """Put a job that was taken out before at the head of the first line."""
         self._lines.setdefault(job.owner, deque()).appendleft(job)
         self._lines.move_to_end(job.owner, last=False)
 
     def remove(self, job: ServerJob) -> bool:
-        """Take out a job that nobody needs any more; whether it was there."""
+        """Remove a job; return whether it was there."""
         line = self._lines.get(job.owner)
         if line is None or job not in line:
             return False
@@ -42,7 +40,7 @@ class FairQueue:
         return True
 
     def take(self, most: int = 1) -> list[ServerJob]:
-        """Take out the job whose turn it is, and up to ``most`` in all that can be run together with it."""
+        """Take out the next job, and jobs that can run together with it, up to ``most`` in all."""
         if not self._lines:
             return []
         owner, line = next(iter(self._lines.items()))
@@ -69,45 +67,33 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    def __iter__(self) -> Iterator[ServerJob]:
-        for line in self._lines.values():
-            yield from line
-
 
 @dataclass(eq=False)
 class JobGroup:
-    """Jobs of one kind that run together.
+    """Jobs of one kind that run together."""
 
-    Attributes:
-        jobs: The jobs; those of a group that fails follow each other.
-        payloads: What the engine has of them.
-    """
-
-    jobs: list[ServerJob]
-    payloads: list[bytes] = field(default_factory=list)
+    jobs: list[ServerJob]  # after a failure of the group, the one that runs
+    payloads: list[bytes] = field(default_factory=list)  # as the engine got them
 
 
 @dataclass(eq=False)
 class Served:
-    """A model that is served.
-
-    Attributes:
-        key: Its name.
-        text: That as text.
-        engine: What runs it.
-        queue: The jobs that wait for it.
-        groups: Those that run, with the task in which they do.
-    """
+    """A served model, with its waiting jobs and running groups; ``wake`` is set when a job or the engine may be ready."""
 
     key: ModelKey
     engine: Engine
     queue: FairQueue = field(default_factory=FairQueue)
     groups: dict[JobGroup, asyncio.Task[None]] = field(default_factory=dict)
     text: str = field(init=False)
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.text = str(self.key)
+
+    def put(self, job: ServerJob, first: bool = False) -> None:
+        """Queue a job, and wake the loop that runs jobs."""
+        (self.queue.put_back if first else self.queue.put)(job)
+        self.wake.set()
 
     @property
     def running(self) -> list[ServerJob]:

@@ -1,13 +1,13 @@
-"""Engines of several replicas: processes of a Ray cluster, each with a copy of the model.
+"""Replicas of a model: processes of a Ray cluster, each with a copy of the model.
 
-The gateway stays the one gateway. Keys, limits, queues, the spool and sockets are in its process; a replica gets payloads, gives what came
-of them, and has an engine of its own (:mod:`.engine`) with all that can go wrong there. Ray Serve starts the replicas, replaces one that
-dies or hangs, and, within bounds, starts more of them while jobs wait and ends some that have nothing to do.
+Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`.engine`): it gets payloads
+and returns outcomes. Ray Serve starts the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs
+wait and ends idle ones.
 
-A replica that is lost in the middle of a job is an engine that died: the gateway starts the job once more, on another replica, and ends it
-with an error if that is lost, too. (Of one that is lost before it has accepted the job nobody hears: Serve takes another.) Programs go to
-the replicas as the bytes that the client sent, and errors come back as their name and message. What Ray itself sends between its processes
-is pickled: a cluster belongs on a network of its own.
+A replica that is lost during a job is an engine that died: the gateway starts the job once more, on another replica, and ends it with an
+error if that is lost, too. (If a replica is lost before it has accepted the job, Serve takes another one.) Replicas get programs as the
+bytes of the client, and return errors as name and message. Ray itself sends pickles between its processes, so a cluster needs a network
+of its own.
 """
 
 from __future__ import annotations
@@ -40,19 +40,15 @@ except ModuleNotFoundError as missing:
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: Errors that are told by their name; others are faults of the server.
+#: Errors about a job, by name; others are faults of the server.
 _ERRORS = {kind.__name__: kind for kind in (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError)}
 
-#: How often is asked whether replicas are there, in seconds.
+#: Interval of the checks for running replicas, in seconds.
 _WATCH = 2.0
 
 
 class Replica:
-    """What runs in the process of a replica.
-
-    Args:
-        build: Makes its engine.
-    """
+    """The process of a replica; ``build`` makes its engine."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._engine = build()
@@ -60,10 +56,10 @@ class Replica:
     async def execute(self, payloads: list[bytes], seconds: float) -> AsyncIterator[tuple[str, int, Any]]:
         """Run payloads of one kind; yield ``("log" | "result" | "error", number of the payload, content)``.
 
-        If the caller goes away, the run is ended, and this replica is free when it has.
+        If the caller goes away, the run is interrupted, and this replica is free when it has ended.
         """
         said: asyncio.Queue[tuple[str, int, Any] | None] = asyncio.Queue()
-        logs = [functools.partial(_say, said, number) for number in range(len(payloads))]
+        logs = [lambda line, number=number: said.put_nowait(("log", number, line)) for number in range(len(payloads))]
         run = asyncio.ensure_future(self._engine.execute(payloads, seconds, logs))
         run.add_done_callback(lambda _: said.put_nowait(None))
         try:
@@ -78,24 +74,15 @@ class Replica:
         except Exception as error:
             outcomes = [error] * len(payloads)
         for number, outcome in enumerate(outcomes):
-            yield (
-                ("error", number, _described(outcome))
-                if isinstance(outcome, Exception)
-                else ("result", number, outcome)
-            )
+            if isinstance(outcome, Exception):
+                yield "error", number, _described(outcome)
+            else:
+                yield "result", number, outcome
 
     def check_health(self) -> None:
-        """Raise if this replica has to be replaced; Serve asks from time to time.
-
-        Raises:
-            RuntimeError: If its engine cannot run jobs.
-        """
+        """Raise if this replica has to be replaced; Serve calls this from time to time."""
         if not self._engine.healthy:
             raise RuntimeError("The engine of this replica hangs.")
-
-
-def _say(said: asyncio.Queue[tuple[str, int, Any] | None], number: int, line: str) -> None:
-    said.put_nowait(("log", number, line))
 
 
 def _described(error: Exception) -> tuple[str, str]:
@@ -110,14 +97,7 @@ def _error(kind: str, message: str) -> Exception:
 
 
 class RayEngine:
-    """The engine of a model that has replicas.
-
-    Args:
-        name: Of the application in Ray Serve.
-        handle: How it is called.
-        kinds: See :meth:`~.engine.Engine.kind_of`.
-        width: How many replicas there may be, each of which runs one group of payloads at a time.
-    """
+    """The engine of a model with replicas: an application of Ray Serve. Each of ``width`` replicas runs one group at a time."""
 
     def __init__(self, name: str, handle: Any, kinds: Callable[[bytes], Hashable | None], width: int) -> None:
         self.width = width
@@ -129,11 +109,11 @@ class RayEngine:
         self._watching.start()
 
     def kind_of(self, payload: bytes) -> Hashable | None:
-        """Return what programs have in common that can run as one batch; ``None`` for one that runs alone."""
+        """See :meth:`.engine.Engine.kind_of`."""
         return self._kinds(payload)
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads of one kind on a replica that is free; see :meth:`.engine.Engine.execute`."""
+        """Run payloads on a free replica; see :meth:`.engine.Engine.execute`."""
         outcomes: dict[int, Outcome] = {}
         stream = self._streams[id(payloads)] = self._handle.execute.options(stream=True).remote(list(payloads), seconds)
         try:
@@ -145,25 +125,25 @@ class RayEngine:
         except TaskCancelledError as error:
             raise TimeLimitError("The run was ended.") from error
         except (RayError, RayServeException) as error:
-            if isinstance(error, RayTaskError):  # a fault of the replica's Python, which lives on
+            if isinstance(error, RayTaskError):  # a Python error in a replica, which is still there
                 raise
             _log.warning("a replica was lost", extra={"application": self._name, "error": str(error)[:500]})
             raise EngineLostError("The replica that ran the job was lost.") from error
         finally:
             del self._streams[id(payloads)]
-            if len(outcomes) < len(payloads):  # nobody waits for it any more
+            if len(outcomes) < len(payloads):  # its results are not needed any more
                 stream.cancel()
         return [outcomes[number] for number in range(len(payloads))]
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """End the run that was given this very list of payloads, in its replica."""
+        """See :meth:`.engine.Engine.interrupt`."""
         stream = self._streams.get(id(payloads))
         if stream is not None:
             stream.cancel()
 
     @property
     def healthy(self) -> bool:
-        """Whether there is a replica that runs jobs, as of a moment ago."""
+        """Whether a replica was running at the last check."""
         return self._healthy
 
     def close(self) -> None:
@@ -182,16 +162,15 @@ class RayEngine:
                 _log.debug("no status of %s: %r", self._name, error)
                 healthy = False
             if healthy != self._healthy:
-                _log.warning(
-                    "replicas are there again" if healthy else "no replica runs", extra={"application": self._name}
-                )
+                event = "replicas are there again" if healthy else "no replica runs"
+                _log.warning(event, extra={"application": self._name})
             self._healthy = healthy
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
     """Join the Ray cluster that ``RAY_ADDRESS`` names, or run one on this machine while the context is open."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody that it is there
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no statistics
     mine = not ray.is_initialized()
     if mine:
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -214,13 +193,13 @@ def deploy(
     cpus: float = 1.0,
     gpus: float = 0.0,
 ) -> RayEngine:
-    """Start the replicas of a model within :func:`cluster`, and return their engine once the first is ready.
+    """Start the replicas of a model within :func:`cluster`, and return their engine when the first is ready.
 
     Args:
-        key: The model; an application of this name that is there already is replaced.
+        key: The model; an existing application of this name is replaced.
         build: Makes the engine of a replica, in its process.
         kinds: See :meth:`~.engine.Engine.kind_of`.
-        replicas: How many there are at least, and at most.
+        replicas: Least and most replicas.
         cpus: Cores that a replica reserves.
         gpus: Accelerators that it reserves.
 
@@ -238,7 +217,7 @@ def deploy(
         max_ongoing_requests=1,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=120,  # a replica that is ended for want of work may have got some just now
+        graceful_shutdown_timeout_s=120,  # an idle replica that is ended may have got a job just now
         **scaling,
     )(Replica)
     handle = serve.run(deployment.bind(build), name=name, route_prefix=None)

@@ -1,7 +1,7 @@
-"""Runs a server for models by name, until it is told to stop.
+"""Runs a server until a signal stops it.
 
-The first SIGTERM (or Ctrl-C) drains: no more jobs are taken, those that run have a while to end and to be told about, those that
-wait stay on disk. The second ends at once.
+The first SIGTERM (or Ctrl-C) drains: no more jobs are accepted, running jobs have some time to end, and waiting jobs stay on disk.
+The second stops at once.
 """
 
 from __future__ import annotations
@@ -34,28 +34,13 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class GatewayServer(uvicorn.Server):
-    """A server that drains its gateway before it stops.
-
-    Args:
-        gateway: What it serves.
-        door: Who may use it.
-        host: Address to listen on.
-        port: Likewise; 0 takes a free one.
-    """
+    """A server that drains its gateway before it stops; port 0 takes a free port."""
 
     def __init__(self, gateway: Gateway, door: Door, host: str = "127.0.0.1", port: int = 5001) -> None:
-        config = uvicorn.Config(
-            create_app(gateway, door),
-            host=host,
-            port=port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ws_max_size=LONGEST_FRAME,
-            ws_per_message_deflate=False,  # tensors hardly get smaller
-            timeout_graceful_shutdown=5,
-        )
-        super().__init__(config)
+        sockets: Any = {"ws_max_size": LONGEST_FRAME, "ws_per_message_deflate": False}  # tensors hardly get smaller
+        quiet: Any = {"log_config": None, "access_log": False, "server_header": False}
+        app = create_app(gateway, door)
+        super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=5, **sockets, **quiet))
         self.gateway = gateway
         self._draining: asyncio.Task[None] | None = None
 
@@ -94,9 +79,9 @@ def in_background(
     Args:
         engines: The engine of each model, see :func:`~.models.engine_of`.
         spool: Folder of the jobs.
-        door: Who may use it; by default everybody on this machine.
+        door: Checks keys; by default everybody on this machine is admitted.
         settings: Further choices.
-        port: Where to listen; 0 takes a free port.
+        port: Port to listen on; 0 takes a free one.
 
     Yields:
         The address.
@@ -116,11 +101,7 @@ def in_background(
 
 
 def door_for(host: str, api_keys: Path | None, no_keys: bool) -> Door:
-    """Return who may use a server on ``host``.
-
-    Raises:
-        ValueError: If it could be reached from other machines without a key, and nobody said that this is meant.
-    """
+    """Return the door of a server on ``host``; raise a :class:`ValueError` if other machines could use it without a key by mistake."""
     if api_keys is not None:
         return KeyFile(api_keys)
     if host not in _LOOPBACK and not no_keys:
@@ -155,11 +136,11 @@ def serve(
 
     Args:
         engines: The engine of each model.
-        door: Who may use it.
+        door: Checks keys.
         spool: Folder of the jobs.
         host: Address to listen on.
-        port: Likewise.
-        capacity: How many bytes the jobs may take on disk.
+        port: Port to listen on.
+        capacity: Most bytes of the jobs on disk.
         settings: Further choices.
 
     Raises:

@@ -1,11 +1,10 @@
-"""WebSockets: each tells one client about its jobs, and takes short ones in.
+"""WebSockets: each sends one client the messages of its jobs, and accepts short jobs.
 
-A socket says its ``session_id`` first; jobs submitted with that id are told about on it, and so are those that come through it. A client
-that lost its socket opens another with ``?job=...&after=...`` and goes on after the message it saw last. Each job of a socket has its own
-reader (:meth:`ServerJob.follow`), so a client that reads slowly holds up itself only. One that does not read at all is cut off after a
-while.
+The first frame of a socket has its ``session_id``. The socket has the messages of jobs that were submitted with that id or through it. A
+client that lost its socket opens another one with ``?job=...&after=...`` and continues after the last message that it saw. Each job of
+a socket has its own reader (:meth:`ServerJob.follow`), so a slow client delays itself only. One that does not read is cut off.
 
-What is ready at a time is sent at a time (:mod:`~nnsight.remote.protocol`): among many short jobs, frames cost more than runs.
+All messages that are ready are sent in one frame (:mod:`~nnsight.remote.protocol`): for short jobs, frames cost more than runs.
 """
 
 from __future__ import annotations
@@ -29,19 +28,12 @@ from .spool import SHORT
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: How long a frame of a client may be: one with a short payload, and an envelope.
+#: Most bytes of a frame of a client: a short payload and an envelope.
 LONGEST_FRAME = SHORT + 2**13
 
 
 class _Session:
-    """One socket.
-
-    Args:
-        websocket: The socket, which is accepted.
-        account: Whose it is; ``None`` if it came without a key.
-        gateway: Has the jobs.
-        door: Is asked again at each job.
-    """
+    """One accepted socket; ``account`` is ``None`` if it came without a key."""
 
     def __init__(self, websocket: WebSocket, account: Account | None, gateway: Gateway, door: Door) -> None:
         self.id = str(uuid.uuid4())
@@ -54,7 +46,7 @@ class _Session:
         self._sending = asyncio.Lock()
 
     def add(self, job: ServerJob, after: int) -> bool:
-        """Tell about a job; whether that can be, for the socket may just be ending."""
+        """Send the messages of a job; return whether that is possible, because the socket may be ending."""
         self._used.set()
         reader = self._tell(job, after)
         try:
@@ -65,7 +57,7 @@ class _Session:
         return True
 
     async def feed(self, only: tuple[ServerJob, int] | None) -> None:
-        """Tell about the jobs of the session until it is cut off; or about ``only`` one, after a message."""
+        """Send messages of the jobs of the session until it is cut off; or of ``only`` one, after a message."""
         hello: dict[str, Any] = {"session_id": self.id}
         if only is None and self._packs and self.account is not None:
             self._takes = hello["takes"] = SHORT
@@ -78,7 +70,7 @@ class _Session:
             await asyncio.Event().wait()
 
     async def listen(self) -> None:
-        """Take jobs in, one after the other; return when the client goes away, or says what it should not."""
+        """Accept jobs; return when the client goes away or violates the protocol."""
         while True:
             frame = (await self._websocket.receive()).get("bytes")
             if frame is None or not self._takes:
@@ -92,13 +84,9 @@ class _Session:
                 self.add(job, 0)
 
     async def _submit(self, frame: bytes) -> ServerJob:
-        """Return the job in a frame, when it is safe or has ended.
-
-        Raises:
-            RefusedError: If it is not taken.
-        """
+        """Return the job in a frame, when it is secured or has ended; raise a :class:`RefusedError` if it is not accepted."""
         headers = self._websocket.headers
-        account = self._door.admit(headers.get(KEY_HEADER))  # it may have been withdrawn
+        account = self._door.admit(headers.get(KEY_HEADER))  # the key may have been withdrawn
         if account is None:
             raise RefusedError(401, "key", BAD_KEY)
         try:
@@ -117,24 +105,24 @@ class _Session:
 
     async def _tell(self, job: ServerJob, after: int) -> None:
         async for messages in job.follow(after):
-            for told in [messages] if self._packs else [[message] for message in messages]:
-                result = await self._result(job, told[-1])
+            for ready in [messages] if self._packs else [[message] for message in messages]:
+                result = await self._result(job, ready[-1])
                 if result is not None:
-                    told[-1] = Message(**{**told[-1], "data": {**told[-1]["data"], "inline": True}})
-                await self._send(told, result)
+                    ready[-1] = Message(**{**ready[-1], "data": {**ready[-1]["data"], "inline": True}})
+                await self._send(ready, result)
 
     async def _result(self, job: ServerJob, message: Message) -> bytes | None:
-        """Return the result that goes along with a message."""
+        """Return the result that is sent along with a message."""
         size = job.result_size
         if message["status"] != JobStatus.COMPLETED.value or size is None or size > self._gateway.settings.inline:
             return None
-        known = job.result  # which another thread takes away
+        known = job.result  # another thread may remove it
         if known is not None:
             return known
         return self._gateway.spool.result(job) if size < SHORT else await asyncio.to_thread(self._gateway.spool.result, job)
 
     async def _send(self, content: Any, binary: bytes | None = None) -> None:
-        """Send a packet; or else the one message that ``content`` has, and what belongs to it right behind."""
+        """Send a packet; to clients without packets the one message in ``content``, and then its result."""
         async with self._sending, asyncio.timeout(self._gateway.settings.send):
             if self._packs:
                 await self._websocket.send_bytes(join_packet(content, binary or b""))
@@ -145,19 +133,14 @@ class _Session:
 
 
 class Sessions:
-    """All open sockets.
-
-    Args:
-        gateway: Has the jobs.
-        door: Decides who may use it.
-    """
+    """All open sockets."""
 
     def __init__(self, gateway: Gateway, door: Door) -> None:
         self._gateway, self._door = gateway, door
         self._open: dict[str, _Session] = {}
 
     def attach(self, session_id: str, job: ServerJob, account: Account) -> bool:
-        """Tell about ``job`` on a socket, and return whether there is one. If it is gone, its client will come back and ask."""
+        """Send messages of ``job`` on a socket; return whether it is there. If it is gone, its client will reconnect and ask."""
         session = self._open.get(session_id)
         if session is None or (session.account is not None and session.account.name != account.name):
             return False
@@ -165,7 +148,7 @@ class Sessions:
         return session.add(job, job.messages[0]["number"])
 
     async def serve(self, websocket: WebSocket, account: Account | None, job: ServerJob | None, after: int) -> None:
-        """Accept a socket and tell about jobs on it until it closes; for ``job``, until that is finished."""
+        """Accept a socket and send messages until it closes; for ``job``, until that is finished."""
         if len(self._open) >= self._gateway.settings.sockets:
             detail = "The server has as many connections as it can take. Try again later."
             await websocket.send_denial_response(JSONResponse({"detail": detail}, 503))

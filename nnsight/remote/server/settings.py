@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What an operator chooses.
+    """Choices of the operator.
 
     Attributes:
-        keep: How long a finished job and its result are kept, in seconds.
-        together: How many jobs may share a run; 1 runs each alone.
-        attempts: How often a job is started if its engine or the process dies.
-        jobs: How many unfinished jobs there may be, of all accounts.
-        sockets: How many WebSockets there may be.
-        inline: Results up to this many bytes are sent through the WebSocket.
-        upload: How long an upload may take, in seconds.
-        send: How long a WebSocket may take to accept a message, in seconds.
-        idle: How long a WebSocket without a key may be open before a job uses it, in seconds.
-        drain: How long running jobs have to end when the server stops, in seconds.
+        keep: Time for which a finished job and its result are kept, in seconds.
+        together: Most jobs that share a run; 1 runs each alone.
+        attempts: Most starts of a job whose engine or process dies.
+        jobs: Most unfinished jobs of all accounts.
+        sockets: Most WebSockets.
+        inline: Most bytes of a result that is sent through a WebSocket.
+        upload: Time limit of an upload, in seconds.
+        send: Time limit for a client to accept a message on a WebSocket, in seconds.
+        idle: Time limit for the first job on a WebSocket without a key, in seconds.
+        drain: Time for running jobs to end when the server stops, in seconds.
     """
 
     keep: float = 3600.0

@@ -1,17 +1,16 @@
-"""Jobs on disk: what was accepted is not lost when the process ends, and results do not fill the memory.
+"""Jobs on disk: accepted jobs survive the end of the process, and results do not fill the memory.
 
-A database of SQLite, ``jobs.sqlite``, has the record of each job, which says where it stands, and its payload and its result if they are
-short. Long ones are files beside it, ``ID.payload`` and ``ID.result``, written under another name and then renamed. So whatever is there
-is there as a whole or not at all, also if the process is killed. Jobs of many clients are written in one transaction: a transaction, and a
-file, cost more than what is in them.
+A SQLite database, ``jobs.sqlite``, has the record of each job with its status, and short payloads and results. Long ones are files beside
+it, ``ID.payload`` and ``ID.result``, written under another name and then renamed. So each is there as a whole or not at all, also after a
+kill. Jobs of many clients are written in one transaction, because a transaction costs more than its content.
 
-That something survives a power failure takes the disk several milliseconds, for which no job waits: a client is told that its job was
-received when :meth:`Spool.settle` has returned, and by then the job may run; a payload is removed when the result has settled, until then
-the job could be run again. SQLite writes ahead (``journal_mode=WAL``) and syncs nothing at the end of a transaction
-(``synchronous=NORMAL``), so a file of its, ``jobs.sqlite-wal``, is all that has to be synced for what was written before.
+A sync takes the disk several milliseconds, and no job waits for it: a job may run before :meth:`Spool.settle` has returned, but the client
+hears only then that it was received. A payload is removed after the sync of the result; until then the job could run again. SQLite writes
+to its log first (``journal_mode=WAL``) and does not sync it (``synchronous=NORMAL``), so a sync of ``jobs.sqlite-wal`` secures all that was
+written before.
 
-A full disk is an ordinary event: the job that did not fit is refused or fails, with a message, and what was written of it is removed.
-The folder has a budget of its own, so that results nobody fetched do not take the disk of everything else.
+A full disk is an ordinary event: the job that did not fit is refused or fails with a message, and nothing of it stays. The
+folder has its own budget, so results that are never fetched do not fill the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .jobs import ServerJob
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: What is shorter goes into the database.
+#: Length from which on payloads and results are files.
 SHORT = 2**16
 
 _SCHEMA = """
@@ -55,11 +54,11 @@ class Spool:
     """The folder of the jobs. Several threads may use it.
 
     Args:
-        folder: Where they are kept; made if it does not exist, for its owner only.
-        capacity: How many bytes payloads and results may take together.
+        folder: The folder; made for its owner only, if it does not exist.
+        capacity: Most bytes of all payloads and results.
 
     Raises:
-        OSError: If the folder cannot be used, or its database is none.
+        OSError: If the folder or its database cannot be used.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity: int = 16 * 2**30) -> None:
@@ -73,12 +72,12 @@ class Spool:
         database = os.path.join(self._root, "jobs.sqlite")
         self._log_of_writes = f"{database}-wal"
         with _translated():
-            # One that writes and one that reads: the loop of the server never waits for a transaction of another thread.
+            # Two connections: the event loop reads and never waits for a transaction of another thread.
             self._writer = _connect(database)
             self._reader = _connect(database)
 
     def close(self) -> None:
-        """Let the database go."""
+        """Close the database."""
         with self._writing, self._reading:
             self._writer.close()
             self._reader.close()
@@ -89,11 +88,11 @@ class Spool:
 
     @property
     def used(self) -> int:
-        """How many bytes payloads and results take."""
+        """Bytes of all payloads and results."""
         return self._used
 
     def _count(self, job_id: str, size: int | None) -> None:
-        """Note how many bytes a job takes; ``None`` for one that is forgotten."""
+        """Note the bytes of a job; ``None`` for one that is removed."""
         with self._counting:
             before = self._sizes.pop(job_id, 0)
             if size is not None:
@@ -101,19 +100,16 @@ class Spool:
             self._used += (size or 0) - before
 
     def _reserve(self, job_id: str, size: int) -> None:
-        with self._counting:  # several threads write jobs, and what is left is taken by one of them
+        with self._counting:
             used = self._used - self._sizes.get(job_id, 0) + size
             if used > self.capacity:
                 raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
             self._sizes[job_id], self._used = size, used
 
-    # -- a job goes its way --------------------------------------------------------------------------------------------
+    # -- the steps of a job ---------------------------------------------------------------------------------------------
 
     def admit(self, jobs: Sequence[tuple[ServerJob, IO[bytes]]]) -> list[OSError | None]:
-        """Write new jobs with their payloads; return for each why it could not be written, which leaves nothing of it.
-
-        A :class:`StorageFullError` says that there is no room.
-        """
+        """Write new jobs with their payloads; return for each its error, a :class:`StorageFullError` if there is no room for it."""
         for _, payload in jobs:
             payload.seek(0)
         found = self._keep("payload", [(job, payload, job.size, 0) for job, payload in jobs])
@@ -121,11 +117,7 @@ class Spool:
         return found
 
     def settle(self, jobs: Iterable[ServerJob]) -> None:
-        """Return when what was written of jobs survives a power failure: all that is needed to run them, or that they have run.
-
-        Raises:
-            OSError: If the disk does not keep it.
-        """
+        """Sync jobs: the payloads of unfinished ones, the results of finished ones, and all records."""
         for job in jobs:
             name, size = ("result", job.result_size or 0) if job.status.finished else ("payload", job.size)
             if size >= SHORT:
@@ -133,28 +125,21 @@ class Spool:
         self._sync(self._log_of_writes)
 
     def begin(self, jobs: Sequence[ServerJob]) -> list[bytes]:
-        """Note that jobs are about to run, and return what was submitted."""
+        """Record that jobs are about to run, and return their payloads."""
         self._note(jobs)
         return [self.payload(job) for job in jobs]
 
     def payload(self, job: ServerJob) -> bytes:
-        """Return what was submitted.
-
-        Raises:
-            FileNotFoundError: If it is not there any more.
-        """
+        """Return the payload of a job; raise a :class:`FileNotFoundError` if it was removed."""
         return self._get("payload", job)
 
     def keep_results(self, results: Sequence[tuple[ServerJob, bytes]]) -> list[int | OSError]:
-        """Write results; return the length of each, or why it is not written. A job that has one has run, whatever its record says."""
+        """Write results; return the length of each, or its error. A job with a result counts as finished, whatever its record says."""
         found = self._keep("result", [(job, io.BytesIO(result), len(result), job.size) for job, result in results])
         return [len(result) if error is None else error for (_, result), error in zip(results, found, strict=True)]
 
     def note(self, jobs: Sequence[ServerJob]) -> None:
-        """Write where jobs stand now; the payloads of those that are finished are not needed any more.
-
-        That it cannot be written is logged, and costs only what a restart would know.
-        """
+        """Write the records of jobs, and remove the payloads of finished ones. Errors are logged; a restart would miss the records."""
         if not self._note(jobs):
             return
         finished = [job for job in jobs if job.status.finished]
@@ -171,19 +156,15 @@ class Spool:
             self._count(job.id, job.result_size or 0)
 
     def result(self, job: ServerJob) -> bytes:
-        """Return the result of a job.
-
-        Raises:
-            FileNotFoundError: If it has none.
-        """
+        """Return the result of a job; raise a :class:`FileNotFoundError` if it has none."""
         return self._get("result", job)
 
     def result_path(self, job: ServerJob) -> Path | None:
-        """Return the file with the result, ``None`` for a short one."""
+        """Return the file of a long result, ``None`` for a short one."""
         return Path(self._path(job, "result")) if (job.result_size or 0) >= SHORT else None
 
     def remove(self, jobs: Sequence[ServerJob]) -> None:
-        """Forget jobs."""
+        """Remove jobs."""
         if not jobs:
             return
         try:
@@ -200,7 +181,7 @@ class Spool:
             self._count(job.id, None)
 
     def recover(self) -> list[ServerJob]:
-        """Return the jobs that are on disk, in the order in which they came. What belongs to none is removed."""
+        """Return the jobs on disk in the order of their submission, and remove data without a job."""
         found: list[ServerJob] = []
         with self._reading, _translated():
             rows = self._reader.execute("SELECT id, content FROM record").fetchall()
@@ -212,14 +193,14 @@ class Spool:
                 continue
             if kind in ("payload", "result"):
                 (sizes if kind == "payload" else results)[job_id] = path.stat().st_size
-            else:  # half of a file
+            else:  # an unfinished file
                 path.unlink()
         for job_id, record in rows:
             try:
                 job = ServerJob.from_record(json.loads(record))
                 if job.id != job_id:
                     raise ValueError("the record belongs to another job")
-                if not job.status.finished and job_id in results:  # the record had no time to follow
+                if not job.status.finished and job_id in results:  # the record was not written in time
                     job.complete(results[job_id])
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 _log.warning("a job could not be read back", extra={"job": job_id, "error": str(error)})
@@ -227,48 +208,39 @@ class Spool:
             self._count(job.id, sizes.get(job_id, 0) + results.get(job_id, 0))
             found.append(job)
         known = {job.id for job in found}
-        strays = [
-            ServerJob("", "", "", "", 0, 0.0, id=job_id)
-            for job_id in {row[0] for row in rows} | sizes.keys() | results.keys()
-        ]
-        self.remove([job for job in strays if job.id not in known])
+        strays = ({row[0] for row in rows} | sizes.keys() | results.keys()) - known
+        self.remove([ServerJob("", "", "", "", 0, 0.0, id=job_id) for job_id in strays])
         return sorted(found, key=lambda job: job.created)
 
     # -- the database and the files -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Write all that is written in the block, or nothing.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Run the block in a transaction; raise an :class:`OSError` if it cannot be written."""
         with self._writing, _translated():
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException:
-                if self._writer.in_transaction:  # a full disk has ended it
+                if self._writer.in_transaction:  # a full disk ends it
                     self._writer.execute("ROLLBACK")
                 raise
 
     def _note(self, jobs: Sequence[ServerJob]) -> bool:
-        """Write the records of jobs; whether they are written."""
+        """Write the records of jobs; return whether they are written."""
+        records = [(json.dumps(job.record()), job.id) for job in jobs]
         try:
             with self._transaction() as database:
-                database.executemany(
-                    "UPDATE record SET content = ? WHERE id = ?", [(json.dumps(job.record()), job.id) for job in jobs]
-                )
+                database.executemany("UPDATE record SET content = ? WHERE id = ?", records)
         except OSError as error:
-            _log.error(
-                "the state of jobs could not be written", extra={"jobs": [job.id for job in jobs], "error": str(error)}
-            )
+            about = {"jobs": [job.id for job in jobs], "error": str(error)}
+            _log.error("the state of jobs could not be written", extra=about)
             return False
         return True
 
     def _keep(self, table: str, items: Sequence[tuple[ServerJob, IO[bytes], int, int]]) -> list[OSError | None]:
-        """Write payloads or results, each with its length and that of what the job has besides; return what went wrong with each."""
+        """Write payloads or results, given with their lengths and those of the other data of the job; return the error of each."""
         errors: list[OSError | None] = [None] * len(items)
         for index, (job, content, size, besides) in enumerate(items):
             try:
@@ -284,7 +256,7 @@ class Spool:
         }
         try:
             self._insert(table, rows.values())
-        except OSError:  # one that does not fit must not take the others along
+        except OSError:  # a job that does not fit must not affect others
             for index, row in rows.items():
                 try:
                     self._insert(table, [row])
@@ -293,7 +265,7 @@ class Spool:
         return errors
 
     def _insert(self, table: str, rows: Collection[tuple[ServerJob, bytes | None]]) -> None:
-        """Write short payloads or results; with payloads go the records of new jobs."""
+        """Write short payloads or results; with payloads also the records of new jobs."""
         short = [(job.id, content) for job, content in rows if content is not None]
         with self._transaction() as database:
             database.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?)", short)
@@ -310,7 +282,7 @@ class Spool:
             return file.read()
 
     def _path(self, job: ServerJob, name: str) -> str:
-        """Return where a long payload or result of a job is."""
+        """Return the path of a long payload or result."""
         return os.path.join(self._root, f"{job.id}.{name}")
 
     @staticmethod
@@ -318,7 +290,7 @@ class Spool:
         try:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        except FileNotFoundError:  # of a job that has ended meanwhile
+        except FileNotFoundError:  # the job has ended meanwhile
             return
 
     @staticmethod
@@ -351,7 +323,7 @@ def _unlink(path: str) -> None:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Raise errors of the database as those of a disk."""
+    """Raise errors of the database as :class:`OSError`."""
     try:
         yield
     except sqlite3.Error as error:
@@ -361,7 +333,7 @@ def _translated() -> Iterator[None]:
 
 
 def _full(error: OSError) -> OSError:
-    """Return the error to raise for ``error``: one of its own kind for a disk that is full."""
+    """Return ``error``, as a :class:`StorageFullError` if the disk is full."""
     if isinstance(error, StorageFullError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return StorageFullError(error.errno, "the disk of the server is full")

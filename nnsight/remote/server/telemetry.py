@@ -1,10 +1,11 @@
-"""What an operator sees: figures for Prometheus, and logs as lines of JSON."""
+"""Metrics for Prometheus, and logs as lines of JSON."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,7 +14,7 @@ _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskN
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON, with what was passed as ``extra``."""
+    """Formats a record as one line of JSON, with its ``extra`` fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -30,35 +31,30 @@ class JsonLines(logging.Formatter):
 
 
 class Metrics:
-    """The figures of one gateway, in a registry of its own.
+    """The metrics of one gateway, in a registry of their own.
 
-    Labels are models, which the operator chose, and outcomes; never names of accounts or anything a client sends.
+    Labels are models and outcomes, never names of accounts or data of clients.
     """
 
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
-        self.jobs = Counter("nnsight_jobs", "Jobs that are finished.", ["model", "outcome"], registry=registry)
-        self.refused = Counter("nnsight_refused", "Requests that did not become jobs.", ["reason"], registry=registry)
-        self.retried = Counter(
-            "nnsight_retried", "Jobs started again after their engine died.", ["model"], registry=registry
-        )
-        self.queued = Gauge("nnsight_queued", "Jobs that wait.", ["model"], registry=registry)
-        self.running = Gauge("nnsight_running", "Jobs that run.", ["model"], registry=registry)
-        self.healthy = Gauge("nnsight_engine_healthy", "Whether the engine can run jobs.", ["model"], registry=registry)
-        self.waited = Histogram("nnsight_wait_seconds", "From submission to start.", ["model"], registry=registry)
-        self.runtime = Histogram("nnsight_run_seconds", "From start to end.", ["model"], registry=registry)
-        self.together = Histogram(
-            "nnsight_jobs_per_run",
-            "Jobs that share a run.",
-            ["model"],
-            registry=registry,
-            buckets=(1, 2, 4, 8, 16, 32, 64),
-        )
-        self.received = Counter("nnsight_payload_bytes", "Bytes of payloads.", registry=registry)
-        self.results = Counter("nnsight_result_bytes", "Bytes of results.", registry=registry)
-        self.spooled = Gauge("nnsight_spool_bytes", "Bytes of payloads and results on disk.", registry=registry)
-        self.sockets = Gauge("nnsight_sockets", "Open WebSockets.", registry=registry)
+        self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.jobs = counter("nnsight_jobs", "Jobs that are finished.", ["model", "outcome"])
+        self.refused = counter("nnsight_refused", "Requests that did not become jobs.", ["reason"])
+        self.retried = counter("nnsight_retried", "Jobs started again after their engine died.", ["model"])
+        self.queued = gauge("nnsight_queued", "Jobs that wait.", ["model"])
+        self.running = gauge("nnsight_running", "Jobs that run.", ["model"])
+        self.healthy = gauge("nnsight_engine_healthy", "Whether the engine can run jobs.", ["model"])
+        self.waited = histogram("nnsight_wait_seconds", "From submission to start.", ["model"])
+        self.runtime = histogram("nnsight_run_seconds", "From start to end.", ["model"])
+        sizes = (1, 2, 4, 8, 16, 32, 64)
+        self.together = histogram("nnsight_jobs_per_run", "Jobs that share a run.", ["model"], buckets=sizes)
+        self.received = counter("nnsight_payload_bytes", "Bytes of payloads.")
+        self.results = counter("nnsight_result_bytes", "Bytes of results.")
+        self.spooled = gauge("nnsight_spool_bytes", "Bytes of payloads and results on disk.")
+        self.sockets = gauge("nnsight_sockets", "Open WebSockets.")
 
     def text(self) -> bytes:
-        """Return the figures in the text format of Prometheus."""
+        """Return the metrics in the text format of Prometheus."""
         return generate_latest(self.registry)

@@ -1,1 +1,1 @@
-"""What travels between client and server: nodes, values and results as bytes, the operators that programs may use, and the limits."""
+"""The format between client and server: nodes, values and results as bytes, the allowed operators, and the limits."""

@@ -1,8 +1,8 @@
 """Results in the user's variables.
 
-On the client, the block has left its variables with fakes in them: the very tensors, lists and objects that the user will look
-at. When results arrive, lists and dicts are filled in place, and names get the tensors. What a loop that ended early never
-computed is left out of lists, and names for it stay unbound.
+After a recording the variables of the block hold fakes, also inside of lists and objects of the user. When results arrive, lists
+and dicts are filled in place, and names get the tensors. Values that a loop never computed because it ended early are left out
+of lists; names for them stay unbound.
 """
 
 from __future__ import annotations
@@ -16,37 +16,35 @@ from ...runtime.cache import Cache
 from ...runtime.carriers import is_carrier, on_tensors
 from ...tracing.saving import save, saves
 from .results import unpack_results
-from .trees import ABSENT, NONE
+from .trees import ABSENT, NONE, leaves
 
 
 class Binding:
-    """Where the results of a job go.
+    """Binds the results of a job to the values that the user saved, which have fakes for tensors.
 
-    Args:
-        values: What the user saved, by name, with fakes for tensors.
-        fakes: The fakes by identity: kept, so that their identities stay theirs.
-        references: Node and output that each fake stands for, by its identity.
-        trees: The saves of the job.
-        scope: The variables of the block.
+    ``references`` has node and output of each fake, by its identity. The fakes are kept alive, so that identities are not used again.
     """
 
     def __init__(
         self,
         values: dict[str, Any],
-        fakes: dict[int, torch.Tensor],
+        fakes: list[torch.Tensor],
         references: dict[int, tuple[int, int]],
         trees: dict[str, Any],
         scope: Any,
     ) -> None:
-        self.values, self.fakes, self.references, self._trees, self._scope = values, fakes, references, trees, scope
+        self.values, self._fakes, self._references, self._trees, self._scope = values, fakes, references, trees, scope
         self._found: dict[tuple[int, int], Any] = {}
         self._done: dict[int, Any] = {}
 
     def bind(self, results: bytes) -> dict[str, Any]:
-        """Fill the user's variables; return what they are by name."""
+        """Fill the user's variables; return their values by name."""
         found, tensors = unpack_results(results)
         for name, tree in self._trees.items():
-            self._match(tree, found.get(name), tensors)
+            for (kind, content), (other, result) in zip(leaves(tree), leaves(found.get(name)), strict=False):
+                if kind == "ref":
+                    missing = None if result == NONE else ABSENT
+                    self._found[content[0], content[1]] = tensors[result] if other == "tensor" else missing
         bound = {}
         for name, value in self.values.items():
             new = self._filled(value)
@@ -56,29 +54,14 @@ class Binding:
         return bound
 
     def forget(self) -> None:
-        """Leave the names that were saved unbound: nothing will come."""
+        """Leave the saved names unbound: no results will come."""
         for name in self.values:
             self._set(name, ABSENT)
-
-    def _match(self, sent: Any, received: Any, tensors: dict[str, torch.Tensor]) -> None:
-        """Note which tensor stands where a reference was sent."""
-        if type(sent) is not dict or type(received) is not dict:
-            return
-        (kind, content), (other, result) = *sent.items(), *received.items()
-        if kind == "ref":
-            missing = None if result == NONE else ABSENT
-            self._found[content[0], content[1]] = tensors[result] if other == "tensor" else missing
-        elif kind in ("list", "tuple") and other == kind:
-            for item, made in zip(content, result, strict=False):
-                self._match(item, made, tensors)
-        elif kind == "dict" and other == kind:
-            for (_, item), (_, made) in zip(content, result, strict=False):
-                self._match(item, made, tensors)
 
     def _filled(self, value: Any) -> Any:
         """Return ``value`` with results in place of fakes."""
         if isinstance(value, torch.Tensor):
-            reference = self.references.get(id(value))
+            reference = self._references.get(id(value))
             return value if reference is None else self._found.get(reference, value)
         if id(value) in self._done:
             return self._done[id(value)]
@@ -107,7 +90,7 @@ class Binding:
         return value
 
     def _activation(self, leaf: Any) -> Any:
-        """Return a leaf of what a cache of activations keeps; key-value caches stay where the model is."""
+        """Return a leaf of a cache of activations; key-value caches stay where the model is."""
         return None if is_carrier(leaf) else self._filled(leaf)
 
     def _set(self, name: str, value: Any) -> None:

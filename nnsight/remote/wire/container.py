@@ -1,8 +1,8 @@
-"""Safetensors files with JSON in their header, read as if somebody wanted to do harm.
+"""Safetensors files with JSON in their header, read as untrusted input.
 
-The file is eight bytes with the length of a JSON header, the header, and the bytes of the tensors. Everything the header says is
-checked here before a byte of a tensor is looked at: names, types, sizes, and that the tensors fill the rest of the file
-exactly. JSON is read strictly: no key twice, no ``NaN``, no number beyond those of torch.
+A file has the length of a JSON header in eight bytes, the header, and the bytes of the tensors. The header is checked before a byte
+of a tensor is read: names, types, sizes, and that the tensors fill the rest of the file exactly. JSON is read strictly: no key
+twice, no ``NaN``, no number beyond those of torch.
 """
 
 from __future__ import annotations
@@ -14,24 +14,14 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from .errors import InvalidProgramError
-from .trees import is_int, is_text
+from .errors import InvalidProgramError, require
+from .trees import DTYPES, is_int, is_text
 
-#: What the metadata of a container is called.
+#: The one key of the metadata of a container.
 KEY = "nnsight"
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "BOOL": "bool"}
+_DTYPES = {name: DTYPES[known] for name, known in {**_NAMES, **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)}}.items()}
 
 _MAX_DIMS = 32
 
@@ -49,45 +39,29 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def header_of(data: bytes, max_bytes: int, max_header: int) -> bytes:
-    """Return the header of a container, unread.
-
-    Raises:
-        InvalidProgramError: If it has none, or is too large.
-    """
-    if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise InvalidProgramError(f"A payload is bytes, not {type(data).__name__}.")
-    if len(data) > max_bytes:
-        raise InvalidProgramError(f"The payload has {len(data)} bytes; the limit is {max_bytes}.")
+    """Return the header of a container, unread; raise an :class:`InvalidProgramError` if it has none, or is too large."""
+    require(isinstance(data, (bytes, bytearray, memoryview)), f"A payload is bytes, not {type(data).__name__}.")
+    require(len(data) <= max_bytes, f"The payload has {len(data)} bytes; the limit is {max_bytes}.")
     size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > len(data) - 8:
-        raise InvalidProgramError("The payload is shorter than its header says.")
-    if size > max_header:
-        raise InvalidProgramError(f"The header has {size} bytes; the limit is {max_header}.")
+    require(len(data) >= 8 and size <= len(data) - 8, "The payload is shorter than its header says.")
+    require(size <= max_header, f"The header has {size} bytes; the limit is {max_header}.")
     return bytes(data[8 : 8 + size])
 
 
 def unpack(data: bytes, max_bytes: int, max_header: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the JSON and the tensors of a container.
-
-    Raises:
-        InvalidProgramError: If it is malformed or too large.
-    """
+    """Return the JSON and the tensors of a container; raise an :class:`InvalidProgramError` if it is malformed or too large."""
     text = header_of(data, max_bytes, max_header)
     header = strict_json(text)
-    if type(header) is not dict or type(metadata := header.pop("__metadata__", None)) is not dict:
+    metadata = header.pop("__metadata__", None) if type(header) is dict else None
+    if type(metadata) is not dict:
         raise InvalidProgramError("The header is no JSON object with metadata.")
-    if set(metadata) != {KEY} or type(metadata[KEY]) is not str:
-        raise InvalidProgramError(f"The metadata has to be one text called {KEY!r}.")
+    require(set(metadata) == {KEY} and type(metadata[KEY]) is str, f"The metadata has to be one text called {KEY!r}.")
     _check_tensors(header, len(data) - 8 - len(text))
     return strict_json(metadata[KEY].encode()), read_tensors(bytes(data))
 
 
 def read_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Return the tensors of a container whose header has been checked.
-
-    Raises:
-        InvalidProgramError: If it is malformed all the same.
-    """
+    """Return the tensors of a container whose header is checked; raise an :class:`InvalidProgramError` if it is malformed all the same."""
     try:
         tensors = safetensors.torch.load(data)
     except (safetensors.SafetensorError, ValueError, RuntimeError, KeyError) as error:
@@ -100,37 +74,32 @@ def read_tensors(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def _check_tensors(header: dict[str, Any], size: int) -> None:
+    """Raise unless the tensors of a header are well formed and fill ``size`` bytes exactly."""
+
+    def naturals(value: Any, most: int) -> bool:
+        return type(value) is list and len(value) <= most and all(is_int(item) and item >= 0 for item in value)
+
     stretches = []
     for name, entry in header.items():
-        if not is_text(name) or type(entry) is not dict or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise InvalidProgramError("A tensor of the container is malformed.")
+        known = is_text(name) and type(entry) is dict and set(entry) == {"dtype", "shape", "data_offsets"}
+        require(known, "A tensor of the container is malformed.")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if type(dtype) is not str or dtype not in _DTYPES:
-            raise InvalidProgramError(
-                f"A tensor of the container is of a type that is not allowed: {str(dtype)[:20]!r}."
-            )
-        if type(shape) is not list or len(shape) > _MAX_DIMS or not all(is_int(item) and item >= 0 for item in shape):
-            raise InvalidProgramError("A tensor of the container has a malformed shape.")
-        if type(offsets) is not list or len(offsets) != 2 or not all(is_int(item) and item >= 0 for item in offsets):
-            raise InvalidProgramError("A tensor of the container has malformed offsets.")
-        if offsets[1] - offsets[0] != math.prod(shape) * _DTYPES[dtype].itemsize:
-            raise InvalidProgramError("The size of a tensor of the container contradicts its shape.")
+        allowed = type(dtype) is str and dtype in _DTYPES
+        require(allowed, f"A tensor of the container is of a type that is not allowed: {str(dtype)[:20]!r}.")
+        require(naturals(shape, _MAX_DIMS), "A tensor of the container has a malformed shape.")
+        require(naturals(offsets, 2) and len(offsets) == 2, "A tensor of the container has malformed offsets.")
+        fits = offsets[1] - offsets[0] == math.prod(shape) * _DTYPES[dtype].itemsize
+        require(fits, "The size of a tensor of the container contradicts its shape.")
         stretches.append(tuple(offsets))
     end = 0
     for start, stop in sorted(stretches):
-        if start != end:
-            raise InvalidProgramError("The tensors of the container overlap, or leave holes.")
+        require(start == end, "The tensors of the container overlap, or leave holes.")
         end = stop
-    if end != size:
-        raise InvalidProgramError("The tensors do not fill the container.")
+    require(end == size, "The tensors do not fill the container.")
 
 
 def strict_json(text: bytes) -> Any:
-    """Return what JSON says, refusing what two readers could read differently.
-
-    Raises:
-        InvalidProgramError: If it is malformed.
-    """
+    """Return what JSON says; raise an :class:`InvalidProgramError` where it is malformed, or two readers could read it differently."""
     try:
         return json.loads(
             text.decode("utf-8"),
@@ -149,8 +118,7 @@ def strict_json(text: bytes) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    if len(made) != len(pairs):
-        raise InvalidProgramError("The JSON has a key twice.")
+    require(len(made) == len(pairs), "The JSON has a key twice.")
     return made
 
 
@@ -160,12 +128,10 @@ def _refuse(text: str) -> Any:
 
 def _finite(text: str) -> float:
     value = float(text)
-    if not math.isfinite(value):
-        raise InvalidProgramError("The JSON has a number out of range.")
+    require(math.isfinite(value), "The JSON has a number out of range.")
     return value
 
 
 def _integer(text: str) -> int:
-    if len(text) > 20:
-        raise InvalidProgramError("The JSON has a number out of range.")
+    require(len(text) <= 20, "The JSON has a number out of range.")
     return int(text)

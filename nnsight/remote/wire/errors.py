@@ -19,3 +19,9 @@ class NotExpressibleError(ValueError):
 
     Raised on the client, before anything is sent. The message has the user's file and line and says what to write instead.
     """
+
+
+def require(met: bool, message: str) -> None:
+    """Raise :class:`InvalidProgramError` with ``message`` unless a condition is met."""
+    if not met:
+        raise InvalidProgramError(message)

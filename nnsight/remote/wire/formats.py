@@ -1,4 +1,4 @@
-"""The text of what a program prints, made where the model is (see :mod:`~nnsight.remote.record.printing`)."""
+"""Formats of printed values. The text is made where the model is, see :mod:`~nnsight.remote.record.printing`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-#: How numbers can be formatted. Widths are short, for the text is made by the server.
+#: Formats of numbers. Widths are short, because the server makes the text.
 _FORMAT = re.compile(r"(?:[^{}]?[<>=^])?[+\- ]?z?#?0?\d{0,2}[_,]?(?:\.\d{1,2})?[bcdeEfFgGnoxX%]?")
 
-#: Numbers that a printed tensor may have at most; tensors of many dimensions are not shortened to fewer.
+#: Most numbers in the text of a tensor; torch shortens tensors of many dimensions to more.
 _MOST_NUMBERS = 5000
 
 
 def is_format(spec: Any) -> bool:
-    """Whether ``spec`` says how a number is formatted, in a text of moderate length."""
+    """Whether ``spec`` is a format of a number that gives a text of moderate length."""
     return type(spec) is str and len(spec) < 20 and _FORMAT.fullmatch(spec) is not None
 
 
@@ -39,7 +39,7 @@ def _shown(tensor: torch.Tensor, spec: str | None) -> str:
 
 
 def limited(log: Callable[[str], None], characters: int) -> Callable[[str], None]:
-    """Return a function that passes text on to ``log`` until that is as much as ``characters``."""
+    """Return a function that passes on to ``log`` as many ``characters`` of text."""
     left = characters
 
     def pass_on(text: str) -> None:

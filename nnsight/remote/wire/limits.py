@@ -1,4 +1,4 @@
-"""What one job may cost, checked before it runs."""
+"""Limits of one job, checked before it runs."""
 
 from __future__ import annotations
 

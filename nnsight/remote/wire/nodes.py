@@ -1,11 +1,11 @@
-"""The nodes of a program, and what can be checked of them without a model.
+"""The nodes of a program, and their checks that need no model.
 
 A program is a list of nodes in the order in which the client recorded them. Each belongs to a run of the model and to a block of
-that run; the nodes of a block are done in their order, those of several blocks take turns as blocks do. What a node makes is named by
-its position in the list, so a reference can point backwards only.
+that run. The nodes of a block run in their order; those of several blocks take turns as blocks do. The result of a node is named by
+the node's position in the list, so a reference can point backwards only.
 
 =================  ======================================================================================================
-``read``           the tensor ``leaf`` of the value at ``site``, at its passage number ``at``; ``inside``: the number of a
+``read``           the tensor ``leaf`` of the value at ``site``, at its occurrence ``at``; ``inside``: the number of a
                    tensor in that leaf, if it is a cache; ``copy``: a copy of it
 ``const``          the tensor ``tensor`` of the container
 ``weight``         the parameter or buffer ``name`` of the model
@@ -22,30 +22,42 @@ its position in the list, so a reference can point backwards only.
 ``grad``           the gradient with respect to ``wrt``: a copy, which flows on with what is written to it
 ``set_grad``       ``value`` flows on in place of the gradient with respect to ``wrt``
 ``end``            ends what runs along with the pass
-``size``           refuses the program unless dimension ``dim`` of ``value`` is ``size``, at which the block looked
-``log``            prints a line: ``text`` is a list of strings, and of values with the ``format`` of a number, if they have one
+``size``           refuses the program unless dimension ``dim`` of ``value`` is ``size``, as in the recording
+``log``            prints a line: ``text`` is a list of strings and of values, perhaps with the ``format`` of a number
 =================  ======================================================================================================
 
-Every node may have ``line``, the user's, for messages. ``loop`` says that ``site`` is waited for in a loop over passages, which may
-turn out shorter.
+Every node may have ``line``, the user's, for messages. ``loop`` says that the block waits for ``site`` in a loop over occurrences,
+which may be fewer than in the recording.
 
-Memory is tracked by schemas: a result of an operator is *owned* by the program unless it is a view, and then it belongs to what it
-is a view of. Operators in place write to owned memory only; activations change by ``write`` alone, and weights never.
+Memory is tracked by schemas. The result of an operator is *owned* by the program; a view is owned if its base is. Operators in place
+write to owned memory only. Activations change by ``write`` alone, and weights never.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import InvalidProgramError
+from .errors import InvalidProgramError, require
 from .formats import is_format
 from .limits import Limits
-from .operators import NAMES, OPERATORS, STRINGS, is_in_place, is_view
-from .trees import DTYPES, FLOATS, Budget, check_tree, is_int, is_text, references
+from .operators import OPERATORS, STRINGS, is_in_place, is_view
+from .trees import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    Budget,
+    check_tree,
+    is_finite,
+    is_int,
+    is_text,
+    read_tree,
+    references,
+    write_float,
+)
 
 if TYPE_CHECKING:
     from .payload import Job
@@ -82,10 +94,11 @@ _EFFECTS = frozenset({"write", "skip", "barrier", "stop", "requires_grad", "back
 _OF_PASS = frozenset({"grad", "set_grad", "end"})
 IN_PASS = _OF_PASS | {"op", "const", "weight", "apply", "size", "log"}
 
+_REF = frozenset({"ref"})
 _VALUES = frozenset({"ref", "list", "tuple", "dict", "float"})
 _SITE = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*|\d+)(?:\.(?:[A-Za-z_][A-Za-z0-9_]*|\d+))*", re.ASCII)
 
-#: Text between two values that are printed.
+#: Longest text between two values that are printed.
 _LONGEST_TEXT = 10_000
 
 MEMORY_FORMATS = {
@@ -94,7 +107,7 @@ MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
 }
 
-#: Why an operator is not in the table, for those that people ask for.
+#: Why an operator that people ask for is not in the table.
 _DENIED = {
     "empty": "it gives uninitialised memory",
     "as_strided": "it gives views of arbitrary memory",
@@ -114,190 +127,174 @@ def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
     Raises:
         InvalidProgramError: With the number of the node and the reason.
     """
-    if type(job.nodes) is not list:
-        raise InvalidProgramError("The program is no list of nodes.")
-    if len(job.nodes) > limits.nodes:
-        raise InvalidProgramError(f"The program has {len(job.nodes)} nodes; the limit is {limits.nodes}.")
-    if sum(type(node) is dict and node.get("do") == "log" for node in job.nodes) > limits.logs:
-        raise InvalidProgramError(f"The program prints more than {limits.logs} lines, which is the limit.")
-    owned: list[bool] = []
-    before: list[Node] = []
-    stopped: set[tuple[int, int]] = set()
-    differentiating: set[tuple[int, int]] = set()
+    require(type(job.nodes) is list, "The program is no list of nodes.")
+    require(len(job.nodes) <= limits.nodes, f"The program has {len(job.nodes)} nodes; the limit is {limits.nodes}.")
+    logs = sum(type(node) is dict and node.get("do") == "log" for node in job.nodes)
+    require(logs <= limits.logs, f"The program prints more than {limits.logs} lines, which is the limit.")
+    checker = _Checker(job, budget)
     for number, node in enumerate(job.nodes):
         try:
-            _check_node(node, job, budget, before, owned)
-            if before and node["run"] < before[-1]["run"]:
-                raise InvalidProgramError("it belongs to a run that is over")
-            before.append(node)
-            if (node["run"], node["block"]) in stopped:
-                raise InvalidProgramError("its block has stopped before")
-            if node["do"] == "stop":
-                stopped.add((node["run"], node["block"]))
-            _check_pass(node, differentiating)
+            checker.add(node)
         except InvalidProgramError as error:
             what = node.get("do") if type(node) is dict else None
             line = node.get("line") if type(node) is dict else None
             raise InvalidProgramError(
                 f"Node {number}{f' ({what})' if is_text(what) else ''}{f', line {line}' if is_int(line) else ''}: {error}"
             ) from None
-    if differentiating:
-        raise InvalidProgramError("A backward pass has no end.")
+    require(not checker.differentiating, "A backward pass has no end.")
 
 
-def _check_pass(node: Node, differentiating: set[tuple[int, int]]) -> None:
-    """Note where backward passes begin and end, and refuse what may not stand there."""
-    do, block = node["do"], (node["run"], node["block"])
-    if block in differentiating and do not in IN_PASS:
-        raise InvalidProgramError("it stands within a backward pass")
-    if block not in differentiating and do in _OF_PASS:
-        raise InvalidProgramError("it stands outside of a backward pass")
-    if do == "backward":
-        differentiating.add(block)
-    elif do == "end":
-        differentiating.remove(block)
+class _Checker:
+    """Checks the nodes of a job one after the other."""
 
+    def __init__(self, job: Job, budget: Budget) -> None:
+        self._job, self._budget = job, budget
+        self.before: list[Node] = []
+        self.owned: list[bool] = []  # whether the program owns the memory of the result of each of them
+        self.stopped: set[tuple[int, int]] = set()  # run and block
+        self.differentiating: set[tuple[int, int]] = set()  # run and block, within a backward pass
 
-def _check_node(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> None:
-    if type(node) is not dict or type(do := node.get("do")) is not str or do not in _KEYS:
-        raise InvalidProgramError("it is no node of a known kind")
-    required, optional = _KEYS[do]
-    if not _COMMON | required <= node.keys() or not node.keys() <= _COMMON | required | optional | _OPTIONAL:
-        raise InvalidProgramError("it lacks a key, or has one that it should not have")
-    if not (is_int(node["run"]) and 0 <= node["run"] < len(job.runs)):
-        raise InvalidProgramError("it belongs to no run")
-    if not (is_int(node["block"]) and 0 <= node["block"] < job.runs[node["run"]]["blocks"]):
-        raise InvalidProgramError("it belongs to no block of its run")
-    for key in ("copy", "loop", "in_place", "retain_graph", "create_graph"):
-        if key in node and type(node[key]) is not bool:
-            raise InvalidProgramError(f"`{key}` is no boolean")
-    for key in ("at", "leaf", "inside", "line", "id", "dim"):
-        if key in node and not (is_int(node[key]) and 0 <= node[key] < 2**31):
-            raise InvalidProgramError(f"`{key}` is no number of that kind")
-    for key in ("site", "module", "name"):
-        if key in node and not (is_text(node[key]) and _SITE.fullmatch(node[key])):
-            raise InvalidProgramError(f"`{key}` is no path")
-    if "site" in node and node["site"] != "result" and not node["site"].endswith((".output", ".input")):
-        raise InvalidProgramError("`site` is neither an input nor an output nor the result")
-    owned.append(_CHECKS[do](node, job, budget, before, owned) if do in _CHECKS else False)
+    def add(self, node: Node) -> None:
+        """Check a node."""
+        self._check_form(node)
+        do, block = node["do"], (node["run"], node["block"])
+        self.owned.append(self._check_kind(node))
+        require(not self.before or node["run"] >= self.before[-1]["run"], "it belongs to a run that is over")
+        self.before.append(node)
+        require(block not in self.stopped, "its block has stopped before")
+        if do == "stop":
+            self.stopped.add(block)
+        require(do in IN_PASS or block not in self.differentiating, "it stands within a backward pass")
+        require(do not in _OF_PASS or block in self.differentiating, "it stands outside of a backward pass")
+        if do == "backward":
+            self.differentiating.add(block)
+        elif do == "end":
+            self.differentiating.remove(block)
 
+    def _check_form(self, node: Node) -> None:
+        """Check the keys of a node, and the values that are the same for all kinds."""
+        known = type(node) is dict and type(node.get("do")) is str and node["do"] in _KEYS
+        require(known, "it is no node of a known kind")
+        required, optional = _KEYS[node["do"]]
+        complete = _COMMON | required <= node.keys() <= _COMMON | required | optional | _OPTIONAL
+        require(complete, "it lacks a key, or has one that it should not have")
+        require(is_int(node["run"]) and 0 <= node["run"] < len(self._job.runs), "it belongs to no run")
+        blocks = self._job.runs[node["run"]]["blocks"]
+        require(is_int(node["block"]) and 0 <= node["block"] < blocks, "it belongs to no block of its run")
+        for key in ("copy", "loop", "in_place", "retain_graph", "create_graph"):
+            require(key not in node or type(node[key]) is bool, f"`{key}` is no boolean")
+        for key in ("at", "leaf", "inside", "line", "id", "dim"):
+            require(key not in node or (is_int(node[key]) and 0 <= node[key] < 2**31), f"`{key}` is no number of that kind")
+        for key in ("site", "module", "name"):
+            named = key not in node or (is_text(node[key]) and _SITE.fullmatch(node[key]) is not None)
+            require(named, f"`{key}` is no path")
+        located = "site" not in node or node["site"] == "result" or node["site"].endswith((".output", ".input"))
+        require(located, "`site` is neither an input nor an output nor the result")
 
-def _check_const(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    if type(node["tensor"]) is not str or node["tensor"] not in job.tensors:
-        raise InvalidProgramError("the container has no such tensor")
-    return False
+    def _check_kind(self, node: Node) -> bool:
+        """Check what belongs to the kind of a node; return whether the program owns the memory of what it makes."""
+        blocks = self._job.runs[node["run"]]["blocks"]
+        match node["do"]:
+            case "op":
+                return self._check_op(node)
+            case "const":
+                known = type(node["tensor"]) is str and node["tensor"] in self._job.tensors
+                require(known, "the container has no such tensor")
+            case "skip":
+                require(node["site"].endswith(".input"), "a module is skipped at its input")
+                self._check_tree(node["value"], _VALUES)
+            case "barrier":
+                require(is_int(node["of"]) and 1 <= node["of"] <= blocks, "`of` is no number of blocks")
+            case "apply":
+                for key, kind in (("args", "list"), ("kwargs", "dict")):
+                    require(type(node[key]) is dict and kind in node[key], f"`{key}` is no {kind}")
+                    self._check_tree(node[key], _VALUES)
+                named = all(is_text(name) and name.isidentifier() for name, _ in node["kwargs"]["dict"])
+                require(named, "the name of an argument is no name")
+            case "log":
+                self._check_log(node)
+            case "write":
+                in_place = "inside" not in node or bool(node.get("in_place"))
+                require(in_place, "a tensor inside of a cache is written to in place only")
+                self._check_reference(node["value"], "`value`")
+            case "requires_grad" | "backward" | "grad" | "set_grad" | "size":
+                require("size" not in node or (is_int(node["size"]) and node["size"] >= 0), "`size` is none")
+                for key in ("value", "gradient", "wrt"):
+                    if key in node:
+                        self._check_reference(node[key], f"`{key}`")
+        return node["do"] == "grad" or bool(node.get("copy"))
 
+    def _check_tree(self, tree: Any, kinds: frozenset[str]) -> None:
+        check_tree(tree, kinds, self._budget)
+        check_references(tree, self.before)
 
-def _check_read(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    return bool(node.get("copy", False))
+    def _check_reference(self, tree: Any, name: str) -> None:
+        self._check_tree(tree, _REF)
+        require(type(tree) is dict, f"{name} is no reference to a tensor")
 
+    def _check_log(self, node: Node) -> None:
+        require(type(node["text"]) is list, "`text` is no list")
+        for piece in node["text"]:
+            self._budget.spend(0)
+            if type(piece) is str and len(piece) <= _LONGEST_TEXT:
+                continue
+            formed = type(piece) is dict and {"value"} <= piece.keys() <= {"value", "format"}
+            require(formed, "`text` has something in it that cannot be printed")
+            require("format" not in piece or is_format(piece["format"]), "a number has a format that does not exist")
+            self._check_reference(piece["value"], "a value of `text`")
 
-def _check_write(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    check_tree(node["value"], frozenset({"ref"}), budget)
-    if type(node["value"]) is not dict:
-        raise InvalidProgramError("`value` is no reference to a tensor")
-    check_references(node["value"], before)
-    if "inside" in node and not node.get("in_place"):
-        raise InvalidProgramError("a tensor inside of a cache is written to in place only")
-    return False
-
-
-def _check_size(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    if not (is_int(node["size"]) and node["size"] >= 0):
-        raise InvalidProgramError("`size` is none")
-    return _check_gradients(node, job, budget, before, owned)
-
-
-def _check_gradients(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    for key in ("value", "gradient", "wrt"):
-        if key in node:
-            check_tree(node[key], frozenset({"ref"}), budget)
-            if type(node[key]) is not dict:
-                raise InvalidProgramError(f"`{key}` is no reference to a tensor")
-            check_references(node[key], before)
-    return node["do"] == "grad"
-
-
-def _check_log(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    if type(node["text"]) is not list:
-        raise InvalidProgramError("`text` is no list")
-    for piece in node["text"]:
-        budget.spend(0)
-        if type(piece) is str and len(piece) <= _LONGEST_TEXT:
-            continue
-        if type(piece) is not dict or not {"value"} <= piece.keys() <= {"value", "format"}:
-            raise InvalidProgramError("`text` has something in it that cannot be printed")
-        if "format" in piece and not is_format(piece["format"]):
-            raise InvalidProgramError("a number is to be formatted as none can be")
-        check_tree(piece["value"], frozenset({"ref"}), budget)
-        if type(piece["value"]) is not dict:
-            raise InvalidProgramError("`text` has a value that is no reference to a tensor")
-        check_references(piece["value"], before)
-    return False
-
-
-def _check_skip(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    if not node["site"].endswith(".input"):
-        raise InvalidProgramError("a module is skipped at its input")
-    check_tree(node["value"], _VALUES, budget)
-    check_references(node["value"], before)
-    return False
-
-
-def _check_barrier(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    if not (is_int(node["of"]) and 1 <= node["of"] <= job.runs[node["run"]]["blocks"]):
-        raise InvalidProgramError("`of` is no number of blocks")
-    return False
-
-
-def _check_apply(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    for key, kind in (("args", "list"), ("kwargs", "dict")):
-        tree = node[key]
-        if type(tree) is not dict or kind not in tree:
-            raise InvalidProgramError(f"`{key}` is no {kind}")
-        check_tree(tree, _VALUES, budget)
-        check_references(tree, before)
-    if not all(is_text(name) and name.isidentifier() for name, _ in node["kwargs"]["dict"]):
-        raise InvalidProgramError("the name of an argument is no name")
-    return bool(node.get("copy", False))
-
-
-def _check_op(node: Node, job: Job, budget: Budget, before: list[Node], owned: list[bool]) -> bool:
-    name, args, kwargs = node["name"], node["args"], node.get("kwargs", {})
-    operator = OPERATORS.get(name)
-    if operator is None:
-        raise InvalidProgramError(why_not(name))
-    if type(args) is not list or type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
-        raise InvalidProgramError("its arguments are no list and no object")
-    schema = operator._schema.arguments
-    positional = [argument for argument in schema if not argument.kwarg_only]
-    if len(args) > len(positional):
-        raise InvalidProgramError(f"`{name}` takes {len(positional)} arguments, not {len(args)}")
-    given = {argument.name: value for argument, value in zip(positional, args, strict=False)}
-    if given.keys() & kwargs.keys() or not kwargs.keys() <= {argument.name for argument in schema}:
-        raise InvalidProgramError(f"`{name}` has no such argument, or has it already")
-    given |= kwargs
-    base = name.split(".")[1]
-    for argument in schema:
-        if argument.name in given:
-            allowed = STRINGS.get((base, argument.name), frozenset())
-            _check_argument(given[argument.name], str(argument.real_type), allowed, argument.name, before, budget)
-        elif not argument.has_default_value():
-            raise InvalidProgramError(f"`{name}` lacks its argument `{argument.name}`")
-    if base == "scaled_dot_product_attention" and given.get("dropout_p", 0.0) != 0.0:
-        raise InvalidProgramError("`dropout_p` draws from the random numbers of the server; it has to be 0")
-    if is_in_place(name):
-        if not _is_owned(given[schema[0].name], owned):
+    def _check_op(self, node: Node) -> bool:
+        """Check an operator; return whether the program owns the memory of its result."""
+        name, args, kwargs = node["name"], node["args"], node.get("kwargs", {})
+        operator = OPERATORS.get(name)
+        if operator is None:
+            raise InvalidProgramError(why_not(name))
+        formed = type(args) is list and type(kwargs) is dict and all(type(key) is str for key in kwargs)
+        require(formed, "its arguments are no list and no object")
+        schema = operator._schema.arguments
+        positional = [argument for argument in schema if not argument.kwarg_only]
+        require(len(args) <= len(positional), f"`{name}` takes {len(positional)} arguments, not {len(args)}")
+        given = {argument.name: value for argument, value in zip(positional, args, strict=False)}
+        known = not given.keys() & kwargs.keys() and kwargs.keys() <= {argument.name for argument in schema}
+        require(known, f"`{name}` has no such argument, or has it already")
+        given |= kwargs
+        base = name.split(".")[1]
+        for argument in schema:
+            if argument.name in given:
+                allowed = STRINGS.get((base, argument.name), frozenset())
+                self._check_argument(given[argument.name], str(argument.real_type), allowed, argument.name)
+            else:
+                require(argument.has_default_value(), f"`{name}` lacks its argument `{argument.name}`")
+        drops = base == "scaled_dot_product_attention" and given.get("dropout_p", 0.0) != 0.0
+        require(not drops, "`dropout_p` draws from the random numbers of the server; it has to be 0")
+        if not is_in_place(name) and not is_view(name):
+            return True
+        first = given[schema[0].name]
+        owned = type(first) is dict and self.owned[first["ref"][0]]
+        if is_in_place(name) and not owned:
             raise InvalidProgramError(
                 f"`{name}` would write to memory that the program does not own: activations change by `write` alone, weights "
                 "and constants never"
             )
-        return True
-    return _is_owned(given[schema[0].name], owned) if is_view(name) else True
+        return owned
 
-
-def _is_owned(argument: Any, owned: list[bool]) -> bool:
-    return type(argument) is dict and owned[argument["ref"][0]]
+    def _check_argument(self, value: Any, kind: str, strings: frozenset[str], name: str) -> None:
+        self._budget.spend(0)
+        if kind.startswith("Optional["):
+            if value is None:
+                return
+            kind = kind[len("Optional[") : -1]
+        if kind.startswith("List["):
+            inner = kind[len("List[") : -1]
+            if type(value) is list:
+                for item in value:
+                    self._check_argument(item, inner, strings, name)
+                return
+            require(inner == "int", f"`{name}` is no list")
+            kind = inner
+        require(_is_argument(value, kind, strings), f"`{name}` is not of type {kind}")
+        if kind == "Tensor" and type(value) is dict:
+            self._check_tree(value, _REF)
 
 
 def why_not(name: str) -> str:
@@ -311,36 +308,10 @@ def why_not(name: str) -> str:
 
 
 def check_references(tree: Any, nodes: list[Node]) -> None:
-    """Raise if a tree refers to anything but what one of ``nodes`` makes."""
+    """Raise if a checked tree refers to anything but the result of one of ``nodes``."""
     for node, _ in references(tree):
-        if node >= len(nodes):
-            raise InvalidProgramError(f"it refers to node {node}, which does not come before it")
-        if nodes[node]["do"] in _EFFECTS:
-            raise InvalidProgramError(f"it refers to node {node}, which makes nothing")
-
-
-def _check_argument(
-    value: Any, kind: str, strings: frozenset[str], name: str, nodes: list[Node], budget: Budget
-) -> None:
-    budget.spend(0)
-    if kind.startswith("Optional["):
-        if value is None:
-            return
-        kind = kind[len("Optional[") : -1]
-    if kind.startswith("List["):
-        inner = kind[len("List[") : -1]
-        if type(value) is list:
-            for item in value:
-                _check_argument(item, inner, strings, name, nodes, budget)
-            return
-        if inner != "int":
-            raise InvalidProgramError(f"`{name}` is no list")
-        kind = inner
-    if not _is_argument(value, kind, strings):
-        raise InvalidProgramError(f"`{name}` is not of type {kind}")
-    if kind == "Tensor" and type(value) is dict:
-        check_tree(value, frozenset({"ref"}), budget)
-        check_references(value, nodes)
+        require(node < len(nodes), f"it refers to node {node}, which does not come before it")
+        require(nodes[node]["do"] not in _EFFECTS, f"it refers to node {node}, which makes nothing")
 
 
 def _is_argument(value: Any, kind: str, strings: frozenset[str]) -> bool:
@@ -360,37 +331,22 @@ def _is_argument(value: Any, kind: str, strings: frozenset[str]) -> bool:
             "MemoryFormat": ("memory_format", MEMORY_FORMATS),
             "str": ("str", strings),
         }.get(kind)
-        return (
-            allowed is not None
-            and form == allowed[0]
-            and (allowed[1] is None or (type(content) is str and content in allowed[1]))
-        )
-    if kind == "bool":
-        return type(value) is bool
-    if kind in ("int", "SymInt"):
-        return is_int(value)
-    if kind == "float":
-        return is_int(value) or (type(value) is float and math.isfinite(value))
-    if kind in ("number", "Tensor"):  # a number in place of a tensor is one without dimensions
-        return type(value) is bool or is_int(value) or (type(value) is float and math.isfinite(value))
+        if allowed is None or form != allowed[0]:
+            return False
+        return allowed[1] is None or (type(content) is str and content in allowed[1])
+    match kind:
+        case "bool":
+            return type(value) is bool
+        case "int" | "SymInt":
+            return is_int(value)
+        case "float":
+            return is_finite(value)
+        case "number" | "Tensor":  # a number in place of a tensor is one without dimensions
+            return type(value) is bool or is_finite(value)
     return False
 
 
-_CHECKS = {
-    "const": _check_const,
-    "read": _check_read,
-    "write": _check_write,
-    "skip": _check_skip,
-    "barrier": _check_barrier,
-    "apply": _check_apply,
-    "op": _check_op,
-    "size": _check_size,
-    "log": _check_log,
-    **dict.fromkeys(("requires_grad", "backward", "grad", "set_grad"), _check_gradients),
-}
-
-
-def write_argument(value: Any, reference: Any) -> Any:
+def write_argument(value: Any, reference: Callable[[torch.Tensor], Any]) -> Any:
     """Return an argument of an operator as JSON; ``reference(tensor)`` gives that of a tensor.
 
     Raises:
@@ -401,13 +357,11 @@ def write_argument(value: Any, reference: Any) -> Any:
     if value is None or type(value) is bool or is_int(value):
         return value
     if type(value) is float:
-        return (
-            value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
-        )
+        return write_float(value)
     if isinstance(value, (list, tuple)):
         return [write_argument(item, reference) for item in value]
-    if isinstance(value, torch.dtype) and value in DTYPES.values():
-        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
+        return {"dtype": DTYPE_NAMES[value]}
     if isinstance(value, torch.device):
         return {"device": "model"}
     if value is torch.strided:
@@ -420,28 +374,17 @@ def write_argument(value: Any, reference: Any) -> Any:
     raise TypeError(f"{type(value).__name__} {value!r}")
 
 
-def read_argument(value: Any, lookup: Any, device: torch.device) -> Any:
+def read_argument(value: Any, lookup: Callable[[int, int], Any], device: torch.device) -> Any:
     """Return the argument of an operator that checked JSON stands for; ``lookup(node, output)`` gives tensors."""
-    if type(value) is list:
-        return [read_argument(item, lookup, device) for item in value]
-    if type(value) is not dict:
-        return value
-    ((form, content),) = value.items()
-    match form:
-        case "ref":
-            return lookup(*content)
-        case "float":
-            return FLOATS[content]
-        case "dtype":
-            return DTYPES[content]
-        case "layout":
-            return torch.strided
-        case "device":
-            return device
-        case "memory_format":
-            return MEMORY_FORMATS[content]
-        case _:
-            return content
 
+    def leaf(form: str, content: Any) -> Any:
+        match form:
+            case "ref":
+                return lookup(*content)
+            case "layout":
+                return torch.strided
+            case "device":
+                return device
+        return MEMORY_FORMATS[content]
 
-__all__ = ["NAMES", "Node", "check_nodes", "check_references", "read_argument", "why_not", "write_argument"]
+    return read_tree(value, leaf)

@@ -1,9 +1,9 @@
-"""The operators that programs may use: a fixed table of names, written out.
+"""The operators that programs may use: a fixed table of names.
 
-What a program names is looked up in this dictionary and nowhere else. Not in it, on purpose: uninitialised memory (``empty``,
+The name of an operator is looked up in this table and nowhere else. Missing on purpose: uninitialised memory (``empty``,
 ``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, results
 whose size depends on values (``nonzero``, masks that select), values for Python (``_local_scalar_dense``), ``out=`` arguments, and
-decompositions whose cost nothing counts. A few of these arguments are strings; each has its list of values.
+decompositions without a counter of their cost. Arguments that are strings have lists of allowed values.
 
 Aliasing comes from the operators' schemas: a *view* shares memory with its first argument, an operator *in place* writes to it.
 """
@@ -118,7 +118,7 @@ OPERATORS: dict[str, torch._ops.OpOverload] = {
 NAMES = {operator: name for name, operator in OPERATORS.items()}
 
 _SCHEMAS = "\n".join(str(operator._schema) for operator in OPERATORS.values())
-#: Hash of the table. Servers tell it to clients; one that has all the operators of a program runs it even if the hash differs.
+#: Hash of the table, which servers show. A server that has all operators of a program runs it even if the hashes differ.
 OPERATORS_HASH = hashlib.sha256(_SCHEMAS.encode()).hexdigest()[:16]
 
 #: The values that arguments of type string may have, by operator without overload and argument.

@@ -1,7 +1,8 @@
-"""Jobs as bytes: the container of the wire format.
+"""Jobs as bytes.
 
-A job is what a client sends: one or several runs of a model, the nodes of a program, and what comes back. It is one safetensors file
-(:mod:`~nnsight.remote.wire.container`) whose tensors are constants and inputs. Reading one checks all that can be known without a model.
+A job is what a client sends: one or several runs of a model, the nodes of a program, and the values to return. It is one safetensors file
+(:mod:`~nnsight.remote.wire.container`) whose tensors are constants and inputs. Reading a job checks everything that needs no model. Jobs
+with equal headers differ in the values of tensors only, so headers that were checked are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from .container import header_of, pack, read_tensors, unpack
-from .errors import InvalidProgramError
+from .errors import InvalidProgramError, require
 from .limits import Limits
 from .nodes import Node, check_nodes, check_references
 from .operators import OPERATORS_HASH
@@ -30,13 +31,13 @@ Fact = TypeVar("Fact")
 #: How a model can be called.
 CALLS = frozenset({"trace", "generate"})
 
-#: What short headers said of jobs that were checked, by header and limits.
-_known: OrderedDict[tuple[bytes, Limits], KnownConstants] = OrderedDict()
+#: Checked jobs without their tensors, and the lengths of their payloads, by header and limits.
+_known: OrderedDict[tuple[bytes, Limits], tuple[Job, int]] = OrderedDict()
 _KEPT_BYTES, _LONGEST = 4 * 2**20, 2**18
 _lock = threading.Lock()
 
 _INPUTS = frozenset({"list", "tuple", "dict", "tensor", "str", "float", "dtype"})
-_SAVES = frozenset({"list", "tuple", "dict", "ref", "tensor", "str", "float", "dtype", "absent"})
+_SAVES = frozenset({"list", "tuple", "dict", "ref", "str", "float", "dtype", "absent"})
 
 
 @dataclass
@@ -46,11 +47,11 @@ class Job:
     Attributes:
         runs: For each run ``{"call": "trace" or "generate", "args": tree, "kwargs": tree, "blocks": number of blocks}``.
         nodes: The program, see :mod:`~nnsight.remote.wire.nodes`.
-        saves: What comes back: a tree by name.
+        saves: The values to return: a tree by name.
         tensors: Constants and inputs, by name.
-        header: The header it was read from, if it was.
-        seed: Where its random numbers begin, if it draws some.
-        facts: What was found out about the header, for all jobs that have it; see :func:`fact`.
+        header: The header it was read from; empty for a job that was not read.
+        seed: The seed of its random numbers, if it draws some.
+        facts: Results of :func:`fact`, shared by all jobs with this header.
     """
 
     runs: list[dict[str, Any]]
@@ -63,38 +64,19 @@ class Job:
 
     def content(self) -> dict[str, Any]:
         """Return the job without its tensors, as JSON."""
-        return {
-            "version": VERSION,
-            "operators": OPERATORS_HASH,
-            "runs": self.runs,
-            "nodes": self.nodes,
-            "saves": self.saves,
-            **({} if self.seed is None else {"seed": self.seed}),
-        }
-
-
-@dataclass(frozen=True)
-class KnownConstants:
-    """A header that was read and checked. It says everything about a job but the values of its tensors; nobody changes what is in it.
-
-    Attributes:
-        job: A job without tensors.
-        size: How long the payload is.
-    """
-
-    job: Job
-    size: int
+        seed = {} if self.seed is None else {"seed": self.seed}
+        parts = {"runs": self.runs, "nodes": self.nodes, "saves": self.saves}
+        return {"version": VERSION, "operators": OPERATORS_HASH, **parts, **seed}
 
 
 def fact(job: Job, name: Hashable, find: Callable[[], Fact]) -> Fact:
-    """Return what ``find`` returns, which depends on the header of ``job`` only, and is not found out for each job that has it."""
+    """Return the result of ``find``, which depends on the header of ``job`` only; it is called once for each header."""
     if not job.header:  # it was not read, and may change
         return find()
-    found = job.facts.get(name)
-    if found is None:
-        found = job.facts[name] = find()
-    result: Fact = found
-    return result
+    if name not in job.facts:
+        job.facts[name] = find()
+    found: Fact = job.facts[name]
+    return found
 
 
 def encode(job: Job) -> bytes:
@@ -113,21 +95,17 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
 
 
 def decode_known(payload: bytes, limits: Limits | None = None) -> Job:
-    """Return the job in a payload, as :func:`decode`; jobs with equal headers share what is in them, so nobody may change it.
-
-    Raises:
-        InvalidProgramError: Likewise.
-    """
+    """Return the job in a payload, as :func:`decode`; jobs with equal headers share their content, so nobody may change it."""
     limits = limits or Limits()
     header = header_of(payload, limits.payload_bytes, limits.header_bytes)
-    known = _known.get((header, limits))
-    if known is not None and known.size == len(payload):
-        return replace(known.job, tensors=read_tensors(bytes(payload)))
+    known, size = _known.get((header, limits), (None, 0))
+    if known is not None and size == len(payload):
+        return replace(known, tensors=read_tensors(bytes(payload)))
     job = decode(payload, limits)
     if len(header) <= _LONGEST:
         job.header = header
         with _lock:
-            _known[header, limits] = KnownConstants(replace(job, tensors={}), len(payload))
+            _known[header, limits] = replace(job, tensors={}), len(payload)
             while sum(len(kept) for kept, _ in _known) > _KEPT_BYTES:
                 _known.popitem(last=False)
     return job
@@ -135,17 +113,15 @@ def decode_known(payload: bytes, limits: Limits | None = None) -> Job:
 
 def _checked(content: Any, tensors: dict[str, torch.Tensor], limits: Limits) -> Job:
     """Return the job of a container."""
-    if type(content) is not dict or content.keys() - {"seed"} != {"version", "operators", "runs", "nodes", "saves"}:
-        raise InvalidProgramError("The payload is no job.")
-    if type(content["version"]) is not int or content["version"] != VERSION:
-        raise InvalidProgramError(
-            f"The payload has version {str(content['version'])[:20]} of the format; this is {VERSION}."
-        )
-    if not (is_text(content["operators"]) and content["operators"].isalnum() and content["operators"].isascii()):
-        raise InvalidProgramError("The payload does not say which operators its client has.")
+    keys = {"version", "operators", "runs", "nodes", "saves"}
+    require(type(content) is dict and content.keys() - {"seed"} == keys, "The payload is no job.")
+    known = type(content["version"]) is int and content["version"] == VERSION
+    require(known, f"The payload has version {str(content['version'])[:20]} of the format; this is {VERSION}.")
+    operators = content["operators"]
+    named = is_text(operators) and operators.isalnum() and operators.isascii()
+    require(named, "The payload does not say which operators its client has.")
     seed: Any = content.get("seed")
-    if "seed" in content and not (is_int(seed) and seed >= 0):
-        raise InvalidProgramError("The seed of the payload is no natural number.")
+    require("seed" not in content or (is_int(seed) and seed >= 0), "The seed of the payload is no natural number.")
     job = Job(content["runs"], content["nodes"], content["saves"], tensors, seed=seed)
     budget = Budget(limits.items, limits.nesting)
     _check_runs(job, budget, limits)
@@ -153,39 +129,33 @@ def _checked(content: Any, tensors: dict[str, torch.Tensor], limits: Limits) -> 
     _check_saves(job, budget)
     used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
     used |= {name for run in job.runs for tree in (run["args"], run["kwargs"]) for name in tensor_names(tree)}
-    if used != tensors.keys():
-        raise InvalidProgramError("The container has tensors that nothing uses.")
+    require(used == tensors.keys(), "The container has tensors that nothing uses.")
     return job
 
 
 def _check_runs(job: Job, budget: Budget, limits: Limits) -> None:
-    if type(job.runs) is not list or not 1 <= len(job.runs) <= limits.runs:
-        raise InvalidProgramError(f"A job has 1 to {limits.runs} runs.")
+    require(type(job.runs) is list and 1 <= len(job.runs) <= limits.runs, f"A job has 1 to {limits.runs} runs.")
     for run in job.runs:
-        if type(run) is not dict or set(run) != {"call", "args", "kwargs", "blocks"}:
-            raise InvalidProgramError("A run is malformed.")
-        if type(run["call"]) is not str or run["call"] not in CALLS:
-            raise InvalidProgramError("A run calls the model in an unknown way.")
-        if not (is_int(run["blocks"]) and 0 <= run["blocks"] <= limits.rows):
-            raise InvalidProgramError(f"A run has at most {limits.rows} blocks.")
+        require(type(run) is dict and set(run) == {"call", "args", "kwargs", "blocks"}, "A run is malformed.")
+        require(type(run["call"]) is str and run["call"] in CALLS, "A run calls the model in an unknown way.")
+        counted = is_int(run["blocks"]) and 0 <= run["blocks"] <= limits.rows
+        require(counted, f"A run has at most {limits.rows} blocks.")
         for key, kind in (("args", "list"), ("kwargs", "dict")):
-            if type(run[key]) is not dict or kind not in run[key]:
-                raise InvalidProgramError(f"`{key}` of a run is no {kind}.")
+            require(type(run[key]) is dict and kind in run[key], f"`{key}` of a run is no {kind}.")
             check_tree(run[key], _INPUTS, budget)
-            for name in tensor_names(run[key]):
-                if name not in job.tensors:
-                    raise InvalidProgramError("A run uses a tensor that the container does not have.")
-        if not all(type(name) is str and name.isidentifier() and name.isascii() for name, _ in run["kwargs"]["dict"]):
-            raise InvalidProgramError("The name of an argument of a run is no name.")
+            there = job.tensors.keys() >= set(tensor_names(run[key]))
+            require(there, "A run uses a tensor that the container does not have.")
+        names = [name for name, _ in run["kwargs"]["dict"]]
+        named = all(type(name) is str and name.isidentifier() and name.isascii() for name in names)
+        require(named, "The name of an argument of a run is no name.")
 
 
 def _check_saves(job: Job, budget: Budget) -> None:
-    if type(job.saves) is not dict:
-        raise InvalidProgramError("The saves are no object.")
+    require(type(job.saves) is dict, "The saves are no object.")
     for name, tree in job.saves.items():
-        if not (is_text(name) and name.isidentifier() and not name.startswith("__") and not iskeyword(name)):
-            raise InvalidProgramError(f"A value cannot be saved as {name[:40]!r}, which is no name.")
-        check_tree(tree, _SAVES - {"tensor"}, budget)
+        named = is_text(name) and name.isidentifier() and not name.startswith("__") and not iskeyword(name)
+        require(named, f"A value cannot be saved as {name[:40]!r}, which is no name.")
+        check_tree(tree, _SAVES, budget)
         try:
             check_references(tree, job.nodes)
         except InvalidProgramError as error:

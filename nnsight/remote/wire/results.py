@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .container import pack, unpack
-from .errors import InvalidProgramError
-from .trees import ABSENT, NONE, Budget, check_tree, read_tree, tensor_names, write_tree
+from .errors import require
+from .trees import ABSENT, NONE, Budget, Tree, check_tree, read_tree, tensor_names, write_tree
 
 VERSION = 1
 
@@ -19,21 +19,28 @@ _MAX_BYTES = 2**40
 _MAX_HEADER = 2**28
 
 
+class Tensors(dict[str, torch.Tensor]):
+    """The tensors of results by name, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[int, str] = {}
+
+    def tree(self, tensor: torch.Tensor) -> Tree:
+        """Return the tree of a tensor, which becomes part of the results."""
+        name = self._names.setdefault(id(tensor), f"r{len(self)}")
+        self[name] = tensor
+        return {"tensor": name}
+
+
 def encode_results(values: dict[str, Any]) -> bytes:
     """Return values by name, nested lists, tuples and dicts of tensors and plain data, as a container."""
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[int, str] = {}
+    tensors = Tensors()
 
     def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return {"absent": type(value).__name__}
-        if id(value) not in names:
-            names[id(value)] = f"r{len(tensors)}"
-            tensors[names[id(value)]] = value
-        return {"tensor": names[id(value)]}
+        return tensors.tree(value) if isinstance(value, torch.Tensor) else {"absent": type(value).__name__}
 
-    saves = {name: write_tree(value, leaf) for name, value in values.items()}
-    return pack_results(saves, tensors)
+    return pack_results({name: write_tree(value, leaf) for name, value in values.items()}, tensors)
 
 
 def pack_results(saves: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
@@ -42,28 +49,22 @@ def pack_results(saves: dict[str, Any], tensors: dict[str, torch.Tensor]) -> byt
 
 
 def unpack_results(results: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the trees and the tensors of a container.
-
-    Raises:
-        InvalidProgramError: If it is malformed.
-    """
+    """Return the trees and the tensors of a container; raise an :class:`InvalidProgramError` if it is malformed."""
     content, tensors = unpack(results, _MAX_BYTES, _MAX_HEADER)
-    if type(content) is not dict or set(content) != {"version", "saves"} or content["version"] != VERSION:
-        raise InvalidProgramError("These are no results of a version that can be read.")
-    if type(content["saves"]) is not dict:
-        raise InvalidProgramError("The results are malformed.")
+    known = type(content) is dict and set(content) == {"version", "saves"} and content["version"] == VERSION
+    require(known, "These are no results of a version that can be read.")
+    require(type(content["saves"]) is dict, "The results are malformed.")
     budget = Budget(10**8, 64)
     for tree in content["saves"].values():
         check_tree(tree, _KINDS, budget)
-        if not tensors.keys() >= set(tensor_names(tree)):
-            raise InvalidProgramError("The results lack a tensor.")
+        require(tensors.keys() >= set(tensor_names(tree)), "The results lack a tensor.")
     return content["saves"], tensors
 
 
 def decode_results(results: bytes) -> dict[str, Any]:
     """Return saved values by name: nested lists, tuples and dicts of tensors and plain data. Nothing is unpickled.
 
-    Values that only the client has, such as objects of its own, are left out; so are entries that were never computed.
+    Values that only the client has, such as objects of its own, are left out, as are entries that were never computed.
 
     Raises:
         InvalidProgramError: If the container is malformed.

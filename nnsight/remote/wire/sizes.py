@@ -1,10 +1,10 @@
-"""Sizes that a block looks at while a program is recorded, which is to run on other inputs, too.
+"""Sizes that a block reads while a program for other inputs is recorded.
 
-What Python does with a size is over when the block has been recorded: a program has the position, the loop, or the quotient that came of
-it. So for every size that is looked at, and that torch takes for an operation made of others (``chunk``, a product of matrices), a node
-``size`` says what it was. Where a program meets another size, it is refused with the user's line, in place of results that nobody meant.
+Python computes with a size in the recording, and the program has only the result: a position, a number of steps, a quotient. So for every
+size that the block reads, and that torch uses in a composite operation (``chunk``, a product of matrices), a node ``size`` records
+its value. A run with another size is refused with the user's line; its results would be wrong.
 
-A :class:`Shape` notes which of its sizes are looked at: ``hidden.shape[-1]`` fixes the width of the model and no length of a prompt.
+A :class:`Shape` notes which of its sizes are read: ``hidden.shape[-1]`` fixes the width of the model and no length of a prompt.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 
 from .operators import OPERATORS
 
-#: Beginnings of arguments of operators that are integers and no sizes: dimensions, choices, and what torch passes on as it is.
+#: Prefixes of integer arguments that are no sizes: dimensions, choices, and integers that torch passes on unchanged.
 _NO_SIZES = ("dim", "reduction", "normalized_shape", "pad")
 
-#: What comes down to operators of other names, with the integers that the block gives.
+#: Functions that become operators of other names, with the integers that the block gives.
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 
-#: Methods that tell sizes.
+#: Methods that return sizes.
 SIZE_METHODS = frozenset({"size", "numel", "nelement", "__len__", "stride", "sym_size", "sym_numel"})
 
 _INTEGERS = frozenset({"int", "SymInt", "List[int]", "List[SymInt]"})
 
 
 class Shape(tuple[int, ...]):
-    """The sizes of a tensor, of which it is noted which are looked at.
+    """The sizes of a tensor; notes which of them are read.
 
-    Functions of torch would take them unseen, so they get what :func:`plain` returns.
+    Functions of torch would read them unseen, so they get the result of :func:`plain`.
     """
 
     _note: Callable[[int], None]
 
     def __new__(cls, sizes: torch.Size, note: Callable[[int], None]) -> Shape:
-        """Return the shape of ``sizes``; ``note`` is called with the number of each dimension that is looked at."""
+        """Return the shape of ``sizes``; ``note`` is called with the number of each dimension that is read."""
         made = super().__new__(cls, sizes)
         made._note = note
         return made
 
     def all(self) -> torch.Size:
-        """Return all sizes, looking at each."""
+        """Return all sizes, and note each as read."""
         return torch.Size(self[:])
 
     def numel(self) -> int:
@@ -86,14 +86,7 @@ def plain(value: Any) -> Any:
 
 
 def takes_sizes(function: str, operator: str, args: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether an operator got integers that torch computed, perhaps of sizes.
-
-    Args:
-        function: Name of the function that the block called.
-        operator: Name of an operator that it came down to.
-        args: Arguments of the operator.
-        given: Leaves of the arguments of the function.
-    """
+    """Whether an operator got integers that torch computed, perhaps from sizes: integers that are not ``given`` to the function."""
     if function in _INDEXING:
         return False
     same = function.strip("_") == operator.split(".")[1].strip("_")

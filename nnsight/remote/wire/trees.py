@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .errors import InvalidProgramError
+from .errors import require
 
 #: JSON of a nested value.
 Tree = Any
@@ -53,32 +53,21 @@ class Absent:
 
 ABSENT = Absent()
 
-#: What ``{"absent": ...}`` says of what the model had as ``None``.
+#: The content of ``{"absent": ...}`` where the model had ``None``.
 NONE = "None"
 
 
 class Budget:
-    """How many more items the trees of one job may have.
-
-    Args:
-        items: Items of all trees together.
-        nesting: Depth of each.
-    """
+    """The number of items that all trees of a job may still have, and the depth of each."""
 
     def __init__(self, items: int, nesting: int) -> None:
         self.items, self.nesting = items, nesting
 
     def spend(self, depth: int) -> None:
-        """Count one item.
-
-        Raises:
-            InvalidProgramError: If there are too many, or they nest too deep.
-        """
+        """Count one item; raise an :class:`InvalidProgramError` if there are too many, or they nest too deep."""
         self.items -= 1
-        if self.items < 0:
-            raise InvalidProgramError("The program has more items than the limit `items` allows.")
-        if depth > self.nesting:
-            raise InvalidProgramError(f"A value nests deeper than the limit `nesting`, {self.nesting}.")
+        require(self.items >= 0, "The program has more items than the limit `items` allows.")
+        require(depth <= self.nesting, f"A value nests deeper than the limit `nesting`, {self.nesting}.")
 
 
 def is_int(value: Any) -> bool:
@@ -91,34 +80,31 @@ def is_text(value: Any) -> bool:
     return type(value) is str and len(value) <= MAX_STRING and value.isprintable()
 
 
-def check_tree(tree: Tree, kinds: frozenset[str], budget: Budget, depth: int = 0) -> None:
-    """Raise unless ``tree`` is well formed and made of ``kinds`` (and numbers, booleans and null).
+def is_finite(value: Any) -> bool:
+    """Whether ``value`` is an integer that torch can hold, or a float that JSON can write."""
+    return is_int(value) or (type(value) is float and math.isfinite(value))
 
-    Raises:
-        InvalidProgramError: With what is wrong.
-    """
+
+def check_tree(tree: Tree, kinds: frozenset[str], budget: Budget, depth: int = 0) -> None:
+    """Raise an :class:`InvalidProgramError` unless ``tree`` is well formed and made of ``kinds`` (and numbers, booleans and null)."""
     budget.spend(depth)
     if tree is None or type(tree) is bool:
         return
     if type(tree) in (int, float):
-        if not (is_int(tree) or (type(tree) is float and math.isfinite(tree))):
-            raise InvalidProgramError("A number is out of range.")
+        require(is_finite(tree), "A number is out of range.")
         return
-    if type(tree) is not dict or len(tree) != 1:
-        raise InvalidProgramError(f"A {type(tree).__name__} stands where a value belongs.")
+    require(type(tree) is dict and len(tree) == 1, f"A {type(tree).__name__} stands where a value belongs.")
     ((kind, content),) = tree.items()
-    if kind not in kinds:
-        raise InvalidProgramError(f"A value of kind {kind[:40]!r} is not allowed here.")
-    if not _CHECKS[kind](content):
-        raise InvalidProgramError(f"A value of kind {kind!r} is malformed.")
+    require(kind in kinds, f"A value of kind {kind[:40]!r} is not allowed here.")
+    require(_CHECKS[kind](content), f"A value of kind {kind!r} is malformed.")
     if kind in ("list", "tuple"):
         for item in content:
             check_tree(item, kinds, budget, depth + 1)
     elif kind == "dict":
         seen = set()
         for pair in content:
-            if type(pair) is not list or len(pair) != 2 or not (is_text(pair[0]) or is_int(pair[0])) or pair[0] in seen:
-                raise InvalidProgramError("A dict is malformed, or has a key twice.")
+            named = type(pair) is list and len(pair) == 2 and (is_text(pair[0]) or is_int(pair[0]))
+            require(named and pair[0] not in seen, "A dict is malformed, or has a key twice.")
             seen.add(pair[0])
             check_tree(pair[1], kinds, budget, depth + 1)
 
@@ -140,11 +126,27 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def references(tree: Tree) -> Iterator[tuple[int, int]]:
-    """Yield the node and output of each reference in a checked tree."""
-    for kind, content in leaves(tree):
-        if kind == "ref":
-            yield content[0], content[1]
+def is_ref(value: Any) -> bool:
+    """Whether JSON is a reference to what a node makes."""
+    return type(value) is dict and len(value) == 1 and type(value.get("ref")) is list
+
+
+def references(value: Any) -> Iterator[tuple[int, int]]:
+    """Yield the node and output of each reference in checked JSON: a tree, or a node."""
+    if is_ref(value):
+        yield value["ref"][0], value["ref"][1]
+    elif type(value) in (list, dict):
+        for item in value if type(value) is list else value.values():
+            yield from references(item)
+
+
+def with_references(value: Any, replace: Callable[[int, int], Any]) -> Any:
+    """Return checked JSON with ``replace(node, output)`` in place of each reference."""
+    if type(value) is list:
+        return [with_references(item, replace) for item in value]
+    if type(value) is not dict:
+        return value
+    return replace(*value["ref"]) if is_ref(value) else {key: with_references(item, replace) for key, item in value.items()}
 
 
 def tensor_names(tree: Tree) -> Iterator[str]:
@@ -169,24 +171,33 @@ def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
-    """Return the value that a checked tree stands for; ``leaf(kind, content)`` gives references and tensors.
+    """Return the value of a checked tree, or of a plain list of trees; ``leaf(kind, content)`` gives all kinds but plain data.
 
-    Entries of lists for which ``leaf`` gives :data:`ABSENT` because they were never computed are left out.
+    Entries of lists for which ``leaf`` gives :data:`ABSENT` are left out.
     """
+    if type(tree) is list:
+        return [read_tree(item, leaf) for item in tree]
     if type(tree) is not dict:
         return tree
     ((kind, content),) = tree.items()
-    if kind in ("list", "tuple"):
-        values = [read_tree(item, leaf) for item in content]
-        values = [value for value in values if value is not ABSENT]
-        return values if kind == "list" else tuple(values)
-    if kind == "dict":
-        return {key: read_tree(item, leaf) for key, item in content}
-    if kind == "float":
-        return FLOATS[content]
-    if kind == "dtype":
-        return DTYPES[content]
-    return content if kind == "str" else leaf(kind, content)
+    match kind:
+        case "list" | "tuple":
+            values = [value for item in content if (value := read_tree(item, leaf)) is not ABSENT]
+            return values if kind == "list" else tuple(values)
+        case "dict":
+            return {key: read_tree(item, leaf) for key, item in content}
+        case "float":
+            return FLOATS[content]
+        case "dtype":
+            return DTYPES[content]
+        case "str":
+            return content
+    return leaf(kind, content)
+
+
+def write_float(value: float) -> Tree:
+    """Return the tree of a float."""
+    return value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
 
 
 def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
@@ -197,9 +208,7 @@ def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
     if kind is int:
         return value if is_int(value) else leaf(value)
     if kind is float:
-        return (
-            value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
-        )
+        return write_float(value)
     if kind is str:
         return {"str": value} if is_text(value) else leaf(value)
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:

@@ -1,13 +1,12 @@
 """Traces that are awaited: ``VLLM(..., mode="async")``.
 
-``with model.trace(...)`` captures its block and sends it off; nothing waits. ``tracer.backend()`` is the stream of what vLLM returns for
+``with model.trace(...)`` captures its block and sends it off without waiting. ``tracer.backend()`` is the stream of vLLM's outputs for
 it, step by step, and the last output has the saved values, by name, as ``.saves``. All traces that are under way share the steps
 of the engine, so this is how programs with an event loop, such as web servers, run many at a time.
 
 The engine is still in this process: blocks and model have to take turns, with the caller's own objects, and vLLM's own
-asynchronous engine lives in another process, where they are not. So a thread makes the steps. It lives while there are
-requests; blocks run in it from their first line to their last, since that is where the model runs. A coroutine that waits is
-woken from there.
+asynchronous engine lives in another process, which does not have them. So a thread makes the steps. It lives while there are
+requests. Blocks run in it from their first line to their last, because the model runs there. The thread wakes coroutines that wait.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from ..tracing import Backend, Tracer
 from ..tracing.errors import show_only_users_frames
 from ..tracing.saving import saves
-from .engine import VLLMEngine
+from .engine import ITSELF, VLLMEngine
 from .samples import Request
 from .stack_room import with_room
 
@@ -32,14 +32,11 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """What vLLM returns for the requests of a trace, as it comes: for ``async for``, ``async with`` and ``await``.
+    """vLLM's outputs for the requests of a trace, as they come: for ``async for``, ``async with`` and ``await``.
 
     Outputs are vLLM's, each with all tokens so far. The last one has an attribute ``saves``, with the values that the block saved by their
-    names; ``await`` gives this one. The loop raises what the block raised. Leaving ``async with``, or being cancelled while it
-    waits, ends the requests.
-
-    Args:
-        close: Called when the last output has been taken.
+    names; ``await`` returns this one. The loop raises the error of the block. Leaving ``async with``, or a cancellation of a waiting
+    task, ends the requests. ``close`` is called when the last output has been taken.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -49,30 +46,24 @@ class Stream:
         self._last: Any = None
         self._error: BaseException | None = None
         self._ended = False
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._more = _pending()
         self.cancelled = False
 
-    # -- the engine's side ------------------------------------------------------------------------------------------
-
     def put(self, output: Any) -> None:
-        """Add an output."""
+        """Add an output, on the engine's thread."""
         with self._lock:
             self._outputs.append(output)
             self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that there are no more."""
+        """Say that there are no more outputs, on the engine's thread."""
         with self._lock:
             self._ended, self._error = True, error
             self._wake()
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for loop, future in waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_set, future)
-
-    # -- the user's side --------------------------------------------------------------------------------------------
+        more, self._more = self._more, _pending()
+        more.set_result(None)
 
     def __aiter__(self) -> Stream:
         return self
@@ -88,11 +79,9 @@ class Stream:
                     if self._error is not None:
                         raise self._error
                     raise StopAsyncIteration
-                loop = asyncio.get_running_loop()
-                future: asyncio.Future[None] = loop.create_future()
-                self._waiting.append((loop, future))
+                more = self._more
             try:
-                await future
+                await asyncio.wrap_future(more)
             except asyncio.CancelledError:
                 self.cancelled = True
                 raise
@@ -116,28 +105,22 @@ class Stream:
         self.cancelled = True
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _pending() -> Future[None]:
+    """Return a future that a waiting task cannot cancel, because others may wait for it, too."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class AsyncBackend(Backend):
-    """Sends a block to an engine and does not wait. Called without a tracer, it returns the stream of outputs.
-
-    Args:
-        model: The model of the trace.
-    """
+    """Sends a block to the engine of ``model`` and does not wait. Called without a tracer, it returns the stream of outputs."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._stream: Stream | None = None
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
-        """Send the block of ``tracer`` off; without one, return the stream of its outputs.
-
-        Raises:
-            ValueError: If there is no stream, because no trace was sent off.
-        """
+        """Send the block of ``tracer`` off; without one, return the stream of its outputs, or raise ``ValueError`` if there is none."""
         if tracer is None:
             if self._stream is None:
                 raise ValueError("There are no outputs: the block of this trace was not sent to the engine.")
@@ -146,7 +129,7 @@ class AsyncBackend(Backend):
         return None
 
     def send(self, tracer: RequestTracer, function: Callable[[], None] | None) -> Stream:
-        """Send the requests of ``tracer`` off: those of its block, or without one that of a call; return their stream."""
+        """Send the requests of ``tracer`` off: those of its block, or, without one, that of a call; return their stream."""
         self._model.dispatch()
         self._stream = Stream(tracer._close)  # not before: the `with` statement may not have ended yet
         self._model._turns.add(_Job(tracer, function, self._stream))
@@ -160,72 +143,76 @@ class _Job:
         self.tracer, self.function, self.stream = tracer, function, stream
         self.requests: list[Request] = []
         self.names: dict[str, Request] = {}
+        self._finished: list[Any] = []
         self._context = contextvars.copy_context()
         self._marked: dict[int, Any] = {}
-        self._told: set[int] = set()
         self._context.run(saves.set, self._marked)
 
     def begin(self, engine: VLLMEngine, pending: dict[str, Request]) -> None:
-        """Let the blocks begin, and send the requests to the engine."""
+        """Start the blocks, and send the requests to the engine."""
         self.requests = self._context.run(self.tracer.begin, self.function)
         self.tracer.note_tiers(self.requests)
         for request in self.requests:
-            request.on_output = self._tell
+            request.on_output = self._take
             before = set(pending)
             engine.admit(request, pending)
             self.names |= {name: pending[name] for name in pending.keys() - before}
 
-    def _tell(self, output: Any) -> None:
-        """Tell the stream an output of a request that goes on, as it is now: vLLM extends the same lists with each step."""
+    def _take(self, output: Any) -> None:
+        """Pass an output on to the stream, with copies of the lists that vLLM extends; keep the last output of a request."""
+        if output.finished:
+            self._finished.append(output)
+            return
         for completion in output.outputs:
             completion.token_ids = list(completion.token_ids)
             completion.logprobs = copy.copy(completion.logprobs)
         self.stream.put(output)
 
     def look(self, engine: VLLMEngine, pending: dict[str, Request]) -> bool:
-        """Tell the stream what has finished; return whether the trace has ended."""
+        """Pass the last outputs of requests on to the stream; return whether the trace has ended."""
         if self.stream.cancelled:
             self._take_out(engine, pending)
         self.names = {name: request for name, request in self.names.items() if name in pending}
-        finished = [request for request in self.requests if request.output is not None and id(request) not in self._told]
-        self._told |= set(map(id, finished))
+        finished, self._finished = self._finished, []
+        error = None
+        if not self.names:
+            values, error = self._conclude()
+            if finished:
+                finished[-1].saves = values
+        for output in finished:
+            self.stream.put(output)
         if self.names:
-            for request in finished:
-                self.stream.put(request.output)
             return False
-        values, error = self._conclude()
-        if finished:
-            finished[-1].output.saves = values
-        for request in finished:
-            self.stream.put(request.output)
         self.stream.end(error)
         return True
 
     def _conclude(self) -> tuple[dict[str, Any], BaseException | None]:
-        """End the blocks; return what was saved, and what a block raised."""
-        tracer, scope, frame = self.tracer, self.tracer.scope, self.tracer._frame
+        """End the blocks; return the saved values, and the error of a block."""
+        tracer, scope = self.tracer, self.tracer.scope
         for request in self.requests:
             request.cancel()
         error = None
         try:
             tracer.conclude(self.requests)
         except BaseException as raised:
-            error = raised
-            if frame is not None:
-                show_only_users_frames(error, frame)
+            error = self._shown(raised)
         self._context.run(tracer.end)
         values = {} if scope is None else {name: value for name, value in scope.items() if id(value) in self._marked}
         return values, error
 
     def fail(self, error: BaseException, engine: VLLMEngine, pending: dict[str, Request]) -> None:
         """End the trace with ``error``, before its time."""
-        if self.tracer._frame is not None:
-            show_only_users_frames(error, self.tracer._frame)
         self._take_out(engine, pending)
         for request in self.requests:
             request.cancel()
         self._context.run(self.tracer.end)
-        self.stream.end(error)
+        self.stream.end(self._shown(error))
+
+    def _shown(self, error: BaseException) -> BaseException:
+        """Return ``error`` with the user's frames only."""
+        if self.tracer._frame is not None:
+            show_only_users_frames(error, self.tracer._frame)
+        return error
 
     def _take_out(self, engine: VLLMEngine, pending: dict[str, Request]) -> None:
         for name in self.names:
@@ -237,11 +224,7 @@ class _Job:
 
 
 class Turns:
-    """Makes the steps of an engine on a thread, while there are requests.
-
-    Args:
-        engine: The engine. Nothing else may use it.
-    """
+    """Makes the steps of ``engine`` on a thread, while there are requests. Nothing else may use the engine."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
@@ -250,17 +233,10 @@ class Turns:
         self._thread: threading.Thread | None = None
 
     def add(self, job: _Job) -> None:
-        """Have ``job`` run.
-
-        Raises:
-            ValueError: If a block of the engine asks for it, which stands still while the block runs.
-        """
+        """Run ``job``; raise ``ValueError`` if a block of the engine asks for it, because the engine stands still while the block runs."""
         with self._lock:
             if self._thread is threading.current_thread():
-                raise ValueError(
-                    "A block cannot run its own engine: the engine stands still while the block runs. Trace before, or in an "
-                    "invoke of its own."
-                )
+                raise ValueError(ITSELF)
             self._arrived.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=with_room, args=(self._work,), name="nnsight-vllm", daemon=True)
@@ -285,7 +261,7 @@ class Turns:
             try:
                 if pending:
                     self._engine.advance(pending)
-            except BaseException as error:  # the engine's own, or one that a block means for the whole process
+            except BaseException as error:  # an error of the engine, or an exception for the whole process
                 for job in jobs:
                     job.fail(error, self._engine, pending)
                 jobs = []

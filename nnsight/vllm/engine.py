@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +21,9 @@ from .groups import groups
 from .prompts import refusals
 from .samples import Request
 from .stack_room import with_room
+from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register
-from .steering.tables import Slots, salt_of
+from .steering.tables import Steering, salt_of
 from .worker.engine_taps import HANDOFF, Layout
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
@@ -34,24 +33,28 @@ if TYPE_CHECKING:
 
 WORKER = f"{__package__}.worker.worker.Worker"
 
+ITSELF = (
+    "A block cannot run its own engine: the engine stands still while the block runs. Trace before, or in an invoke of its own."
+)
 _DRAFTS = (
     f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
     "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
 )
+_FULL = (
+    "The engine has room for {count} different edits at a time, and all are in use. Make the model with more, as in "
+    "`edits={{'modules': [...], 'slots': 32}}`, or trace fewer requests at once."
+)
 
 
 class VLLMEngine:
-    """An engine with the model of a repository.
+    """An engine with the model of a repository; ``llm`` is vLLM's own object.
 
     Args:
         repo: Repository or folder.
         options: Those of ``vllm.LLM``.
         layout: What a compiled engine has in its graph, see :mod:`~nnsight.vllm.worker.engine_taps`; ``None`` for one that stops between
             all modules.
-        functions: Functions that layers with tables have, by name, see :mod:`~nnsight.vllm.steering.graph_functions`.
-
-    Attributes:
-        llm: vLLM's own object.
+        functions: Functions of layers with tables, by name, see :mod:`~nnsight.vllm.steering.graph_functions`.
     """
 
     def __init__(
@@ -62,13 +65,14 @@ class VLLMEngine:
         functions: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         from vllm import LLM
+        from vllm.utils.system_utils import set_env_var
 
         choose_runner()  # again: the engine may be started long after the model was made
         self._functions = _traced(repo, options, functions or {})
+        slots = 0 if layout is None else layout.slots
+        self.entries = Entries(slots, _FULL.format(count=slots))
         if layout is not None:
-            layout = replace(layout, functions=tuple(map(register, self._functions.values())))
-        if layout is not None:
-            options = _with_layout(options, layout)
+            options = _with_layout(options, replace(layout, functions=tuple(map(register, self._functions.values()))))
         parallel = options.get("tensor_parallel_size", 1) > 1
         groups.check_alone(parallel)
         if parallel:
@@ -76,7 +80,7 @@ class VLLMEngine:
 
             options = {**options, "distributed_executor_backend": ParallelExecutor}
         _let_vllm_look_at_llvmlite()
-        with _in_this_process(), groups.held(parallel):
+        with set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), groups.held(parallel):  # the core runs in this process
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
             client = self.llm.llm_engine.engine_core
             client._finalizer.detach()
@@ -99,25 +103,18 @@ class VLLMEngine:
         if tapped is None:
             return RequestLimits(hidden, functions=self._functions)
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
-        locations, steered, captured = tuple(tapped.locations), tuple(tapped.steered), tuple(tapped.captured)
+        locations, steered, captured = tuple(tapped.locations), tuple(tapped.tables), tuple(tapped.captured)
         return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions)
 
     def stop_at(self, tree: ModuleTree) -> None:
-        """Say by which tree the model's calls are intercepted."""
+        """Intercept the model's calls by this tree."""
         self._runner.tree = tree
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Run ``requests`` until all have finished or failed; errors of blocks stay with their runs.
-
-        Raises:
-            ValueError: If a block of a request uses the engine that runs it, or vLLM refuses a request.
-        """
+        """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""
         with self._lock:
             if self._running:
-                raise ValueError(
-                    "A block cannot run its own engine: the engine stands still while the block runs. Trace before, or in an "
-                    "invoke of its own."
-                )
+                raise ValueError(ITSELF)
             self._running = True
             try:
                 with_room(self._run_all, requests)
@@ -136,11 +133,7 @@ class VLLMEngine:
                 self.take_out(request)
 
     def admit(self, request: Request, pending: dict[str, Request]) -> None:
-        """Send ``request`` to the engine and put it into ``pending``, unless its blocks have ended already.
-
-        Raises:
-            ValueError: If vLLM refuses it.
-        """
+        """Send ``request`` to the engine and put it into ``pending``, unless its blocks have ended already, or vLLM refuses it."""
         from vllm.sampling_params import RequestOutputKind
 
         request.run.begun = True
@@ -150,27 +143,50 @@ class VLLMEngine:
             for sample in request.samples:
                 self.admit(sample, pending)
             return
-        if (request.whole or request).on_output is None:  # nobody looks at what vLLM returns before the end
-            request.sampling.output_kind = RequestOutputKind.FINAL_ONLY
-        name = f"nnsight-{next(self._numbers)}"
-        slot = self._prepare(request, name)
-        if request.ended:
+        run, sampling = request.run, request.sampling
+        if run.touches_model and run.limits.drafts:
+            request.fail(ValueError(_DRAFTS))
             return
+        if (request.whole or request).on_output is None:  # nobody needs the outputs before the last
+            sampling.output_kind = RequestOutputKind.FINAL_ONLY
+        name = f"nnsight-{next(self._numbers)}"
+        if run.touches_model:  # it has to see all of its own tokens, and shares no cached prefix
+            request.prompt["cache_salt"] = name
+            sampling.skip_reading_prefix_cache = True
+        elif run.steering:
+            request.prompt["cache_salt"] = salt_of(run.steering)
+        entry = None
+        if run.steering and self._runner.tapped is not None:
+            try:
+                request.lease = self._leased(run.steering)
+            except ValueError as error:
+                request.fail(error)
+                return
+            entry = (request.lease.entry.slot, next(iter(run.steering.values())).start)
+        if entry is not None or sampling.extra_args:
+            sampling.extra_args = {**(sampling.extra_args or {}), ENTRY: entry}
         try:
             with refusals():
-                request.internal = self.llm.llm_engine.add_request(name, request.prompt, request.sampling)
-        finally:
-            if slot and not request.internal:
-                self._slots.give_back(request.run.steering)
+                request.internal = self.llm.llm_engine.add_request(name, request.prompt, sampling)
+        except BaseException:
+            self._detach(request)
+            raise
         pending[name] = request
-        run = request.run if request.run.needs_stops else None
-        entry = (slot, next(iter(request.run.steering.values())).start) if slot else None
-        self._runner.bookkeeping.add(request.internal, run, entry)
+        if run.needs_stops:
+            self._runner.bookkeeping.add(request.internal, run)
+
+    def _leased(self, steering: Mapping[str, Steering]) -> Lease:
+        """Return a lease of an entry with the parameters of ``steering``; raise ``ValueError`` if none is free."""
+        lease = self.entries.take(salt_of(steering))
+        if not lease.entry.written:
+            self.llm.llm_engine.model_executor.collective_rpc("nnsight_write", args=(lease.entry.slot, steering))
+            lease.entry.written = True
+        return lease
 
     def advance(self, pending: dict[str, Request]) -> None:
         """Make one step of the engine; take what has finished or failed out of ``pending``."""
-        # A thread that asks for the first time gets torch's number of threads for its operations. Before, it has OpenMP's, and
-        # vLLM's attention on CPUs fails where the two change within a step.
+        # A thread has OpenMP's number of threads until it first asks torch for its own. vLLM's attention on CPUs fails if the number
+        # changes within a step.
         torch.get_num_threads()
         told: dict[Request, None] = {}
         for output in self.llm.llm_engine.step():
@@ -189,34 +205,11 @@ class VLLMEngine:
         for name in [name for name, request in pending.items() if request.ended]:
             self.take_out(pending.pop(name))
 
-    @property
-    def _slots(self) -> Slots:
-        slots: Slots = self._runner.tapped.slots
-        return slots
-
-    def _prepare(self, request: Request, name: str) -> int:
-        """Return the request's slot, 0 if it needs none; keep what others cached, and what it caches itself, apart."""
-        run = request.run
-        if run.touches_model and run.limits.drafts:
-            request.fail(ValueError(_DRAFTS))
-            return 0
-        if run.touches_model:  # it has to see all of its own tokens
-            request.prompt["cache_salt"] = name
-            request.sampling.skip_reading_prefix_cache = True
-        elif run.steering:
-            request.prompt["cache_salt"] = salt_of(run.steering)
-        if not run.steering or self._runner.tapped is None:
-            return 0
-        try:
-            return self._slots.take(run.steering)
-        except ValueError as error:
-            request.fail(error)
-            return 0
-
     def _detach(self, request: Request) -> None:
-        """Let the runner forget the request."""
-        if self._runner.bookkeeping.remove(request.internal):
-            self._slots.give_back(request.run.steering)
+        """Let the runner forget the request, and release its entry."""
+        self._runner.bookkeeping.remove(request.internal)
+        if request.lease is not None:
+            request.lease.release()
 
     def take_out(self, request: Request) -> None:
         """End a request before its time."""
@@ -232,7 +225,7 @@ def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     made = dict(options)
     made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout.description}
     if layout.taps and not made.get("enforce_eager") and not current_platform.is_cpu():
-        # Replayed graphs run no Python: they end where a tap is. Naming operations replaces vLLM's own list of them.
+        # Replayed graphs run no Python, so they end at taps. This list replaces vLLM's own, and so has to repeat it.
         attention = [
             *CompilationConfig._attention_ops,
             "vllm::unified_kv_cache_update",
@@ -255,10 +248,10 @@ def _traced(repo: str, options: Mapping[str, Any], functions: Mapping[str, Calla
 
 
 def _let_vllm_look_at_llvmlite() -> None:
-    """Let an object of llvmlite, which numba uses, have no ``__dict__``, where numba has been imported.
+    """Let an object of llvmlite, which numba uses, have no ``__dict__``, if numba has been imported.
 
-    On CPUs vLLM looks at the ``__dict__`` of every object in every module when it makes a worker. This one has whatever it is asked for, as
-    a function of the library that it stands for, and vLLM fails there.
+    When vLLM makes a worker on a CPU, it reads the ``__dict__`` of every object in every module. This object stands for a library, and
+    returns a function for any name, so vLLM would fail there.
     """
     module: Any = sys.modules.get("llvmlite.binding.ffi")
     if module is None or hasattr(module._lib_wrapper, "nnsight_looked_at"):
@@ -272,18 +265,3 @@ def _let_vllm_look_at_llvmlite() -> None:
 
     module._lib_wrapper.__getattr__ = without_dict
     module._lib_wrapper.nnsight_looked_at = True
-
-
-@contextmanager
-def _in_this_process() -> Iterator[None]:
-    """Let vLLM make its engine core in this process."""
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

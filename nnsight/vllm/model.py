@@ -17,8 +17,9 @@ from ..envoy.envoy import Envoy
 from ..modeling.forms import describe
 from ..modeling.language import _folder_or_name
 from ..modeling.mixins import MetaMixin
-from ..modeling.tracing import ModelNames
 from ..runtime.uncompiled import leave_to_python
+from .asynchronous import AsyncBackend, Turns
+from .engine import VLLMEngine
 from .request_tracing import ExplainingTracer, RequestTracer
 from .steering.choices import Choice
 from .steering.vectors import Vectors
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..tracing import Backend
-    from .asynchronous import Turns
-    from .engine import VLLMEngine
     from .worker.requests import RequestLimits
 
 _NO_VLLM = (
@@ -51,22 +50,22 @@ class VLLM(MetaMixin):
     Args:
         repo: Name of a repository on the model hub, or a folder. ``"nnsight/demo"`` is the model of this package.
         dispatch: Start the engine at once. By default the first trace does.
-        mode: ``"sync"``: the engine runs while a trace runs, which waits for it. ``"async"``: traces do not wait, see
+        mode: ``"sync"``: a trace runs the engine and waits for it. ``"async"``: traces do not wait, see
             :mod:`~nnsight.vllm.asynchronous`; ``tracer.backend()`` is the stream of outputs.
         tensor_parallel_size: Number of devices that share each layer; 1. With more, blocks see all of each value as with one, the
             process has no other engine, and ``mode`` is ``"sync"``.
         taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop only at
-            what these modules return; or, with ``.input`` behind the path, at what they are given. Without taps and edits the engine
+            the outputs of these modules; or, with ``.input`` behind the path, at their inputs. Without taps and edits the engine
             compiles nothing, and blocks can stop everywhere.
         captures: Likewise, modules whose values the compiled graph copies for blocks that only read them. The graph is not split there.
         edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
-            dict has them as ``"modules"``, and says how many different edits there is room for at a time (``"slots"``, 16), how
-            many directions each may remove (``"rank"``, 1), and what functions requests may ask for (``"functions"``, by name, see
+            dict has the paths as ``"modules"``, how many different edits there is room for at a time as ``"slots"`` (16), how
+            many directions each may remove as ``"rank"`` (1), and functions that requests may ask for, by name, as ``"functions"`` (see
             :mod:`~nnsight.vllm.steering.graph_functions`).
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
             ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
-            there are no taps: blocks see a prompt whole.
+            the engine is compiled without taps: blocks see a prompt whole.
 
     Attributes:
         tokenizer: That of the repository.
@@ -74,8 +73,8 @@ class VLLM(MetaMixin):
 
     Raises:
         ImportError: If vLLM is not installed.
-        NotImplementedError: For what vLLM can do and blocks cannot run with: other kinds of parallelism, speculative decoding,
-            adapters; and for what vLLM's model runner V2 has beside them, where the environment asks for V2.
+        NotImplementedError: For features of vLLM that blocks cannot run with: other kinds of parallelism, speculative decoding,
+            adapters; and for those of vLLM's model runner V2, if the environment asks for V2.
         ValueError: If a tap names no module.
 
     Example:
@@ -87,7 +86,7 @@ class VLLM(MetaMixin):
     """
 
     envoys = ModuleEnvoy
-    #: Where a step ends in which a loop of a block asked for nothing.
+    #: The location at which a step of a loop ends if the block asked for nothing in it.
     pace = SAMPLES
 
     def __init__(
@@ -108,16 +107,13 @@ class VLLM(MetaMixin):
         choose_runner()
         _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
-            raise TypeError(
-                f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself."
-            )
+            raise TypeError(f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself.")
         _check_options(mode, tensor_parallel_size, options)
         layout = _layout_of(taps, captures, edits)
-        functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
         check_drafts(options, layout is not None and layout.only_tables)
-        # A block sees a prompt whole; tables apply to any part of one, and what is captured is put together.
+        # A block at a tap sees a prompt whole; tables apply to any part of one, and captured parts are joined.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
-        # A step may begin when the one before has ended: a block can write the tokens that it begins with.
+        # A block can write the tokens with which the next step begins, so steps do not overlap.
         engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
         if tensor_parallel_size != 1:
             engine_options["tensor_parallel_size"] = tensor_parallel_size
@@ -126,12 +122,8 @@ class VLLM(MetaMixin):
                 "VLLM(enforce_eager=False) needs taps or captures: a compiled engine shows the values of the modules that it was "
                 "made with only, as in `taps=['model.layers.*']`."
             )
-        self.__dict__["_layout"] = layout
-        self.__dict__["_functions"] = functions
-        self.__dict__["_engine"] = None
-        self.__dict__["vectors"] = Vectors()
-        self.__dict__["_turns"] = None
-        self.__dict__["_mode"] = mode
+        functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
+        self.__dict__.update(_layout=layout, _functions=functions, _engine=None, _turns=None, _mode=mode, vectors=Vectors())
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
@@ -142,13 +134,9 @@ class VLLM(MetaMixin):
 
     def _load(self, repo: str, **options: Any) -> torch.nn.Module:
         """Start an engine and return its model."""
-        from .engine import VLLMEngine
-
         engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout, self._functions)
         self.vectors.hidden = engine.limits.hidden
         if self._mode == "async":
-            from .asynchronous import Turns
-
             self.__dict__["_turns"] = Turns(engine)
         return engine.module
 
@@ -162,7 +150,7 @@ class VLLM(MetaMixin):
         return module
 
     def _limits(self) -> RequestLimits:
-        """Return what the engine can do, which is started for that."""
+        """Start the engine, unless it runs, and return what it can do."""
         self.dispatch()
         assert self._engine is not None
         return self._engine.limits
@@ -194,9 +182,7 @@ class VLLM(MetaMixin):
         return self._engine.llm
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "A VLLM model belongs to its engine: it cannot be copied or pickled. Make another one, or use `edit()`."
-        )
+        raise TypeError("A VLLM model belongs to its engine: it cannot be copied or pickled. Make another one, or use `edit()`.")
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -222,42 +208,31 @@ class VLLM(MetaMixin):
         leave_to_python("model.trace(...)")
         for name in ("compile", "scan", "validate", "fn"):
             if kwargs.pop(name, None):
-                raise NotImplementedError(
-                    f"trace({name}=...) is not available on a vLLM engine, which runs its model itself."
-                )
+                raise NotImplementedError(f"trace({name}=...) is not available on a vLLM engine, which runs its model itself.")
         if self._mode == "async":
-            from .asynchronous import AsyncBackend
-
             if backend is not None:
                 raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
             backend = AsyncBackend(self)
-        return RequestTracer(self, args, kwargs, backend, ModelNames(self))
+        return RequestTracer(self, args, kwargs, backend, self)
 
     def explain(self, *args: Any, **kwargs: Any) -> ExplainingTracer:
-        """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as of a trace.
+        """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
 
-        The block, or each invoke, begins, and ends at the first value of the model that it waits for. Nothing is sent to the engine, which
-        is started if it has not been. ``tracer.report.tiers`` says then, for each request, where the block would run: as parameters in
-        the compiled model, on values captured in it, at taps, or between modules. What cannot be done there raises as in a trace.
-
-        Args:
-            *args: As for :meth:`trace`.
-            **kwargs: Likewise.
+        The block, or each invoke, begins, and ends at the first value of the model that it waits for. The engine is started if it has not
+        been, and nothing is sent to it. Then ``tracer.report.tiers`` says, for each request, where the block would run: as parameters in
+        the compiled model, on values captured in it, at taps, or between modules. Requests for values that are not there raise as in a
+        trace. Arguments are those of :meth:`trace`.
         """
         leave_to_python("model.explain(...)")
-        return ExplainingTracer(self, args, kwargs, None, ModelNames(self))
+        return ExplainingTracer(self, args, kwargs, None, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
 
-        Args:
-            *args: The prompt, as for :meth:`trace`.
-            **kwargs: Sampling parameters.
+        Arguments are those of :meth:`trace`: the prompt, and sampling parameters.
         """
-        tracer = RequestTracer(self, args, kwargs, None, ModelNames(self))
+        tracer = RequestTracer(self, args, kwargs, None, self)
         if self._mode == "async":
-            from .asynchronous import AsyncBackend
-
             tracer._entered = True
             return AsyncBackend(self).send(tracer, None)
         return tracer.call()
@@ -274,9 +249,9 @@ class VLLM(MetaMixin):
         """Steer the request with vectors of :attr:`vectors`, at the top of a block; a server is asked for the same with ``vllm_xargs``.
 
         Args:
-            vector: Name of what is added, or several.
+            vector: Name of the vector that is added, or several names.
             scale: Its factor, or one for each.
-            remove: Names of what is projected out before.
+            remove: Names of the vectors that are projected out before.
             layers: Numbers of layers, also as a text such as ``"2,5-8"``; by default all for which the vectors have directions.
             start: First position, counted from the start of the prompt.
 
@@ -294,29 +269,17 @@ class VLLM(MetaMixin):
             run.steer(location, steering)
 
     def scan(self, *args: Any, **kwargs: Any) -> Any:
-        """Not available: vLLM's layers need the engine around them.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Raise ``NotImplementedError``: vLLM's layers need the engine around them."""
         raise NotImplementedError("scan() is not available for VLLM: its layers run inside an engine only.")
 
     def compile(self, **options: Any) -> None:
-        """Not available: vLLM compiles models itself.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(
-            "compile() is not available for VLLM: the engine compiles its model, or does not, as it is made."
-        )
+        """Raise ``NotImplementedError``: vLLM compiles models itself."""
+        raise NotImplementedError("compile() is not available for VLLM: the engine compiles its model, or does not, as it is made.")
 
     def _trace_method(self, envoy: Envoy, name: str, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"`{envoy.path}.{name}(...)` cannot be traced on a vLLM engine, which runs requests only."
-        )
+        raise NotImplementedError(f"`{envoy.path}.{name}(...)` cannot be traced on a vLLM engine, which runs requests only.")
 
-    # -- what is no module -----------------------------------------------------------------------------------
+    # -- locations beside the modules --------------------------------------------------------------------------
 
     @functools.cached_property
     def logits(self) -> Envoy:
@@ -337,13 +300,13 @@ class VLLM(MetaMixin):
 
 
 def _import_vllm() -> None:
-    """Import vLLM with nobody on the stack.
+    """Import vLLM in a thread, so that no caller is on the stack.
 
-    It keeps errors of optional imports, and so the frames below them: the caller's model would never be deleted, nor its engine end.
+    vLLM keeps errors of optional imports, and so the frames below them: the caller's model would never be deleted, nor its engine end.
     """
 
     def apart() -> None:
-        with contextlib.suppress(Exception):  # those who need it import it again, and tell
+        with contextlib.suppress(Exception):  # the code that needs it imports it again, and raises
             for name in ("vllm.entrypoints.llm", "vllm.multimodal.media"):
                 importlib.import_module(name)
 
@@ -364,7 +327,6 @@ _OTHER_PARALLELISM = {
     "enable_batch_sharded_sampling": "each device would sample for other requests, and blocks run where the first device is",
     "nnodes": "blocks run on one machine",
 }
-
 
 #: Options that lead to another engine, and why blocks cannot run in it.
 _OTHER_ENGINES = {
@@ -398,12 +360,7 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
 
 
 def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
-    """Return what the graph of the engine has for these arguments; ``None`` for an engine that compiles nothing.
-
-    Raises:
-        TypeError: If they are not what :class:`VLLM` says.
-        ValueError: If there is no room for an edit.
-    """
+    """Return the layout for these arguments of :class:`VLLM`; ``None`` for an engine that compiles nothing."""
     if not taps and not captures and not edits:
         return None
     room = {"slots": 16, "rank": 1}

@@ -2,7 +2,7 @@
 
 As in other traces the block of the ``with`` statement starts first. If it opens invokes, each is a request of its own, with
 its own sampling parameters; else the block itself is written against the one request that the trace was given. All run
-together, and with whatever else the engine has to do.
+together, and with all other requests of the engine.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class EngineReport(Report):
     """Account of a trace on an engine.
 
     Attributes:
-        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"in the compiled
-            model, as parameters"``, or ``"beside"`` where it needed no value of the model.
-        steps: For each request, in how many steps of the engine the block had rows; of several samples the most.
+        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"behind the compiled
+            model, on values captured in it"``, ``"in the compiled model, as parameters"``, or ``"beside"`` if it needed no value of the
+            model.
+        steps: For each request, in how many steps of the engine the block had rows; with several samples, those of the longest.
         planned: Whether nothing was run, see :meth:`~.model.VLLM.explain`.
     """
 
@@ -62,17 +63,15 @@ class RequestTracer(InterleavingTracer):
         named: Knows the names and the edits of the model.
     """
 
-    awaits_steps = False  # whether an engine goes on with a request is known to nobody before it does
+    awaits_steps = False  # nobody knows whether an engine goes on with a request before it does
 
-    def __init__(
-        self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None, named: Any
-    ) -> None:
+    def __init__(self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None, named: Any) -> None:
         super().__init__(_no_driver, model, args, kwargs, backend, named)
         self.report: EngineReport = EngineReport()
         self._main: RequestRun | None = None
 
     def execute(self, function: Callable[[], None]) -> None:
-        """Run the requests, with ``function`` as the block of the one, or as what opens their blocks."""
+        """Run the requests. ``function`` is the block of the only request, or opens the invokes."""
         try:
             self._run_requests(self.begin(function))
         finally:
@@ -80,7 +79,7 @@ class RequestTracer(InterleavingTracer):
 
     def call(self) -> Any:
         """Run the request with the model's edits and no other block; return vLLM's output."""
-        token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
+        token = saves.set({})  # an edit may save values, as in a trace, though its names are not bound
         try:
             requests = self.begin()
             self._run_requests(requests)
@@ -91,9 +90,9 @@ class RequestTracer(InterleavingTracer):
         return requests[0].output
 
     def begin(self, function: Callable[[], None] | None = None) -> list[Request]:
-        """Return the requests of this trace, their blocks begun; without ``function`` the one of a call."""
+        """Start the blocks, and return the requests of this trace; without ``function`` the one of a call."""
         assert self._call is not None
-        _, model, args, sampling = self._call
+        _, _, args, sampling = self._call
         if function is None:
             self._entered = True
             self._open_mentioned()
@@ -102,12 +101,16 @@ class RequestTracer(InterleavingTracer):
         self.note_start()
         self._invokes = None if args else []
         self._open_mentioned()
-        main = self._main = self._run_of([self.make_mediator(function, self.info, "trace")], "the request")
-        main.begin()
-        return self._requests(model, main, args, sampling)
+        run = self._main = self._run_of([self.make_mediator(function, self.info, "trace")], "the request")
+        run.begin()
+        if run.failed is not None:
+            raise run.failed
+        if args:
+            return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
+        return self._invoked(run, sampling)
 
     def end(self) -> None:
-        """Let go of what :meth:`begin` made."""
+        """Release what :meth:`begin` made."""
         if self._main is not None:
             self._main.cancel()
         for action in self._at_end:
@@ -116,17 +119,11 @@ class RequestTracer(InterleavingTracer):
     def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
         assert self._call is not None
         limits = self._call[1]._limits()  # type: ignore[attr-defined]
-        return RequestRun(blocks, self, None if self._model is None else self._model.modules, name, limits)
+        return RequestRun(blocks, self, None if self._model is None else self._model._tree, name, limits)
 
-    def _requests(
-        self, model: Any, main: RequestRun, args: tuple[Any, ...], sampling: Mapping[str, Any]
-    ) -> list[Request]:
-        """Return the requests of this trace, their blocks begun."""
+    def _invoked(self, main: RequestRun, sampling: Mapping[str, Any]) -> list[Request]:
+        """Start the blocks of the invokes that the block of a trace without a prompt has opened; return their requests."""
         invokes, self._invokes = self._invokes or [], None
-        if main.failed is not None:
-            raise main.failed
-        if args:
-            return [self._begun(Request(prompt_of(args), sampling_of(sampling), main))]
         if not invokes and main.error is not None:
             return []
         if any(mediator.alive for mediator in main.mediators) or not invokes:
@@ -148,7 +145,7 @@ class RequestTracer(InterleavingTracer):
         return [self._begun(request) for request in requests]
 
     def _begun(self, request: Request) -> Request:
-        """Return ``request``, its blocks begun; with one for each sample, if it is for several."""
+        """Start the blocks of ``request``, and return it; it gets a request for each sample, if it is for several."""
         if request.sampling.n == 1:
             request.run.begin(self._edits())
         else:
@@ -176,31 +173,27 @@ class RequestTracer(InterleavingTracer):
         self.conclude(requests)
 
     def note_tiers(self, requests: list[Request]) -> None:
-        """Say in the report how the blocks run."""
+        """Report how the blocks run."""
         self.report.mode = "engine"
         self.report.tiers = [request.runs[0].tier for request in requests]
 
     def conclude(self, requests: list[Request]) -> None:
-        """Say in the report how the blocks ran, and raise the first of their errors."""
+        """Report how the blocks ran, and raise the first of their errors."""
         report = self.report
         report.steps = [max(run.steps for run in request.runs) for request in requests]
-        report.spliced = list(
-            dict.fromkeys(location for request in requests for run in request.runs for location in run.visited)
-        )
+        report.spliced = list(dict.fromkeys(location for request in requests for run in request.runs for location in run.visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
         for name, failure in failures[1:]:
-            failures[0][1].add_note(
-                f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}"
-            )
+            failures[0][1].add_note(f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}")
         if failures:
             raise failures[0][1]
 
 
 class ExplainingTracer(RequestTracer):
-    """Lets blocks run to the first value they wait for, says how they would go on, and ends them there."""
+    """Runs blocks to the first value they wait for, reports how they would go on, and ends them there."""
 
     def _run_requests(self, requests: list[Request]) -> None:
-        """Note how the blocks would run; raise the first error of a block."""
+        """Report how the blocks would run; raise the first error of a block."""
         self.report.planned = True
         self.note_tiers(requests)
         for request in requests:
@@ -209,4 +202,4 @@ class ExplainingTracer(RequestTracer):
 
 
 def _no_driver(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:
-    raise AssertionError("an engine drives itself")
+    raise AssertionError("an engine calls its model itself")

@@ -1,10 +1,10 @@
 """Requests, and those for several samples of one prompt (``n=``).
 
-A block is written against one sequence. Samples of a prompt part after their first token, so what a block would read or edit is
-another value in each of them, at another step. Still, much of what is said to a request holds for all of its samples alike: edits of
-the model, ``steer(...)``, and a block that wants no more than the result. So each sample is a request of the engine, with a run of its
-own for the edits of the model and the same steering; the block has a run beside them, which gets one result for all when the last of
-them has finished. A block that waits for a value of the model is refused, and told to open an invoke for each sample instead.
+A block is written against one sequence. Samples of a prompt part after their first token, so a value that a block reads or edits
+differs between them, and occurs at different steps. Edits of the model, ``steer(...)``, and a block that wants only the result mean the
+same for all samples. So each sample is a request of the engine, with a run of its own for the edits of the model and the same steering. The
+block has a run beside them, which gets one result for all when the last of them has finished. A block that waits for a value of the model
+is refused; it should open an invoke for each sample instead.
 
 Samples are numbered as vLLM numbers them, and draw what vLLM's own would draw: with ``seed=s`` sample ``i`` has the seed ``s + i``.
 """
@@ -16,35 +16,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .steering.entries import Lease
 from .worker.requests import RequestRun
+
+_NOT_SHARED = (
+    "n={count}: the block {what}, and each of the {count} samples has values of its own there, at steps of its own. Open an invoke "
+    "for each, as in `for seed in range({count}):` `with tracer.invoke(prompt, seed=seed):`. With `n=`, a block may use `steer()` and "
+    "`tracer.result`."
+)
 
 
 @dataclass(eq=False)
 class Request:
-    """A request for the engine.
+    """A request for the engine."""
 
-    Attributes:
-        prompt: What vLLM takes for a prompt, as a dict.
-        sampling: vLLM's sampling parameters.
-        run: The blocks that are written against it.
-        output: What vLLM returned in the end.
-        on_output: Called with what vLLM returns before that, step by step.
-        internal: What the engine core calls it, once it is there.
-        samples: The requests for one sample each that are sent to the engine in its place.
-        whole: The request of which it is a sample.
-        latest: What vLLM returned last.
-    """
-
-    prompt: dict[str, Any]
-    sampling: Any
-    run: RequestRun
-    output: Any = None
-    on_output: Callable[[Any], None] | None = None
-    internal: str = ""
-    samples: list[Request] = field(default_factory=list)
-    whole: Request | None = None
-    latest: Any = None
-    _latest: Any = None
+    prompt: dict[str, Any]  # as vLLM takes it
+    sampling: Any  # vLLM's sampling parameters
+    run: RequestRun  # the blocks that are written against it
+    whole: Request | None = None  # the request of which it is a sample
+    samples: list[Request] = field(default_factory=list)  # the requests for one sample each that go to the engine in its place
+    lease: Lease | None = None  # its entry of the tables, if it is steered in the graph
+    internal: str = ""  # the engine core's name of it, once it is there
+    latest: Any = None  # vLLM's latest output
+    output: Any = None  # vLLM's last output
+    on_output: Callable[[Any], None] | None = None  # called with each output of a step, the last one included
 
     @property
     def ended(self) -> bool:
@@ -53,11 +48,11 @@ class Request:
 
     @property
     def runs(self) -> list[RequestRun]:
-        """The runs of what is sent to the engine."""
+        """The runs of the requests that are sent to the engine."""
         return [sample.run for sample in self.samples] or [self.run]
 
     def take(self, output: Any) -> None:
-        """Note what vLLM returned; at the end, conclude the blocks."""
+        """Note an output; conclude the blocks if it is the last."""
         self.latest = output
         if output.finished:
             self.output = output
@@ -65,7 +60,7 @@ class Request:
         self.pass_on()
 
     def tell(self) -> None:
-        """Say what a step has brought to whoever listens; with samples, conclude the blocks when all samples have finished."""
+        """Pass the output of a step to the listener; conclude the blocks when all samples have finished."""
         if self.samples:
             finished = all(sample.output is not None for sample in self.samples)
             if finished or self.on_output is not None:
@@ -73,17 +68,17 @@ class Request:
             if finished and self.run.error is None:
                 self.output = self.latest
                 self.run.conclude(self.output)
-        if self.output is None and self.on_output is not None:
+        if self.on_output is not None:
             self.on_output(self.latest)
 
     def fail(self, error: BaseException) -> None:
-        """End the blocks with ``error``; those of the request of which it is a sample, too."""
+        """End the blocks with ``error``, and those of the request of which it is a sample."""
         if self.run.error is None:
             self.run.fail(error)
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Let the error of a sample, if there is one, be that of the request of which it is a sample."""
+        """Raise the error of a sample, if there is one, in the request of which it is a sample."""
         failed, whole = self.run.failed, self.whole
         if failed is not None and whole is not None and whole.run.error is None:
             failed.add_note(f"This was sample {whole.samples.index(self)} of {len(whole.samples)}.")
@@ -95,14 +90,14 @@ class Request:
             run.cancel()
 
     def split(self, new_run: Callable[[str], RequestRun]) -> None:
-        """Make a request for each sample, unless the block is one that samples cannot share.
+        """Make a request for each sample, unless samples cannot share the block.
 
-        Args:
-            new_run: Returns a run of this name in which the edits of the model have begun.
+        ``new_run`` returns a run with the given name in which the edits of the model have begun.
         """
         count, run = self.sampling.n, self.run
         if run.touches_model:
-            run.fail(ValueError(_NOT_SHARED.format(count=count, what=_waited(run))))
+            what = f"waits at `{run.awaited[0]}`" if run.awaited else "has a cache"
+            run.fail(ValueError(_NOT_SHARED.format(count=count, what=what)))
         for number in range(count):
             if run.error is not None:
                 return
@@ -120,22 +115,8 @@ class Request:
                 sample.fail(error)
 
 
-_NOT_SHARED = (
-    "n={count}: the block {what}, and each of the {count} samples has values of its own there, at steps of its own. Open an invoke "
-    "for each, as in `for seed in range({count}):` `with tracer.invoke(prompt, seed=seed):`. With `n=`, a block may use `steer()` and "
-    "`tracer.result`."
-)
-
-
-def _waited(run: RequestRun) -> str:
-    """Say what the blocks of ``run`` want of the model."""
-    waiting = [mediator.waiting[0] for mediator in run.mediators if mediator.waiting is not None]
-    wanted = [location for location in waiting if location != "result"]
-    return f"waits at `{wanted[0]}`" if wanted else "has a cache"
-
-
 def _joined(outputs: Sequence[Any], finished: bool) -> Any:
-    """Return what vLLM returned for samples, ``None`` for those that wait yet, as one output, as vLLM has it for ``n=``."""
+    """Return vLLM's outputs for samples, ``None`` for those that have none yet, as one output, as vLLM has it for ``n=``."""
     begun = [(number, output) for number, output in enumerate(outputs) if output is not None]
     whole = copy.copy(begun[0][1])
     whole.outputs = []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .. import ROOT
+
+if TYPE_CHECKING:
+    from nnsight import LanguageModel
+    from nnsight.vllm import VLLM
 
 HIDDEN, LAYERS = 128, 4
 
@@ -29,6 +35,67 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def tokens(result: Any) -> list[int]:
     """Return the ids that vLLM generated for a request."""
     return list(result.outputs[0].token_ids)
+
+
+def plain(model: VLLM, prompts: list[Any], **sampling: Any) -> list[list[int]]:
+    """Return the ids that the engine generates by itself."""
+    from vllm import SamplingParams
+
+    outputs = model.engine.generate(prompts, SamplingParams(**{**GREEDY, **sampling}), use_tqdm=False)
+    return [tokens(output) for output in outputs]
+
+
+# -- the same by plain hooks on the transformers model ------------------------------------------------------------------
+
+#: Functions of hidden states by the number of a layer, or by the path of a module; with ``.input`` behind it, of its input.
+Edits = Mapping[Any, Callable[[torch.Tensor], Any]]
+
+
+def adding(vector: torch.Tensor, start: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that adds ``vector`` to hidden states from a position on."""
+
+    def added(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.clone()
+        hidden[:, start:] += vector
+        return hidden
+
+    return added
+
+
+@contextmanager
+def hooks(reference: LanguageModel, edits: Edits) -> Iterator[None]:
+    """Register hooks that edit outputs and inputs."""
+    handles = []
+    for place, edit in edits.items():
+        path = f"model.layers.{place}" if isinstance(place, int) else place
+        module = reference._module.get_submodule(path.removesuffix(".input"))
+        if path.endswith(".input"):
+            handles.append(module.register_forward_pre_hook(lambda module, args, edit=edit: (edit(args[0]),)))
+        else:
+            handles.append(module.register_forward_hook(lambda module, args, output, edit=edit: edit(output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def generated(reference: LanguageModel, ids: list[int], edits: Edits | None = None, count: int = 6) -> list[int]:
+    """Return the likeliest tokens that follow ``ids``."""
+    ids = list(ids)
+    with torch.no_grad(), hooks(reference, edits or {}):
+        for _ in range(count):
+            ids.append(int(reference._module(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[-count:]
+
+
+def states(reference: LanguageModel, ids: list[int], edits: Edits | None = None) -> list[torch.Tensor]:
+    """Return the hidden state after each layer, and the logits."""
+    found: list[torch.Tensor] = []
+    keep = dict.fromkeys(range(LAYERS), lambda hidden: found.append(hidden[0]))
+    with torch.no_grad(), hooks(reference, edits or {}), hooks(reference, keep):
+        logits = reference._module(torch.tensor([ids]), use_cache=False).logits[0]
+    return [*found, logits]
 
 
 def save_tiny_llama(folder: Path) -> Path:

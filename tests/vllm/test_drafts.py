@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from nnsight import LanguageModel
 from nnsight.vllm import VLLM
 
-from .llama import GREEDY, OPTIONS, PROMPTS, tokens
+from .llama import GREEDY, OPTIONS, PROMPTS, adding, generated, tokens
 from .test_serving import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
@@ -36,23 +36,6 @@ def drafting(folder: Path, request: pytest.FixtureRequest) -> Iterator[VLLM]:
     gc.collect()
     yield VLLM(folder, **OPTIONS, edits=["model.layers.*"], speculative_config=DRAFTS, tensor_parallel_size=request.param)
     gc.collect()
-
-
-def by_hand(reference: LanguageModel, ids: list[int], vector: torch.Tensor, start: int, count: int) -> list[int]:
-    """Return the tokens that follow ``ids`` with ``vector`` added after layer 2, from a position on; by a plain hook."""
-
-    def add(module: Any, args: Any, output: Any) -> Any:
-        output = output.clone()
-        output[:, start:] += vector
-        return output
-
-    ids = list(ids)
-    handle = reference._module.model.layers[2].register_forward_hook(add)
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(int(reference._module(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    handle.remove()
-    return ids[-count:]
 
 
 @with_numba
@@ -80,12 +63,12 @@ def test_drafts_of_steered_requests_are_steered(
                 if coefficient:
                     drafting.model.layers[2].steer(add=coefficient * vector, start=start)
                 results[number] = tracer.result  # they end in another order
-    expected = [by_hand(reference, prompt, coefficient * vector, start, count) for prompt, coefficient, start in cases]
+    expected = [generated(reference, prompt, {2: adding(coefficient * vector, start)}, count) for prompt, coefficient, start in cases]
     assert [tokens(results[number]) for number in range(len(cases))] == expected
     assert len({tuple(found) for found in expected}) > len(asked)
     steered = len(prompts) * (len(asked) - 1)
     assert drafted.count(4) > steered and len(drafted) < steered * count  # drafts of three were made, and kept
-    assert not runner.bookkeeping.slots and not drafting._engine._slots._users
+    assert not runner.bookkeeping.slots and not drafting._engine.entries.in_use
 
 
 @with_numba
@@ -123,7 +106,7 @@ def test_a_server_that_drafts(folder: Path, reference: LanguageModel, vector: to
     with serving(folder, tmp_path / "log.txt", *options) as server:
         for factor, start in ((0.0, 0), (1.0, 0), (1.0, len(ids) + 9), (-2.0, 4)):
             asked = {"nnsight_vector": "happy", "nnsight_scale": factor, "nnsight_start": start} if factor else None
-            assert server.tokens(ids, asked, max_tokens=count) == by_hand(reference, ids, factor * vector, start, count)
+            assert server.tokens(ids, asked, max_tokens=count) == generated(reference, ids, {2: adding(factor * vector, start)}, count)
         _, metrics = server.ask("GET", "/metrics")
     [accepted] = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total{")]
     assert float(accepted.split()[-1]) > 0

@@ -1,4 +1,4 @@
-"""How engines are made and end, in a process of their own: what is of the process is no other test's."""
+"""How engines are made and end: in processes of their own, whose state no other test shares."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .llama import GREEDY, OPTIONS, PROMPTS, ROOT
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
 
-def told(script: str, *given: Any, **environment: str) -> Any:
-    """Run ``script`` with ``given``; return what it says in its last line, as JSON."""
+def last_line(script: str, *given: Any, **environment: str) -> Any:
+    """Run ``script`` with ``given``; return the JSON of its last line."""
     arguments = json.dumps([str(value) if isinstance(value, Path) else value for value in given])
     command = [sys.executable, "-c", script, arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | environment)
@@ -65,7 +65,7 @@ print(json.dumps([ended, found == expected, len(found), model_parallel_is_initia
 
 
 def test_an_engine_that_ends_while_another_is_made_takes_nothing_from_it(folder: Path) -> None:
-    assert told(_ONE_ENDS, folder, OPTIONS, PROMPTS[0], GREEDY) == [[True], True, 6, False]
+    assert last_line(_ONE_ENDS, folder, OPTIONS, PROMPTS[0], GREEDY) == [[True], True, 6, False]
 
 
 _NONE_IS_LEFT = """
@@ -101,7 +101,7 @@ print(json.dumps([said, left, len(third(prompt, **sampling).outputs[0].token_ids
 
 
 def test_an_engine_that_cannot_be_made_leaves_no_groups_of_one_that_ended(folder: Path) -> None:
-    assert told(_NONE_IS_LEFT, folder, OPTIONS, PROMPTS[0], GREEDY) == ["no such weights", False, 6]
+    assert last_line(_NONE_IS_LEFT, folder, OPTIONS, PROMPTS[0], GREEDY) == ["no such weights", False, 6]
 
 
 _WITH_NUMBA = """
@@ -118,7 +118,7 @@ print(json.dumps([*found, numba.njit(lambda x: x + 1)(2)]))
 
 
 def test_engines_are_made_where_numba_is_imported(folder: Path) -> None:
-    assert told(_WITH_NUMBA, folder, OPTIONS, PROMPTS[0], GREEDY) == [6, 6, 3]
+    assert last_line(_WITH_NUMBA, folder, OPTIONS, PROMPTS[0], GREEDY) == [6, 6, 3]
 
 
 # -- what blocks cannot run with --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nnsight import LanguageModel
 from nnsight.vllm import VLLM
 from nnsight.vllm.steering.graph_functions import EditFunction
 
-from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, tokens
+from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, generated, tokens
 
 FEATURES = 32
 ENCODER = torch.randn(HIDDEN, FEATURES, generator=torch.Generator().manual_seed(3)) / 4
@@ -154,26 +154,12 @@ def model(request: pytest.FixtureRequest, folder: Path) -> VLLM:
     return VLLM(folder, **OPTIONS, edits=EDITS, enforce_eager=request.param == "eager")
 
 
-def by_hand(reference: LanguageModel, ids: list[int], edits: dict[int, Callable[[torch.Tensor], Any]], start: int = 0) -> list[int]:
-    """Return six tokens that follow ``ids`` greedily, with functions called on the hidden state after some layers, by plain hooks."""
-    handles = []
-    for number, edit in edits.items():
-
-        def hook(module: Any, args: Any, output: Any, edit: Any = edit) -> Any:
-            return torch.cat([output[:, :start], edit(output[:, start:].clone())], 1)
-
-        handles.append(reference._module.model.layers[number].register_forward_hook(hook))
-    made = list(ids)
-    with torch.no_grad():
-        for _ in range(6):
-            made.append(int(reference._module(torch.tensor([made]), use_cache=False).logits[0, -1].argmax()))
-    for handle in handles:
-        handle.remove()
-    return made[-6:]
+def from_position(start: int, edit: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that edits hidden states from a position on."""
+    return lambda hidden: torch.cat([hidden[:, :start], edit(hidden[:, start:].clone())], 1)
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("vllm_environment")
 def test_requests_with_functions_of_their_own_share_steps(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
     """Each with its own parameters, together with other edits, from a position on, two at a layer, and none."""
     results: list[Any] = []
@@ -195,14 +181,14 @@ def test_requests_with_functions_of_their_own_share_steps(model: VLLM, reference
             layers[2].steer(use="rescaled")
             layers[2].steer(use="clamp", limit=1.5)
             results.append(tracer.result)
-    wanted: list[tuple[dict[int, Callable[[torch.Tensor], torch.Tensor]], int]] = [
-        ({}, 0),
-        ({1: lambda hidden: clamp(hidden, 0.5)}, 0),
-        ({1: clamp, 2: lambda hidden: autoencoder(hidden + vector, features=features(2, 7), gain=2.0)}, 0),
-        ({0: rescaled}, 3),
-        ({2: lambda hidden: rescaled(clamp(hidden, 1.5))}, 0),
+    wanted: list[dict[int, Callable[[torch.Tensor], torch.Tensor]]] = [
+        {},
+        {1: lambda hidden: clamp(hidden, 0.5)},
+        {1: clamp, 2: lambda hidden: autoencoder(hidden + vector, features=features(2, 7), gain=2.0)},
+        {0: from_position(3, rescaled)},
+        {2: lambda hidden: rescaled(clamp(hidden, 1.5))},
     ]
-    expected = [by_hand(reference, result.prompt_token_ids, edits, start) for result, (edits, start) in zip(results, wanted, strict=True)]
+    expected = [generated(reference, result.prompt_token_ids, edits) for result, edits in zip(results, wanted, strict=True)]
     assert [tokens(result) for result in results] == expected
     assert len({tuple(found) for found in expected[:3]}) == 3 and expected[3] != expected[4]
     place = "between modules" if model._engine._runner.tapped is None else "in the compiled model, as parameters"  # type: ignore[union-attr]
@@ -210,7 +196,6 @@ def test_requests_with_functions_of_their_own_share_steps(model: VLLM, reference
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("vllm_environment")
 def test_other_parameters_compile_nothing(model: VLLM) -> None:
     results, found = [], []
     for limit in (0.5, 0.25, 2.0):
@@ -223,7 +208,6 @@ def test_other_parameters_compile_nothing(model: VLLM) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("vllm_environment")
 def test_a_block_is_explained_before_it_runs(model: VLLM) -> None:
     compiled = model._engine is not None and model._engine._runner.tapped is not None
     begun = []
@@ -244,7 +228,6 @@ def test_a_block_is_explained_before_it_runs(model: VLLM) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("vllm_environment")
 def test_unknown_functions_and_parameters_end_their_request_only(model: VLLM, reference: LanguageModel) -> None:
     results: list[Any] = []
     for steer, error, message in [
@@ -258,12 +241,11 @@ def test_unknown_functions_and_parameters_end_their_request_only(model: VLLM, re
             with tracer.invoke(PROMPTS[0]):
                 model.model.layers[1].steer(use="clamp", limit=0.5)
                 results.append(tracer.result)
-    expected = by_hand(reference, results[0].prompt_token_ids, {1: lambda hidden: clamp(hidden, 0.5)})
+    expected = generated(reference, results[0].prompt_token_ids, {1: lambda hidden: clamp(hidden, 0.5)})
     assert [tokens(result) for result in results] == [expected] * 3
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("vllm_environment")
 def test_an_engine_with_a_function_that_cannot_be_traced_says_so(folder: Path) -> None:
     with pytest.raises(ValueError, match="'mine'.*`mixes` at .*mixes rows"):
         VLLM(folder, **OPTIONS, edits={"modules": ["model.layers.1"], "functions": {"mine": mixes}}, dispatch=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,9 @@ import torch
 from nnsight import LanguageModel
 from nnsight.vllm import VLLM
 
-from .llama import GREEDY, OPTIONS, tokens
-from .test_traces import generated_by_hand
+from .llama import GREEDY, OPTIONS, adding, generated, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment", "overlapping")]
-
-
-def added_from(start: int, vector: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what adds ``vector`` to hidden states from a position on."""
-
-    def added(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden.clone()
-        hidden[:, start:] += vector
-        return hidden
-
-    return added
 
 
 @pytest.fixture
@@ -58,9 +45,9 @@ def test_steps_of_steered_requests_that_overlap(folder: Path, reference: Languag
                     model.model.layers[2].steer(add=coefficient * vector, start=start)
                 results[number] = tracer.result
     for number, (prompt, coefficient, start) in enumerate(asked):
-        edit = added_from(start, coefficient * vector)
-        assert tokens(results[number]) == generated_by_hand(reference, prompt, edit, 4 + number), asked[number]
-    assert not model._engine._slots._users and not model._engine._runner.bookkeeping.slots
+        edits = {2: adding(coefficient * vector, start)}
+        assert tokens(results[number]) == generated(reference, prompt, edits, 4 + number), asked[number]
+    assert not model._engine.entries.in_use and not model._engine._runner.bookkeeping.slots
 
 
 @pytest.mark.parametrize("options", [{"taps": ["model.layers.1"]}, {"captures": ["model.layers.1"]}, {}])

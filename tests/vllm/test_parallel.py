@@ -16,7 +16,7 @@ import torch
 from nnsight import LanguageModel
 from nnsight.vllm import VLLM
 
-from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, close, tokens
+from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, adding, close, generated, plain, states, tokens
 from .test_graph_functions import autoencoder, features
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
@@ -83,29 +83,6 @@ def everything(model: VLLM) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def plain(model: VLLM, prompts: list[Any], **sampling: Any) -> list[list[int]]:
-    """Return what the engine generates by itself."""
-    from vllm import SamplingParams
-
-    outputs = model.engine.generate(prompts, SamplingParams(**{**GREEDY, **sampling}), use_tqdm=False)
-    return [tokens(output) for output in outputs]
-
-
-def by_hand(reference: LanguageModel, ids: list[int], path: str, edit: Any, side: str = "output") -> list[int]:
-    """Return six tokens that follow ``ids`` greedily, by a plain hook that edits what goes into or comes out of a module."""
-    module = reference._module.get_submodule(path)
-    if side == "output":
-        handle = module.register_forward_hook(lambda module, args, output: edit(output))
-    else:
-        handle = module.register_forward_pre_hook(lambda module, args: (edit(args[0]),))
-    made = list(ids)
-    with torch.no_grad():
-        for _ in range(6):
-            made.append(int(reference._module(torch.tensor([made]), use_cache=False).logits[0, -1].argmax()))
-    handle.remove()
-    return made[-6:]
-
-
 # -- reads ------------------------------------------------------------------------------------------------------------
 
 
@@ -162,15 +139,6 @@ def test_a_cache_and_operations(model: VLLM, alone: dict[str, torch.Tensor]) -> 
 # -- edits ------------------------------------------------------------------------------------------------------------
 
 
-def test_steering_equals_transformers(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
-        for _ in tracer.iter[:6]:
-            model.model.layers[2].residual += vector
-        result = tracer.result.save()
-    expected = by_hand(reference, result.prompt_token_ids, "model.layers.2", lambda hidden: hidden + vector)
-    assert tokens(result) == expected != plain(model, [PROMPTS[0]])[0]
-
-
 def normed(value: torch.Tensor) -> torch.Tensor:
     """Return rows of the same length: what no part of a row can say for itself."""
     return value * 3 / value.norm(dim=-1, keepdim=True)
@@ -182,9 +150,7 @@ def normed(value: torch.Tensor) -> torch.Tensor:
     ("path", "side"),
     [("self_attn.o_proj", "input"), ("mlp.down_proj", "input"), ("self_attn.o_proj", "output"), ("mlp", "output")],
 )
-def test_edits_of_whole_values_equal_transformers(
-    model: VLLM, reference: LanguageModel, path: str, side: str, form: str
-) -> None:
+def test_edits_of_whole_values_equal_transformers(model: VLLM, reference: LanguageModel, path: str, side: str, form: str) -> None:
     module = model.model.layers[1].get(path)
     pair = path == "self_attn.o_proj" and side == "output"
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
@@ -202,7 +168,8 @@ def test_edits_of_whole_values_equal_transformers(
                 else:
                     module.output = (new, module.output[1]) if pair else new
         result = tracer.result.save()
-    expected = by_hand(reference, result.prompt_token_ids, f"model.layers.1.{path}", normed, side)
+    edits = {f"model.layers.1.{path}" + (".input" if side == "input" else ""): normed}
+    expected = generated(reference, result.prompt_token_ids, edits)
     assert tokens(result) == expected != plain(model, [PROMPTS[0]])[0]
 
 
@@ -221,46 +188,25 @@ def test_parts_of_merged_layers_equal_transformers(model: VLLM, reference: Langu
             model.model.layers[1].get(layer).output[0][:, start : start + size] *= factors
         result = tracer.result.save()
     path = f"model.layers.1.{layer.partition('.')[0]}.{name}_proj"
-    expected = by_hand(reference, result.prompt_token_ids, path, lambda value: value * factors)
+    expected = generated(reference, result.prompt_token_ids, {path: lambda value: value * factors})
     assert tokens(result) == expected != plain(model, [PROMPTS[0]])[0]
 
 
-def test_logits_and_samples_can_be_written(model: VLLM, reference: LanguageModel) -> None:
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
-        for _ in tracer.iter[:2]:
-            model.logits.output[:, 77] = 1e9
-        for _ in tracer.iter[2:4]:
-            model.samples.output = torch.tensor([[78]])
-        result = tracer.result.save()
-    assert tokens(result)[:4] == [77, 77, 78, 78]
-    ids = [*result.prompt_token_ids, 77, 77, 78, 78]
-    with torch.no_grad():
-        assert tokens(result)[4] == int(reference._module(torch.tensor([ids])).logits[0, -1].argmax())
-
-
-def test_tokens_that_are_drawn_are_the_same_on_all_devices(model: VLLM, reference: LanguageModel) -> None:
-    """The block draws random numbers in the process of one device; the keys of the other have to be of the same tokens."""
+def test_tokens_are_the_same_on_all_devices(model: VLLM, reference: LanguageModel) -> None:
+    """Tokens that are written, and tokens that are drawn while the block draws random numbers in the process of one device."""
     torch.manual_seed(5)
-    sampling = {"temperature": 2.0, "max_tokens": 20, "ignore_eos": True}
-    with model.trace(PROMPTS[0], **sampling) as tracer:
-        states = [].save()
-        for _ in tracer.iter[:20]:
+    with model.trace(PROMPTS[0], temperature=2.0, max_tokens=20, ignore_eos=True) as tracer:
+        hidden = [].save()
+        for step in tracer.iter[:20]:
             torch.rand(3)
-            states.append(model.model.layers[3].residual)
+            hidden.append(model.model.layers[3].residual)
+            if step == 1:
+                model.logits.output[:, 77] = 1e9
+            if step == 2:
+                model.samples.output = torch.tensor([[78]])
         result = tracer.result.save()
-    assert len(set(tokens(result))) > 10
-    ids = [*result.prompt_token_ids, *tokens(result)[:-1]]
-    close(torch.cat(states), by_layers(reference, ids))
-
-
-def by_layers(reference: LanguageModel, ids: list[int]) -> torch.Tensor:
-    """Return the hidden state after the last layer, by a plain hook."""
-    seen: list[torch.Tensor] = []
-    handle = reference._module.model.layers[3].register_forward_hook(lambda module, args, output: seen.append(output))
-    with torch.no_grad():
-        reference._module(torch.tensor([ids]), use_cache=False)
-    handle.remove()
-    return seen[0][0]
+    assert tokens(result)[1:3] == [77, 78] and len(set(tokens(result))) > 10
+    close(torch.cat(hidden), states(reference, [*result.prompt_token_ids, *tokens(result)[:-1]])[3])
 
 
 # -- several requests -------------------------------------------------------------------------------------------------
@@ -270,24 +216,23 @@ def test_a_mixed_batch_with_an_error(model: VLLM, reference: LanguageModel, vect
     """Steered, reading, failing and plain requests of different lengths, in the same steps."""
     expected = plain(model, PROMPTS, max_tokens=5)
     lines = []
-    with pytest.raises(ZeroDivisionError):
-        with model.trace(**GREEDY) as tracer:
-            with tracer.invoke(PROMPTS[0]):
-                for _ in tracer.iter[:6]:
-                    model.model.layers[2].residual += vector
-                steered = tracer.result.save()
-            with tracer.invoke(PROMPTS[1]):
-                model.model.layers[1].output  # noqa: B018
-                lines.append("once")
-                1 / 0  # noqa: B018
-            with tracer.invoke(PROMPTS[1], max_tokens=5):
-                unread = tracer.result.save()
-            with tracer.invoke(PROMPTS[2], max_tokens=5):
-                for _ in tracer.iter[:5]:
-                    model.model.layers[3].residual  # noqa: B018
-                read = tracer.result.save()
+    with pytest.raises(ZeroDivisionError), model.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[0]):
+            for _ in tracer.iter[:6]:
+                model.model.layers[2].residual += vector
+            steered = tracer.result.save()
+        with tracer.invoke(PROMPTS[1]):
+            model.model.layers[1].output  # noqa: B018
+            lines.append("once")
+            1 / 0  # noqa: B018
+        with tracer.invoke(PROMPTS[1], max_tokens=5):
+            unread = tracer.result.save()
+        with tracer.invoke(PROMPTS[2], max_tokens=5):
+            for _ in tracer.iter[:5]:
+                model.model.layers[3].residual  # noqa: B018
+            read = tracer.result.save()
     ids = steered.prompt_token_ids
-    assert tokens(steered) == by_hand(reference, ids, "model.layers.2", lambda hidden: hidden + vector)
+    assert tokens(steered) == generated(reference, ids, {2: adding(vector)})
     assert [tokens(unread), tokens(read)] == expected[1:]
     assert lines == ["once"]
 
@@ -307,7 +252,7 @@ def test_edits_as_parameters(model: VLLM, reference: LanguageModel, vector: torc
                     results.append(tracer.result)
         ids = results[0].prompt_token_ids
         once, twice = (
-            by_hand(reference, ids, "model.layers.2", lambda hidden, c=c: hidden @ projector * 0.5 + c * vector)
+            generated(reference, ids, {2: lambda hidden, c=c: hidden @ projector * 0.5 + c * vector})
             for c in (sign, 2 * sign)
         )
         assert [tokens(result) for result in results] == [unsteered, once, twice, once]
@@ -326,7 +271,7 @@ def test_functions_in_the_graph(model: VLLM, reference: LanguageModel, vector: t
             results.append(tracer.result)
     ids, chosen = results[0].prompt_token_ids, features(2, 7)
     expected = [
-        by_hand(reference, ids, "model.layers.2", lambda hidden, g=g: autoencoder(hidden + vector, features=chosen, gain=g))
+        generated(reference, ids, {2: lambda hidden, g=g: autoencoder(hidden + vector, features=chosen, gain=g)})
         for g in (0.0, 20.0)
     ]
     assert [tokens(result) for result in results] == expected and expected[0] != expected[1]
@@ -340,9 +285,7 @@ def test_several_samples(model: VLLM, reference: LanguageModel, vector: torch.Te
     with edited.trace(PROMPTS[0], n=2, **{**GREEDY, "temperature": 1.0, "top_k": 1}) as tracer:
         edited.model.layers[2].steer(add=vector)
         result = tracer.result.save()
-    handle = reference._module.model.layers[3].register_forward_hook(lambda module, args, output: output * 0.5)
-    expected = by_hand(reference, result.prompt_token_ids, "model.layers.2", lambda hidden: hidden + vector)
-    handle.remove()
+    expected = generated(reference, result.prompt_token_ids, {2: adding(vector), 3: lambda hidden: hidden * 0.5})
     assert [list(sample.token_ids) for sample in result.outputs] == [expected] * 2
 
 
@@ -351,17 +294,15 @@ def test_several_samples(model: VLLM, reference: LanguageModel, vector: torch.Te
 
 def test_an_interrupted_trace_leaves_the_engine_usable(model: VLLM) -> None:
     before = plain(model, PROMPTS)
-    with pytest.raises(KeyboardInterrupt):
-        with model.trace(**GREEDY) as tracer:
-            with tracer.invoke(PROMPTS[0]):
-                model.model.layers[1].output  # noqa: B018
-                raise KeyboardInterrupt
-            with tracer.invoke(PROMPTS[1]):
-                model.model.layers[2].output  # noqa: B018
-    with pytest.raises(KeyboardInterrupt):
-        with model.trace(PROMPTS[0], **GREEDY):
-            model.samples.output  # noqa: B018
+    with pytest.raises(KeyboardInterrupt), model.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[0]):
+            model.model.layers[1].output  # noqa: B018
             raise KeyboardInterrupt
+        with tracer.invoke(PROMPTS[1]):
+            model.model.layers[2].output  # noqa: B018
+    with pytest.raises(KeyboardInterrupt), model.trace(PROMPTS[0], **GREEDY):
+        model.samples.output  # noqa: B018
+        raise KeyboardInterrupt
     assert not model.engine.llm_engine.has_unfinished_requests()
     assert plain(model, PROMPTS) == before
     with model.trace(PROMPTS[0], **GREEDY):
@@ -384,10 +325,9 @@ def test_parts_are_not_taken_for_the_whole(model: VLLM) -> None:
 
 @everywhere
 def test_a_block_cannot_call_what_all_devices_compute_together(model: VLLM) -> None:
-    with pytest.raises(NotImplementedError, match="weights are spread over 2 devices"):
-        with model.trace(PROMPTS[0], **GREEDY):
-            hidden = model.model.layers[1].mlp.output
-            model.model.layers[1].mlp(hidden)
+    with pytest.raises(NotImplementedError, match="weights are spread over 2 devices"), model.trace(PROMPTS[0], **GREEDY):
+        hidden = model.model.layers[1].mlp.output
+        model.model.layers[1].mlp(hidden)
     assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
 
 

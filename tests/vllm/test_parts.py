@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
+from nnsight.runtime.errors import ReplacementShapeError
 from nnsight.runtime.interleaver import active_interleaver
 from nnsight.runtime.mediator import Mediator
 from nnsight.vllm import VLLM
 from nnsight.vllm.prompts import prompt_of
 from nnsight.vllm.stack_room import with_room
-from nnsight.vllm.steering.tables import RowSlots, Slots, Steering, add_tables, steered
+from nnsight.vllm.steering.entries import ENTRY
+from nnsight.vllm.steering.tables import RowSlots, Steering, add_tables, steered, write
 from nnsight.vllm.worker.bookkeeping import Bookkeeping
 from nnsight.vllm.worker.engine_taps import Layout, at_side, tapped_modules
 from nnsight.vllm.worker.kept_values import KeptValues
@@ -30,7 +31,7 @@ from nnsight.vllm.worker.request_rows import RequestRows, RowView, ordinary
 from nnsight.vllm.worker.requests import RequestLimits, RequestRun
 from nnsight.vllm.worker.runner import check
 from nnsight.vllm.worker.spread import Spread, Spreads
-from nnsight.vllm.worker.step_rows import Span, batch_of_v1, batch_of_v2
+from nnsight.vllm.worker.step_rows import Span
 from nnsight.vllm.worker.steps import EngineStep, Part
 
 HIDDEN = 4
@@ -43,10 +44,15 @@ def requested(location: str) -> Any:
     return run.current.request(location)
 
 
-def run_of(*blocks: Callable[[], Any], limits: RequestLimits | None = None) -> RequestRun:
-    run = RequestRun([Mediator(block) for block in blocks], None, None, "request", limits or RequestLimits(HIDDEN))
+def run_of(*blocks: Callable[[], Any]) -> RequestRun:
+    run = RequestRun([Mediator(block) for block in blocks], None, None, "request", RequestLimits(HIDDEN))
     run.begin()
     return run
+
+
+def part(run: RequestRun, start: int, size: int, total: int, row: int = 0, requests: int = 1, ends: bool = True) -> Part:
+    """Return ``size`` rows of ``total`` for a run, which is at ``row`` of ``requests``."""
+    return Part(run, RequestRows(start, size, total), RequestRows(row, 1, requests), ends)
 
 
 # -- without vLLM -----------------------------------------------------------------------------------------------------
@@ -87,19 +93,14 @@ def test_rows_are_copies_and_go_back() -> None:
     assert left[1].sum(1).tolist() == [0, 4, 4, 0, 0, 0]
 
 
-def test_what_was_not_changed_is_the_same_object() -> None:
-    whole = (torch.ones(3, 2), None)
-    view = RowView(RequestRows(0, 1, 3), "x", whole)
-    assert view.put_back(view.value) is whole
-
-
 def test_reading_writes_nothing() -> None:
     """Copies of tensors of inference mode have another version than other copies."""
-    with torch.inference_mode():
-        whole = (torch.ones(3, 2), torch.ones(5))
-    view = RowView(RequestRows(0, 1, 3), "x", whole)
-    with torch.inference_mode():
-        assert view.put_back(view.value) is whole
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            whole = (torch.ones(3, 2), torch.ones(5), None)
+        view = RowView(RequestRows(0, 1, 3), "x", whole)
+        with torch.inference_mode(mode):
+            assert view.put_back(view.value) is whole
 
 
 def test_what_has_no_rows_cannot_be_changed() -> None:
@@ -120,75 +121,20 @@ def test_replacements_have_to_fit(new: Any, message: str) -> None:
 # -- runs and steps ---------------------------------------------------------------------------------------------------
 
 
-def test_each_request_counts_its_own_passages() -> None:
-    seen: list[tuple[str, float]] = []
-
-    def block(name: str) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(2):
-                seen.append((name, requested("layer.output").sum().item()))
-                active_interleaver().current.advance(1)  # type: ignore[union-attr]
-
-        return run
-
-    first, second = run_of(block("first")), run_of(block("second"))
-    alone = EngineStep([Part(first, RequestRows(0, 2, 2), RequestRows(0, 1, 1))])
-    parts = [
-        Part(first, RequestRows(0, 1, 3), RequestRows(0, 1, 2)),
-        Part(second, RequestRows(1, 2, 3), RequestRows(1, 1, 2)),
-    ]
-    together = EngineStep(parts)
+def test_each_request_counts_its_own_occurrences() -> None:
+    seen: dict[str, list[list[float]]] = {"first": [], "second": []}
+    first, second = (run_of(endless(found)) for found in seen.values())
+    alone = EngineStep([part(first, 0, 2, 2)])
+    together = EngineStep([part(first, 0, 1, 3, 0, 2), part(second, 1, 2, 3, 1, 2)])
     alone.meet("layer.output", torch.ones(2, 4))
-    together.meet("layer.output", torch.ones(3, 4))
+    together.meet("layer.output", torch.arange(3.0)[:, None])
     together.counts["other.output"] = 1
-    assert seen == [("first", 8.0), ("first", 4.0), ("second", 8.0)]
+    assert seen == {"first": [[1, 1], [0]], "second": [[1, 2]]}
     assert first.counts == {"layer.output": 2, "other.output": 1}
     assert second.counts == {"layer.output": 1, "other.output": 1}
     assert "layer.output" in together.waited
     first.cancel()
     second.cancel()
-
-
-def test_an_error_ends_one_run_and_leaves_the_value() -> None:
-    def fails() -> None:
-        requested("layer.output")
-        raise KeyError("mine")
-
-    def doubles() -> None:
-        requested("layer.output").mul_(2)
-
-    broken, working = run_of(fails), run_of(doubles)
-    step = EngineStep([Part(broken, RequestRows(0, 1, 2), RequestRows(0, 1, 2)), Part(working, RequestRows(1, 1, 2), RequestRows(1, 1, 2))])
-    value = step.meet("layer.output", torch.ones(2, 2))
-    assert value.tolist() == [[1, 1], [2, 2]]
-    assert isinstance(broken.failed, KeyError) and working.failed is None
-    working.conclude(None)
-    assert working.failed is None
-
-
-def test_a_block_that_still_waits_fails_in_the_end() -> None:
-    run = run_of(lambda: requested("layer.output"))
-    run.conclude("result")
-    assert isinstance(run.failed, OutOfOrderError)
-
-
-def test_locations_without_a_tap_are_refused() -> None:
-    run = run_of(lambda: requested("model.b.output"), limits=RequestLimits(HIDDEN, ("model.a.output",), ()))
-    assert "`model.b.output` is not tapped" in str(run.failed)
-
-
-def test_tiers() -> None:
-    compiled = RequestLimits(HIDDEN, ("a",), ("a",), 1)
-    steering = Steering.of(HIDDEN, 1.0, None, None, 0)
-    assert run_of(lambda: requested("result")).tier == "beside"
-    for limits, expected in ((RequestLimits(HIDDEN), "between modules"), (compiled, "in the compiled model, as parameters")):
-        run = run_of(lambda: requested("result"), limits=limits)
-        run.steer("a", steering)
-        assert run.tier == expected and run.needs_stops == (limits is not compiled)
-        run.cancel()
-    run = run_of(lambda: requested("a"), limits=compiled)
-    assert run.tier == "at taps of the compiled model" and run.needs_stops
-    run.cancel()
 
 
 # -- edits as parameters ----------------------------------------------------------------------------------------------
@@ -201,10 +147,11 @@ def test_tables_do_what_each_rows_edit_says() -> None:
     module = torch.nn.Identity()
     rows = torch.zeros(8, dtype=torch.int64)
     add_tables(module, rows, 2, 2, 4, torch.float32)
-    slots = Slots({"layer": module}, 2)
-    everything = {"layer": Steering.of(4, vector, factor, plane, 0)}
-    addition = {"layer": Steering.of(4, 2.0, None, None, 0)}
-    rows[1], rows[2], rows[4] = slots.take(everything), slots.take(addition), slots.take(everything)
+    everything, addition = Steering.of(4, vector, factor, plane, 0), Steering.of(4, 2.0, None, None, 0)
+    write(module, 1, addition)
+    write(module, 2, addition)
+    write(module, 1, everything)
+    rows[1], rows[2], rows[4] = 1, 2, 1
     found, kept = steered(module, (hidden, residual))
     projector = torch.eye(4) - plane.T @ torch.linalg.inv(plane @ plane.T) @ plane
     edited = (hidden + residual) @ projector * factor + vector
@@ -212,24 +159,10 @@ def test_tables_do_what_each_rows_edit_says() -> None:
     assert torch.equal(found[[0, 3]], hidden[[0, 3]])
     torch.testing.assert_close((found + residual)[[1, 4]], edited[[1, 4]])
     torch.testing.assert_close((found + residual)[2], (hidden + residual)[2] + 2)
-    torch.testing.assert_close(everything["layer"].difference(hidden, {}), hidden @ projector * factor + vector - hidden)
+    torch.testing.assert_close(everything.difference(hidden, {}), hidden @ projector * factor + vector - hidden)
     assert not module.state_dict()
-
-
-def test_slots_are_given_back() -> None:
-    module = torch.nn.Identity()
-    add_tables(module, torch.zeros(8, dtype=torch.int64), 1, 0, 4, torch.float32)
-    slots = Slots({"layer": module}, 1)
-    first, second = ({"layer": Steering.of(4, value, None, None, 0)} for value in (1.0, 2.0))
-    assert slots.take(first) == slots.take(first) == 1
-    with pytest.raises(ValueError, match="room for 1 different edits"):
-        slots.take(second)
-    slots.give_back(first)
-    with pytest.raises(ValueError, match="room for 1 different edits"):
-        slots.take(second)
-    slots.give_back(first)
-    assert slots.take(second) == 1
-    assert module.nnsight_add[1].tolist() == [2.0] * 4
+    write(module, 1, None)
+    assert not module.nnsight_add[1].any() and not module.nnsight_up[1].any()
 
 
 def test_digests_tell_edits_apart() -> None:
@@ -282,7 +215,7 @@ def test_the_leader_tells_what_comes_next() -> None:
     leader = Leader([follower], SimulatedGroup(), Spreads(torch.nn.Identity()))  # type: ignore[arg-type]
     leader.attended = True
     runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset({"model.a"})))
-    step = leader.step(runner, [Part(run, RequestRows(0, 1, 1), RequestRows(0, 1, 1))])
+    step = leader.step(runner, [part(run, 0, 1, 1)])
     assert step is not None and follower.said == [(False, {"model.a.output"}, frozenset({"model.a"}))]
     step.meet("model.a.output", torch.ones(1, 2))
     assert follower.said[1:] == [WORK, ([], {"model.b.output"}, frozenset({"model.a"}))]
@@ -299,10 +232,10 @@ def test_a_part_of_a_prompt_that_is_no_whole_value_is_not_taken_for_one() -> Non
     leader = Leader([Connected()], SimulatedGroup(False, True), Spreads(torch.nn.Identity()))  # type: ignore[arg-type]
     leader.attended = True
     runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset()))
-    first = leader.step(runner, [Part(run, RequestRows(0, 1, 1), RequestRows(0, 1, 1), ends=False)])
+    first = leader.step(runner, [part(run, 0, 1, 1, ends=False)])
     assert first is not None and first.keeps
     first.keep("model.a.output", torch.ones(1, 2))
-    last = leader.step(runner, [Part(run, RequestRows(0, 1, 1), RequestRows(0, 1, 1))])
+    last = leader.step(runner, [part(run, 0, 1, 1)])
     assert last is not None and not last.keeps
     last.meet("model.a.output", torch.ones(1, 2))
     assert "is not the same on all 2 devices" in str(run.failed)
@@ -334,6 +267,13 @@ class Batches:
         self.tapped = tapped
         self.bookkeeping = Bookkeeping(self)
         self.worked_out = 0
+
+    def schedule(self, finished: str = "", **entries: tuple[int, int]) -> None:
+        """Tell the bookkeeping of new requests with entries of tables, and of one that has finished."""
+        new = [
+            SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args={ENTRY: entry})) for name, entry in entries.items()
+        ]
+        self.bookkeeping.follow(SimpleNamespace(finished_req_ids={finished}, scheduled_new_reqs=new))
 
     def step(self, *requests: tuple[str, int, int], padded: int = 0, ends: bool = True) -> EngineStep | None:
         """Make a step with (request, position, size) for each request."""
@@ -423,22 +363,21 @@ def test_rows_of_tables_follow_the_batch() -> None:
     """The slots of a step like the one before are there already; rows that pad it have none, nor those before the first position."""
     looked_at = torch.zeros(8, dtype=torch.int64)
     batches = Batches(SimpleNamespace(locations=[], rows=RowSlots(looked_at)))
-    batches.bookkeeping.add("a", slot=(2, 0))
-    batches.bookkeeping.add("b", slot=(3, 6))
+    batches.schedule(a=(2, 0), b=(3, 6))
     found = []
     for position in range(4, 8):
         assert batches.step(("a", position, 1), ("b", position, 1), padded=2) is None
         found.append(looked_at[:4].tolist())
     assert found == [[2, 0, 0, 0], [2, 0, 0, 0], [2, 3, 0, 0], [2, 3, 0, 0]] and batches.worked_out == 3
-    batches.bookkeeping.use_slots({"a": (2, 0), "b": (3, 6)})
+    batches.schedule()
     batches.step(("a", 8, 1), ("b", 8, 1), padded=2)
     assert batches.worked_out == 3
-    batches.bookkeeping.use_slots({"b": (3, 6)})
-    batches.step(("a", 9, 1), ("b", 9, 1), padded=2)
-    assert looked_at.tolist()[:4] == [0, 3, 0, 0] and batches.bookkeeping.attends
-    batches.bookkeeping.remove("b")
-    assert batches.bookkeeping.attends  # a row is to be forgotten yet
-    batches.step(("a", 10, 1))
+    batches.schedule(finished="a")
+    batches.step(("b", 9, 1), padded=2)
+    assert looked_at.tolist()[:4] == [3, 0, 0, 0] and batches.bookkeeping.attends
+    batches.schedule(finished="b")
+    assert batches.bookkeeping.attends  # a row is to be cleared yet
+    batches.step(("c", 10, 1))
     assert not looked_at.any() and not batches.bookkeeping.attends
 
 
@@ -500,23 +439,12 @@ def test_buffers_of_captures_stay_where_they_are() -> None:
     assert [found.data_ptr() for found in captures._buffers["h.output"][1]] == [found.data_ptr() for found in buffers]
     seen: list[Any] = []
     run = run_of(lambda: seen.append(requested("h.output")))
-    step = EngineStep([Part(run, RequestRows(1, 2, 3), RequestRows(0, 1, 1))])
+    step = EngineStep([part(run, 1, 2, 3)])
     captures.hand_out(step, 3)
     assert run.error is None, run.error
     ((first, (second, nothing)),) = seen
     assert torch.equal(first, torch.full((2, 2), 2.0)) and torch.equal(second, torch.ones(2)) and nothing is None
     assert buffers[0][3:].eq(1).all()  # what is behind the step is not shown
-
-
-def test_entries_of_rows_are_forgotten_with_their_step() -> None:
-    looked_at = torch.zeros(8, dtype=torch.int64)
-    rows = RowSlots(looked_at)
-    rows.fill([(1, 3, 2), (5, 6, 1)])
-    assert looked_at.tolist() == [0, 2, 2, 0, 0, 1, 0, 0] and rows.filled == 6
-    rows.fill([(0, 2, 3)])
-    assert looked_at.tolist() == [3, 3, 0, 0, 0, 0, 0, 0] and rows.filled == 2
-    rows.fill([])
-    assert not looked_at.any() and rows.filled == 0
 
 
 def test_each_step_copies_its_rows_from_memory_of_its_own() -> None:
@@ -541,97 +469,52 @@ def test_each_step_copies_its_rows_from_memory_of_its_own() -> None:
     assert seen == [[0, 2, 2, 0, 0, 1, 0, 0], [3, 3, 0, 0, 0, 0, 0, 0], [0] * 8]
 
 
-# -- the two model runners of vLLM ------------------------------------------------------------------------------------
+# -- features of the model runner V2 ------------------------------------------------------------------------------------
 
 
-def test_both_runners_say_the_same_of_a_step() -> None:
-    """A decoding request, a part of a prompt, and the end of another one, of which the second has no run."""
-    expected = [Span("a", 0, 0, 1, 7, True), Span("c", 2, 4, 2, 3, True)]
-    sizes = {"c": 2, "a": 1, "b": 3}  # a scheduler has them in another order
-    known = {"a": 8, "b": 9, "c": 5}
-    batch = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens_cpu=torch.tensor([7, 2, 3]).numpy())
-    first = SimpleNamespace(
-        input_batch=batch, requests={name: SimpleNamespace(num_tokens=count) for name, count in known.items()}
-    )
-    scheduled = SimpleNamespace(num_scheduled_tokens=sizes, total_num_scheduled_tokens=6)
-    second = SimpleNamespace(
-        req_ids=["a", "b", "c"],
-        query_start_loc_np=torch.tensor([0, 1, 4, 6]).numpy(),
-        num_scheduled_tokens=torch.tensor([1, 3, 2]).numpy(),
-        num_computed_tokens_np=torch.tensor([7, 2, 3]).numpy(),
-        prefill_len_np=torch.tensor([6, 9, 5]).numpy(),  # the first has sampled two since
-        num_tokens=6,
-    )
-    for *batch, spans in (batch_of_v1(first, scheduled), batch_of_v2(second)):
-        assert batch == [["a", "b", "c"], [7, 2, 3], 6]
-        assert spans({"a", "c"}) == expected and spans({"b"}) == [Span("b", 1, 1, 3, 2, False)]
+FEATURES = [
+    ("attention_config.hisparse_config", object(), "HiSparse attention"),
+    ("watermark_config", object(), "a watermark"),
+    ("model_config.is_diffusion", True, "a diffusion model .*written over in later steps"),
+    ("parallel_config.enable_batch_sharded_sampling", True, "batch-sharded sampling .*logits of other requests"),
+    ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding .*looked up on the device"),
+    ("parallel_config.use_ubatching", True, "dual batch overlap .*in two halves"),
+    ("parallel_config.prefill_context_parallel_size", 2, "context parallelism .*another order"),
+    ("parallel_config.decode_context_parallel_size", 2, "context parallelism .*another order"),
+    ("model_config.is_encoder_decoder", True, "a model with an encoder"),
+    ("model_config.supports_multimodal_inputs", True, "for more than text .*its encoder runs between"),
+    ("model_config.enable_prompt_embeds", True, "embeddings in place of a prompt"),
+    ("model_config.is_hybrid", True, "a model with recurrent layers"),
+    ("model_config.is_attention_free", True, "a model with recurrent layers"),
+    ("model_config.return_sampling_mask", True, "sampling masks"),
+    ("model_config.enable_trace_replay", True, "replayed tokens"),
+    ("aux_output_config.enabled", True, "auxiliary outputs"),
+    ("kv_transfer_config", object(), "a connector of key-value caches"),
+]
 
 
-def second_runner() -> Any:
-    """Return a configuration for V2 as vLLM has it, of a model and options that are fine."""
-    return SimpleNamespace(
-        use_v2_model_runner=True,
-        speculative_config=None,
-        watermark_config=None,
-        kv_transfer_config=None,
-        attention_config=SimpleNamespace(hisparse_config=None),
-        aux_output_config=SimpleNamespace(enabled=False),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        model_config=SimpleNamespace(
-            is_diffusion=False,
-            is_encoder_decoder=False,
-            supports_multimodal_inputs=False,
-            enable_prompt_embeds=False,
-            is_hybrid=False,
-            is_attention_free=False,
-            return_sampling_mask=False,
-            enable_trace_replay=False,
-        ),
-        parallel_config=SimpleNamespace(
-            world_size=1,
-            enable_batch_sharded_sampling=False,
-            use_ubatching=False,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-        ),
-    )
+def configuration(**changed: Any) -> Any:
+    """Return a configuration for V2 with no feature of the list but those that were ``changed``, by path."""
+    config = SimpleNamespace(use_v2_model_runner=True)
+    sizes = {path: 1 for path, *_ in FEATURES if path.endswith("_size")}
+    for path, value in {**{path: None for path, *_ in FEATURES}, **sizes, "scheduler_config.async_scheduling": False, **changed}.items():
+        *parents, name = path.split(".")
+        for parent in parents:
+            config.__dict__.setdefault(parent, SimpleNamespace())
+        setattr(getattr(config, parents[0]) if parents else config, name, value)
+    return config
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("attention_config.hisparse_config", object(), "HiSparse attention"),
-        ("watermark_config", object(), "a watermark"),
-        ("model_config.is_diffusion", True, "a diffusion model .*written over in later steps"),
-        ("parallel_config.enable_batch_sharded_sampling", True, "batch-sharded sampling .*logits of other requests"),
-        ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding .*looked up on the device"),
-        ("parallel_config.use_ubatching", True, "dual batch overlap .*in two halves"),
-        ("parallel_config.prefill_context_parallel_size", 2, "context parallelism .*another order"),
-        ("parallel_config.decode_context_parallel_size", 2, "context parallelism .*another order"),
-        ("model_config.is_encoder_decoder", True, "a model with an encoder"),
-        ("model_config.supports_multimodal_inputs", True, "for more than text .*its encoder runs between"),
-        ("model_config.enable_prompt_embeds", True, "embeddings in place of a prompt"),
-        ("model_config.is_hybrid", True, "a model with recurrent layers"),
-        ("model_config.is_attention_free", True, "a model with recurrent layers"),
-        ("model_config.return_sampling_mask", True, "sampling masks"),
-        ("model_config.enable_trace_replay", True, "replayed tokens"),
-        ("aux_output_config.enabled", True, "auxiliary outputs"),
-        ("kv_transfer_config", object(), "a connector of key-value caches"),
-    ],
-)
+@pytest.mark.parametrize(("path", "value", "message"), FEATURES)
 def test_what_the_second_runner_has_and_blocks_cannot_run_with(path: str, value: Any, message: str) -> None:
-    config = second_runner()
-    check(config, tables=False)
-    *parents, name = path.split(".")
-    setattr(getattr(config, parents[0]) if parents else config, name, value)
+    check(configuration(), tables=False)
     with pytest.raises(NotImplementedError, match=f"model runner V2 with .*{message}.*unset VLLM_USE_V2_MODEL_RUNNER"):
-        check(config, tables=False)
+        check(configuration(**{path: value}), tables=False)
 
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_steps_of_tables_may_overlap_and_those_of_blocks_may_not(v2: bool) -> None:
-    config = second_runner()
-    config.use_v2_model_runner, config.scheduler_config.async_scheduling = v2, True
+    config = configuration(**{"use_v2_model_runner": v2, "scheduler_config.async_scheduling": True})
     check(config, tables=True)
     with pytest.raises(NotImplementedError, match="Asynchronous scheduling .*tokens that the request does not have"):
         check(config, tables=False)

@@ -12,7 +12,7 @@ import torch
 from nnsight import LanguageModel
 from nnsight.vllm import VLLM
 
-from .llama import OPTIONS, PROMPTS, tokens
+from .llama import OPTIONS, PROMPTS, adding, generated, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
@@ -34,21 +34,6 @@ def model(folder: Path, request: pytest.FixtureRequest) -> VLLM:
     return VLLM(folder, **OPTIONS, **LAYOUTS[request.param])
 
 
-def by_hand(reference: LanguageModel, ids: list[int], edits: dict[int, torch.Tensor]) -> list[int]:
-    """Return the six likeliest tokens behind ``ids`` with vectors added after some layers; by plain hooks."""
-    handles = [
-        reference._module.model.layers[number].register_forward_hook(lambda module, args, output, by=by: output + by)
-        for number, by in edits.items()
-    ]
-    ids = list(ids)
-    with torch.no_grad():
-        for _ in range(6):
-            ids.append(int(reference._module(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    for handle in handles:
-        handle.remove()
-    return ids[-6:]
-
-
 def all_tokens(result: Any) -> list[list[int]]:
     assert [sample.index for sample in result.outputs] == list(range(len(result.outputs)))
     assert result.finished
@@ -61,8 +46,7 @@ def nothing_is_left(model: VLLM) -> None:
     assert engine is not None
     assert not engine._runner.bookkeeping.runs and not engine._runner.bookkeeping.slots
     assert not engine.llm.llm_engine.has_unfinished_requests()
-    if engine._runner.tapped is not None:
-        assert len(engine._slots._free) == model._layout.slots and not engine._slots._users
+    assert not engine.entries.in_use
 
 
 def test_plain_samples_are_those_of_vllm(model: VLLM) -> None:
@@ -102,7 +86,7 @@ def test_steered_samples_are_those_of_as_many_requests_and_of_transformers(
                 singles.append(tracer.result)
     assert all_tokens(drawn) == [tokens(result) for result in singles]
     assert len({tuple(sample) for sample in all_tokens(drawn)}) == 3
-    assert all_tokens(likeliest) == [by_hand(reference, likeliest.prompt_token_ids, {2: -vector})] * 2
+    assert all_tokens(likeliest) == [generated(reference, likeliest.prompt_token_ids, {2: adding(-vector)})] * 2
     assert all_tokens(unsteered) == all_tokens(model(PROMPTS[1], n=2, **DRAWN))
     if model._layout is None:
         assert tracer.report.tiers[0] == "between modules" and tracer.report.steps[0] == 6
@@ -121,15 +105,15 @@ def test_edits_of_the_model_run_in_each_sample(model: VLLM, reference: LanguageM
             steps.append((step, len(hidden)))
             if not only_read:
                 hidden += vector
-    edits = {} if only_read else {3: vector}
+    edits = {} if only_read else {3: adding(vector)}
     with edited.trace(PROMPTS[0], n=3, **LIKELIEST) as tracer:
         edited.model.layers[2].steer(add=vector)
         result = tracer.result.save()
     ids = result.prompt_token_ids
-    assert all_tokens(result) == [by_hand(reference, ids, {2: vector, **edits})] * 3
+    assert all_tokens(result) == [generated(reference, ids, {2: adding(vector), **edits})] * 3
     assert sorted(steps) == sorted([(0, len(ids)), *[(step, 1) for step in range(1, 6)]] * 3)
     assert tracer.report.steps == [6]
-    assert all_tokens(edited(PROMPTS[0], n=2, **LIKELIEST)) == [by_hand(reference, ids, edits)] * 2
+    assert all_tokens(edited(PROMPTS[0], n=2, **LIKELIEST)) == [generated(reference, ids, edits)] * 2
     nothing_is_left(model)
 
 
@@ -154,12 +138,11 @@ def test_samples_of_different_lengths(model: VLLM) -> None:
 def test_blocks_that_samples_cannot_share_are_refused_at_their_line(model: VLLM) -> None:
     message = r"n=2: the block waits at `model.model.layers.3.output`.*`with tracer.invoke\(prompt, seed=seed\):`"
     results = []
-    with pytest.raises(ValueError, match=message) as caught:
-        with model.trace(**DRAWN) as tracer:
-            with tracer.invoke(PROMPTS[0], n=2):
-                model.model.layers[3].output  # noqa: B018
-            with tracer.invoke(PROMPTS[1]):
-                results.append(tracer.result)
+    with pytest.raises(ValueError, match=message) as caught, model.trace(**DRAWN) as tracer:
+        with tracer.invoke(PROMPTS[0], n=2):
+            model.model.layers[3].output  # noqa: B018
+        with tracer.invoke(PROMPTS[1]):
+            results.append(tracer.result)
     assert "layers[3].output" in str(caught.traceback[-1].statement)
     assert tokens(results[0]) == tokens(model(PROMPTS[1], **DRAWN))
     for wanted in ("logits", "samples"):
@@ -167,9 +150,8 @@ def test_blocks_that_samples_cannot_share_are_refused_at_their_line(model: VLLM)
             with model.trace(PROMPTS[0], n=2, **DRAWN) as tracer:
                 for _ in tracer.iter[:]:
                     getattr(model, wanted).output  # noqa: B018
-    with pytest.raises(ValueError, match="n=2: the block has a cache"):
-        with model.trace(PROMPTS[0], n=2, **DRAWN) as tracer:
-            tracer.cache([model.model.layers[3]])
+    with pytest.raises(ValueError, match="n=2: the block has a cache"), model.trace(PROMPTS[0], n=2, **DRAWN) as tracer:
+        tracer.cache([model.model.layers[3]])
     nothing_is_left(model)
 
 
@@ -183,9 +165,8 @@ def test_an_error_in_one_sample_ends_its_request_only(model: VLLM) -> None:
             if len(calls) == 7:
                 raise ArithmeticError("the seventh")
     results = []
-    with pytest.raises(ArithmeticError, match="the seventh") as caught:
-        with edited.trace(PROMPTS[0], n=3, **DRAWN) as tracer:
-            results.append(tracer.result)
+    with pytest.raises(ArithmeticError, match="the seventh") as caught, edited.trace(PROMPTS[0], n=3, **DRAWN) as tracer:
+        results.append(tracer.result)
     assert "This was sample 0 of 3." in caught.value.__notes__
     assert not results
     nothing_is_left(model)
@@ -195,12 +176,11 @@ def test_an_error_in_one_sample_ends_its_request_only(model: VLLM) -> None:
 @pytest.mark.parametrize("model", ["compiled"], indirect=True)
 def test_tables_that_are_full_fail_the_request(model: VLLM, vector: torch.Tensor) -> None:
     results = []
-    with pytest.raises(ValueError, match="room for 2 different edits"):
-        with model.trace(n=2, **DRAWN) as tracer:
-            for coefficient in (1, 2, 3):
-                with tracer.invoke(PROMPTS[0]):
-                    model.model.layers[2].steer(add=coefficient * vector)
-                    results.append(tracer.result)
+    with pytest.raises(ValueError, match="room for 2 different edits"), model.trace(n=2, **DRAWN) as tracer:
+        for coefficient in (1, 2, 3):
+            with tracer.invoke(PROMPTS[0]):
+                model.model.layers[2].steer(add=coefficient * vector)
+                results.append(tracer.result)
     assert [len(all_tokens(result)) for result in results] == [2, 2]
     nothing_is_left(model)
 

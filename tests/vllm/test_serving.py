@@ -24,8 +24,8 @@ from nnsight import LanguageModel
 from nnsight.cli import main
 from nnsight.vllm import VLLM
 
-from .llama import HIDDEN, ROOT
-from .test_traces import GREEDY, OPTIONS, PROMPTS, generated_by_hand, tokens, without
+from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, ROOT, adding, generated, tokens
+from .test_traces import without
 from .test_vectors import gguf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
@@ -149,24 +149,9 @@ def offline(folder: Path, files: dict[str, Path]) -> VLLM:
     return model
 
 
-def plain_by_hand(reference: LanguageModel, ids: list[int], count: int = 6) -> list[int]:
-    return generated_by_hand(reference, ids, lambda hidden: hidden, count)
-
-
-def added_by_hand(reference: LanguageModel, ids: list[int], vectors: dict[int, torch.Tensor], count: int = 6) -> list[int]:
-    """Return the tokens that follow greedily when a vector is added after each of some layers."""
-
-    def adds(vector: torch.Tensor) -> Any:
-        return lambda module, args, output: output + vector
-
-    handles = [
-        reference._module.model.layers[layer].register_forward_hook(adds(vector)) for layer, vector in vectors.items()
-    ]
-    try:
-        return plain_by_hand(reference, ids, count)
-    finally:
-        for handle in handles:
-            handle.remove()
+def added(vectors: dict[int, torch.Tensor], factor: float = 1.0) -> dict[int, Any]:
+    """Return edits that add vectors after some layers."""
+    return {layer: adding(factor * vector) for layer, vector in vectors.items()}
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -175,46 +160,40 @@ def added_by_hand(reference: LanguageModel, ids: list[int], vectors: dict[int, t
 def test_unsteered_answers_are_plain(server: Server, offline: VLLM, reference: LanguageModel) -> None:
     for prompt in PROMPTS:
         ids = offline.tokenizer(prompt)["input_ids"]
-        assert server.tokens(prompt) == plain_by_hand(reference, ids) == tokens(offline(prompt, **GREEDY))
+        assert server.tokens(prompt) == generated(reference, ids) == tokens(offline(prompt, **GREEDY))
 
 
 def test_steered_answers_are_those_of_transformers_and_of_the_engine_here(
     server: Server, offline: VLLM, reference: LanguageModel
 ) -> None:
     ids = offline.tokenizer(PROMPTS[0])["input_ids"]
-
-    def from_position(hidden: torch.Tensor) -> torch.Tensor:
-        edited = hidden.clone()
-        edited[:, 5:] += 2 * ANY
-        return edited
-
-    cases: list[tuple[dict[str, Any], list[int]]] = [
-        ({"vector": "happy"}, added_by_hand(reference, ids, HAPPY)),
-        ({"vector": "happy", "scale": -2.0}, added_by_hand(reference, ids, {layer: -2 * found for layer, found in HAPPY.items()})),
-        ({"vector": "happy", "layers": "2"}, added_by_hand(reference, ids, {2: HAPPY[2]})),
-        ({"vector": "any", "scale": 3, "layers": [0, 3]}, added_by_hand(reference, ids, {0: 3 * ANY, 3: 3 * ANY})),
+    cases: list[tuple[dict[str, Any], dict[int, Any]]] = [
+        ({"vector": "happy"}, added(HAPPY)),
+        ({"vector": "happy", "scale": -2.0}, added(HAPPY, -2.0)),
+        ({"vector": "happy", "layers": "2"}, {2: adding(HAPPY[2])}),
+        ({"vector": "any", "scale": 3, "layers": [0, 3]}, {0: adding(3 * ANY), 3: adding(3 * ANY)}),
         (
             {"vector": ["happy", "any"], "scale": [1.0, 2.0], "layers": "1-2"},
-            added_by_hand(reference, ids, {layer: found + 2 * ANY for layer, found in HAPPY.items()}),
+            {layer: adding(found + 2 * ANY) for layer, found in HAPPY.items()},
         ),
-        ({"remove": "any", "layers": 2}, generated_by_hand(reference, ids, lambda hidden: without(hidden, ANY[None]), 6)),
-        ({"vector": "any", "scale": 2, "layers": 2, "start": 5}, generated_by_hand(reference, ids, from_position, 6)),
-    ]  # fmt: skip
-    unsteered = plain_by_hand(reference, ids)
+        ({"remove": "any", "layers": 2}, {2: lambda hidden: without(hidden, ANY[None])}),
+        ({"vector": "any", "scale": 2, "layers": 2, "start": 5}, {2: adding(2 * ANY, 5)}),
+    ]
+    unsteered = generated(reference, ids)
     different = 0
-    for chosen, expected in cases:
+    for chosen, edits in cases:
         found = server.tokens(PROMPTS[0], {f"nnsight_{name}": value for name, value in chosen.items()})
         with offline.trace(PROMPTS[0], **GREEDY) as tracer:
             offline.steer(**chosen)
             here = tracer.result.save()
-        assert found == expected == tokens(here), chosen
+        assert found == generated(reference, ids, edits) == tokens(here), chosen
         different += found != unsteered
     assert different >= len(cases) - 1  # a direction that is removed need not change the words
 
 
 def test_chats_streams_and_several_answers(server: Server, reference: LanguageModel, offline: VLLM) -> None:
     ids = offline.tokenizer(PROMPTS[0])["input_ids"]
-    steered, unsteered = added_by_hand(reference, ids, HAPPY), plain_by_hand(reference, ids)
+    steered, unsteered = generated(reference, ids, added(HAPPY)), generated(reference, ids)
     assert steered != unsteered
     xargs = {"nnsight_vector": "happy"}
     chat = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 6, "temperature": 0.0}
@@ -231,16 +210,13 @@ def test_chats_streams_and_several_answers(server: Server, reference: LanguageMo
     status, answer = server.complete(PROMPTS[0], xargs, n=2, temperature=1.0, top_k=1)
     assert status == 200 and [choice["token_ids"] for choice in answer["choices"]] == [steered] * 2
     status, answer = server.complete([PROMPTS[0], PROMPTS[1]], xargs)
-    other = added_by_hand(reference, offline.tokenizer(PROMPTS[1])["input_ids"], HAPPY)
+    other = generated(reference, offline.tokenizer(PROMPTS[1])["input_ids"], added(HAPPY))
     assert [choice["token_ids"] for choice in answer["choices"]] == [steered, other]
 
 
 def test_requests_with_different_edits_at_a_time(server: Server, reference: LanguageModel, offline: VLLM) -> None:
     cases = [(prompt, scale) for scale in (0.0, 1.0, -1.0, 2.0) for prompt in PROMPTS]
-    expected = []
-    for prompt, scale in cases:
-        ids = offline.tokenizer(prompt)["input_ids"]
-        expected.append(added_by_hand(reference, ids, {layer: scale * found for layer, found in HAPPY.items()}, 24))
+    expected = [generated(reference, offline.tokenizer(prompt)["input_ids"], added(HAPPY, scale), 24) for prompt, scale in cases]
 
     def ask(case: tuple[str, float]) -> list[int]:
         xargs = {"nnsight_vector": "happy", "nnsight_scale": case[1]} if case[1] else None
@@ -252,10 +228,7 @@ def test_requests_with_different_edits_at_a_time(server: Server, reference: Lang
 
 def test_cached_prefixes_do_not_cross_edits(server: Server, reference: LanguageModel) -> None:
     prompt = [7 + number % 400 for number in range(3, 203)]
-    expected = {
-        scale: added_by_hand(reference, prompt, {layer: scale * found for layer, found in HAPPY.items()}, 3)
-        for scale in (0.0, 1.0, 2.0)
-    }
+    expected = {scale: generated(reference, prompt, added(HAPPY, scale), 3) for scale in (0.0, 1.0, 2.0)}
     cached = []
     for scale in (1.0, 0.0, 1.0, 2.0, 0.0):
         xargs = {"nnsight_vector": "happy", "nnsight_scale": scale} if scale else None
@@ -277,17 +250,10 @@ def test_cached_prefixes_do_not_cross_edits(server: Server, reference: LanguageM
     ("xargs", "message"),
     [
         ({"nnsight_vector": "hapy"}, "There is no vector 'hapy'. Registered: happy, any"),
-        ({"nnsight_vectors": "happy"}, "nnsight_vectors: unknown"),
-        ({"nnsight-slot": 1, "nnsight-start": 0}, "nnsight-slot, nnsight-start: unknown"),
+        ({"nnsight-entry": [1, 0]}, "nnsight-entry: unknown"),
         ({"NNsight_vector": "happy"}, "NNsight_vector: unknown"),
-        ({"nnsight_scale": 2.0}, "nnsight_vector or nnsight_remove is missing"),
-        ({"nnsight_vector": "happy", "nnsight_scale": "much"}, "nnsight_scale is a finite number"),
-        ({"nnsight_vector": "happy", "nnsight_layers": "one"}, "nnsight_layers is a number"),
         ({"nnsight_vector": "happy", "nnsight_layers": "3"}, "'happy' has no direction for layer 3"),
         ({"nnsight_vector": "any", "nnsight_layers": "3-4"}, "Layer 4 cannot be steered"),
-        ({"nnsight_vector": "any"}, "nnsight_layers is missing"),
-        ({"nnsight_remove": "happy,any"}, "room for 1 at a layer"),
-        ({"nnsight_vector": "happy", "nnsight_start": -1}, "nnsight_start is a position"),
     ],
 )
 def test_what_cannot_be_done_is_refused(server: Server, xargs: dict[str, Any], message: str) -> None:
@@ -330,7 +296,7 @@ def test_more_edits_than_there_is_room_for(server: Server, reference: LanguageMo
     else:
         raise AssertionError("entries are not given back")
     ids = offline.tokenizer(PROMPTS[0])["input_ids"]
-    expected = added_by_hand(reference, ids, {layer: 4 * found for layer, found in HAPPY.items()})
+    expected = generated(reference, ids, added(HAPPY, 4.0))
     assert server.tokens(PROMPTS[0], {"nnsight_vector": "happy", "nnsight_scale": 4.0}) == expected
 
 
@@ -350,7 +316,7 @@ def test_vectors_come_and_go_at_run_time(server: Server, reference: LanguageMode
         assert {"name": "new", "layers": [0, 3]} in answer["vectors"]
         assert {"name": "any", "layers": None} in answer["vectors"]
         before = server.metric("nnsight:steered_requests_total")
-        expected = added_by_hand(reference, ids, {0: sign * direction(8), 3: sign * direction(9)})
+        expected = generated(reference, ids, added({0: direction(8), 3: direction(9)}, sign))
         assert server.tokens(PROMPTS[0], xargs) == expected
         assert server.metric("nnsight:steered_requests_total") == before + 1
         status, answer = server.ask("PUT", path, save(kept))
@@ -377,22 +343,15 @@ def test_files_that_are_refused(server: Server, data: bytes, status: int, messag
     assert server.ask("PUT", "/v1/nnsight/vectors/wrong", b"x", key="another")[0] == 401
 
 
-def test_a_server_that_compiles_nothing(
-    folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("options", [["--enforce-eager"], ["--tensor-parallel-size", 2]])
+def test_a_server_that_compiles_nothing_and_one_on_two_devices(
+    folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path: Path, options: list[Any]
 ) -> None:
-    options = ["--enforce-eager", "--vectors", f"happy={files['happy']}"]
-    with serving(folder, tmp_path / "log.txt", *options) as server:
+    with serving(folder, tmp_path / "log.txt", *options, "--vectors", f"happy={files['happy']}") as server:
         ids = [9, 10, 11, 12]
-        assert server.tokens(ids, {"nnsight_vector": "happy"}) == added_by_hand(reference, ids, HAPPY)
-        assert server.tokens(ids) == plain_by_hand(reference, ids) != added_by_hand(reference, ids, HAPPY)
-
-
-def test_a_server_on_two_devices(folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path: Path) -> None:
-    options = ["--tensor-parallel-size", 2, "--vectors", f"happy={files['happy']}"]
-    with serving(folder, tmp_path / "log.txt", *options) as server:
-        ids = [9, 10, 11, 12]
-        assert server.tokens(ids, {"nnsight_vector": "happy"}) == added_by_hand(reference, ids, HAPPY)
-        assert server.tokens(ids) == plain_by_hand(reference, ids) != added_by_hand(reference, ids, HAPPY)
+        expected = generated(reference, ids, added(HAPPY))
+        assert server.tokens(ids, {"nnsight_vector": "happy"}) == expected
+        assert server.tokens(ids) == generated(reference, ids) != expected
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -407,6 +366,7 @@ def test_a_server_on_two_devices(folder: Path, reference: LanguageModel, files: 
         (["--api-server-count", "2"], "--api-server-count cannot be had together with --edits"),
         (["--enable-lora"], "LoRA cannot be had together with --edits"),
         (["--pipeline-parallel-size", "2"], "pipeline parallelism cannot be had together with --edits"),
+        (["--watermark-config", '{"key": 1}'], "model runner V2 with a watermark (`watermark_config`) is not implemented"),
     ],
 )
 def test_wrong_options(
@@ -415,16 +375,6 @@ def test_wrong_options(
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
         monkeypatch.delenv(name)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", "--watermark-config" in options)
     assert main(command(folder, *options)[3:]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_what_the_second_model_runner_has_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    assert main(command(folder, "--watermark-config", '{"key": 1}')[3:]) == 2
-    assert "model runner V2 with a watermark (`watermark_config`) is not implemented" in capsys.readouterr().err

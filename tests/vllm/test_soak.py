@@ -25,7 +25,7 @@ from nnsight.vllm.asynchronous import Stream
 from nnsight.vllm.samples import Request
 from nnsight.vllm.worker.requests import RequestRun
 
-from .llama import GREEDY, OPTIONS, close, tokens
+from .llama import GREEDY, OPTIONS, adding, close, generated, states, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment"), pytest.mark.filterwarnings("ignore:The loop ended")]
 
@@ -54,32 +54,19 @@ class Soak:
     """
 
     def __init__(self, model: VLLM, reference: LanguageModel, vector: torch.Tensor, seed: int = 0) -> None:
-        self.model, self.reference = model, reference
+        self.model = model
         self.random = random.Random(seed)
         self.vector = vector
         self.done: collections.Counter[str] = collections.Counter()
         self.expected = {
-            (layer, coefficient, number): self.by_hand(layer, coefficient, prompt)
+            (layer, coefficient, number): generated(reference, prompt, {layer: adding(coefficient * vector)})
             for layer, coefficients in EDITED.values()
             for coefficient in coefficients
             for number, prompt in enumerate(PROMPTS)
         }
-        self.states = [self.by_hand(2, 0.0, prompt, states=True) for prompt in PROMPTS]
-
-    def by_hand(self, layer: int, coefficient: float, prompt: list[int], states: bool = False) -> Any:
-        """Return the tokens that follow, or the hidden states after the last layer; by plain hooks."""
-        layers, seen = self.reference._module.model.layers, []
-        handles = [
-            layers[layer].register_forward_hook(lambda module, args, output: output + coefficient * self.vector),
-            layers[3].register_forward_hook(lambda module, args, output: seen.append(output[0])),
+        self.states = [
+            states(reference, [*prompt, *self.expected[2, 0.0, number][:-1]])[3] for number, prompt in enumerate(PROMPTS)
         ]
-        ids = list(prompt)
-        with torch.no_grad():
-            for _ in range(6):
-                ids.append(int(self.reference._module(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        for handle in handles:
-            handle.remove()
-        return seen[-1] if states else ids[-6:]
 
     async def run(self, count: int) -> None:
         """Send ``count`` requests, some at a time."""
@@ -181,11 +168,10 @@ def left_of(model: VLLM) -> dict[str, int]:
     assert engine is not None
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     counts = collections.Counter(type(found).__name__ for found in gc.get_objects() if type(found) in _OURS)
-    slots = () if engine._runner.tapped is None else engine._slots._users
     pool = scheduler.kv_cache_manager.block_pool
     return {
         "runs of the runner": len(engine._runner.bookkeeping.runs) + len(engine._runner.bookkeeping.slots),
-        "slots": len(slots),
+        "entries": engine.entries.in_use,
         "unfinished": len(scheduler.requests) + engine.llm.llm_engine.get_num_unfinished_requests(),
         "blocks of the cache": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is vLLM's own
         **{name: counts[name] for name in sorted(kind.__name__ for kind in _OURS)},

@@ -1,8 +1,7 @@
-"""Vectors from files and tensors, what requests choose of them, and who has which entry of a server's tables; no vLLM is needed."""
+"""Vectors from files and tensors, the choices of requests, and the entries of tables; no vLLM is needed."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import struct
 import sys
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFWriter
 from safetensors.torch import save, save_file
 
-from nnsight.vllm.serving.entries import Entries
 from nnsight.vllm.steering.choices import PREFIX, Choice
-from nnsight.vllm.steering.vectors import Vectors, load_vector, parse_vector
+from nnsight.vllm.steering.entries import Entries
+from nnsight.vllm.steering.vectors import Vectors, parse_vector
 from nnsight.vllm.worker.residual import places_of
 
 HIDDEN = 4
@@ -59,30 +58,23 @@ def gguf(tensors: dict[str, torch.Tensor], architecture: str = "controlvector", 
 
 
 @pytest.mark.parametrize("form", ["{}", "direction.{}", "layer.{}", "model.layers.{}", "happy.{}"])
-def test_safetensors_have_a_direction_for_each_layer(tmp_path: Path, form: str) -> None:
+def test_safetensors_have_a_direction_for_each_layer(form: str) -> None:
     kept = directions(11, 3)
-    save_file({form.format(layer): tensor for layer, tensor in kept.items()}, tmp_path / "mood.safetensors")
-    found = load_vector(tmp_path / "mood.safetensors")
+    found = parse_vector(save({form.format(layer): tensor for layer, tensor in kept.items()}), "file")
     assert list(found) == [3, 11]
     assert all(torch.equal(found[layer], kept[layer]) for layer in kept)
 
 
-def test_a_sole_tensor_is_for_any_layer(tmp_path: Path) -> None:
-    save_file({"direction": torch.ones(HIDDEN, dtype=torch.bfloat16)}, tmp_path / "one.safetensors")
-    found = load_vector(tmp_path / "one.safetensors")
-    assert list(found) == [None]
-    assert torch.equal(found[None], torch.ones(HIDDEN))
-
-
 def test_several_vectors_in_a_file_are_told_by_their_names(tmp_path: Path) -> None:
-    happy, sad = directions(3, 4), directions(3, seed=1)[3]
+    """One with a direction for each of some layers, and one that is for any layer, in another dtype."""
+    happy, sad = directions(3, 4), torch.ones(HIDDEN, dtype=torch.bfloat16)
     path = tmp_path / "moods.safetensors"
     save_file({"happy.3": happy[3], "happy.4": happy[4], "sad": sad}, path)
     vectors = Vectors()
     assert [vectors.load(path, "happy"), vectors.load(path, "sad")] == ["happy", "sad"]
     assert vectors.layers("happy") == [3, 4] and vectors.layers("sad") is None
     assert torch.equal(vectors.direction("happy", 4, HIDDEN), happy[4])
-    assert torch.equal(vectors.direction("sad", 9, HIDDEN), sad)
+    assert torch.equal(vectors.direction("sad", 9, HIDDEN), sad.float())
     with pytest.raises(ValueError, match=r"moods.safetensors: the file has several vectors, 'happy', 'sad', and none"):
         vectors.load(path)
 
@@ -149,19 +141,9 @@ def test_files_of_the_gguf_package_are_read(tmp_path: Path, dtype: torch.dtype) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = load_vector(tmp_path / "happy.gguf")
-    assert list(found) == [1, 2, 10]
-    assert all(torch.equal(found[layer], kept[layer].float()) for layer in kept)
-
-
-def test_the_files_of_these_tests_are_gguf(tmp_path: Path) -> None:
-    kept = directions(1, 2)
-    (tmp_path / "file.gguf").write_bytes(gguf({f"direction.{layer}": tensor for layer, tensor in kept.items()}))
-    reader = GGUFReader(tmp_path / "file.gguf")
-    assert reader.fields["a.list"].contents() == [7, -7]
-    assert {each.name: each.data.tolist() for each in reader.tensors} == {
-        f"direction.{layer}": tensor.tolist() for layer, tensor in kept.items()
-    }
+    vectors = Vectors()
+    assert vectors.load(tmp_path / "happy.gguf") == "happy" and vectors.layers("happy") == [1, 2, 10]
+    assert all(torch.equal(vectors["happy"][layer], kept[layer].float()) for layer in kept)
 
 
 def test_without_the_gguf_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +204,14 @@ def test_wrong_vectors(name: str, value: Any, error: type[Exception], message: s
     assert not len(vectors)
 
 
-def test_a_size_that_was_not_known_is_looked_at_when_used() -> None:
+@pytest.mark.parametrize("value", [torch.ones(5), {3: torch.ones(5)}])
+def test_a_size_that_was_not_known_is_checked_later(value: Any) -> None:
     vectors = Vectors()
-    vectors.add("happy", torch.ones(5))
-    with pytest.raises(ValueError, match="'happy': a direction has 5 channels, and the model's hidden state has 4"):
-        vectors.direction("happy", 1, HIDDEN)
+    vectors.add("happy", value)
+    for check in (lambda: vectors.direction("happy", 3, HIDDEN), lambda: vectors.fit(HIDDEN)):
+        with pytest.raises(ValueError, match="'happy': a direction has 5 channels, and the model's hidden state has 4"):
+            check()
+    vectors.fit(5)
 
 
 # -- choices ----------------------------------------------------------------------------------------------------------
@@ -317,75 +302,36 @@ def test_wrong_choices(vectors: Vectors, parameters: dict[str, Any], message: st
 def test_numbers_of_layers() -> None:
     assert places_of(["model.h.1.output", "model.h.10.mlp.output"]) == {1: "model.h.1.output", 10: "model.h.10.mlp.output"}
     for locations in (["model.norm.output"], ["model.h.1.output", "model.h.1.mlp.output"]):
-        with pytest.raises(ValueError, match="cannot be told by a number"):
+        with pytest.raises(ValueError, match="cannot be addressed by a number"):
             places_of(locations)
 
 
 # -- entries of the tables --------------------------------------------------------------------------------------------
 
 
-def entries(count: int) -> tuple[Entries, list[tuple[int, Any]]]:
-    """Return entries, and the list of what is written to the tables."""
-    written: list[tuple[int, Any]] = []
-
-    async def write(slot: int, edits: Any) -> None:
-        if edits == "fails":
-            raise OSError("no engine")
-        await asyncio.sleep(0)
-        written.append((slot, edits))
-
-    return Entries(count, write), written
-
-
 def test_requests_that_are_steered_alike_share_an_entry() -> None:
-    async def main() -> None:
-        made, written = entries(2)
-        first, second, other = made.take("a", "A"), made.take("a", "A"), made.take("b", "B")  # type: ignore[arg-type]
-        assert first.slot == second.slot != other.slot and made.in_use == 2
-        await asyncio.gather(*map(made.ready, [first, second, other]))
-        assert written == [(first.slot, "A"), (other.slot, "B")]
-        with pytest.raises(ValueError, match="All 2 entries for different edits are in use"):
-            made.take("c", "C")  # type: ignore[arg-type]
-        first.release()
-        first.release()
-        with pytest.raises(ValueError, match="All 2 entries"):
-            made.take("c", "C")  # type: ignore[arg-type]
-        second.release()
-        again = made.take("a", "A")  # type: ignore[arg-type]
-        await made.ready(again)
-        assert len(written) == 2  # still there
-        again.release()
-        other.release()
-        third = made.take("c", "C")  # type: ignore[arg-type]
-        await made.ready(third)
-        assert written[2:] == [(other.slot, "C")]  # the one that was used longest ago makes room
-        assert made.in_use == 1
-
-    asyncio.run(main())
+    made = Entries(2, "all are in use")
+    first, second, other = made.take("a"), made.take("a"), made.take("b")
+    assert first.entry is second.entry and {first.entry.slot, other.entry.slot} == {1, 2} and made.in_use == 2
+    first.entry.written = True
+    first.release()
+    first.release()
+    with pytest.raises(ValueError, match="all are in use"):
+        made.take("c")
+    second.release()
+    again = made.take("a")
+    assert again.entry.written  # its parameters are still there
+    again.release()
+    other.release()
+    third = made.take("c")
+    assert third.entry.slot == other.entry.slot  # the one that was used longest ago makes room
+    assert not third.entry.written and made.in_use == 1
 
 
 def test_a_request_that_is_dropped_gives_its_entry_back() -> None:
-    async def main() -> None:
-        made, _ = entries(1)
-        lease = made.take("a", "A")  # type: ignore[arg-type]
-        assert made.in_use == 1
-        del lease
-        gc.collect()
-        assert made.in_use == 0
-
-    asyncio.run(main())
-
-
-def test_a_write_that_failed_is_made_again() -> None:
-    async def main() -> None:
-        made, written = entries(1)
-        lease = made.take("a", "fails")  # type: ignore[arg-type]
-        for _ in range(2):
-            with pytest.raises(OSError, match="no engine"):
-                await made.ready(lease)
-        lease.edits = "works"  # type: ignore[assignment]
-        await made.ready(lease)
-        await made.ready(lease)
-        assert written == [(1, "works")]
-
-    asyncio.run(main())
+    made = Entries(1, "all are in use")
+    lease = made.take("a")
+    assert made.in_use == 1
+    del lease
+    gc.collect()
+    assert made.in_use == 0

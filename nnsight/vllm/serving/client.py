@@ -1,12 +1,13 @@
-"""What vLLM's server talks to: an engine client that steers the requests which ask for it.
+"""The engine client of vLLM's server: it steers the requests which ask for it.
 
-All of the server's endpoints generate through one method, ``generate``; so this is where a request is looked at. What is wrong with it is
-raised at once, before anything of an answer is sent, as an error that the server answers with the status 400. Else the request goes on
-with the number of its entry in place of what the user said, and with a salt that keeps the prefixes it caches apart.
+All endpoints of the server generate through one method, ``generate``, so this is where a request is checked. A mistake in it is
+raised at once, before anything of an answer is sent, as an error that the server answers with the status 400. A request that is right goes
+on with the number of its table entry in place of the user's parameters, and with a salt that keeps the prefixes it caches apart.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
@@ -18,12 +19,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from ..steering.choices import PREFIX, Choice
-from ..steering.tables import salt_of
+from ..steering.entries import ENTRY, Entries, Lease
+from ..steering.tables import Steering, salt_of
 from ..steering.vectors import Vectors
 from ..worker.engine_taps import Layout
 from ..worker.residual import places_of
-from .entries import Edits, Entries, Lease
-from .worker import SLOT, START, packed
+from ..worker.worker import packed
+
+Edits = Mapping[str, Steering]
 
 _STEERED = Counter("nnsight:steered_requests", "Requests that were sent to the engine steered.")
 _REFUSED = Counter("nnsight:refused_requests", "Requests that could not be steered as they asked, and were refused.")
@@ -31,6 +34,11 @@ _VECTORS = Gauge("nnsight:vectors_registered", "Vectors that requests can name."
 
 #: How many different edits are kept ready, so that requests for them compute nothing.
 _KEPT = 128
+
+_FULL = (
+    "All {count} entries for different edits are in use by other requests. Ask again when one of them has ended, or start the server with "
+    "more --slots."
+)
 
 
 def is_ours(name: Any) -> bool:
@@ -48,32 +56,22 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
     """An engine client that steers the requests which ask for it. Call :meth:`prepare` first."""
 
     async def prepare(self, vectors: Vectors) -> None:
-        """Ask the engine where it has tables, and steer with ``vectors`` from now on.
-
-        Raises:
-            ValueError: If layers cannot be told by their numbers.
-        """
+        """Ask the engine where it has tables, and steer with ``vectors``; raise ``ValueError`` if layers have no different numbers."""
         layout = Layout.described(self.vllm_config.additional_config["nnsight"])
         self.vectors = vectors
         self.places = places_of((await self.collective_rpc("nnsight_locations"))[0])
-        self.entries = Entries(layout.slots, self._write)
+        self.entries = Entries(layout.slots, _FULL.format(count=layout.slots))
         self._rank = layout.rank
+        self._writing = asyncio.Lock()
         self._known: OrderedDict[Choice, tuple[str, Edits]] = OrderedDict()
         _VECTORS.set_function(lambda: len(vectors))
 
-    async def _write(self, slot: int, edits: Edits) -> None:
-        await self.collective_rpc("nnsight_write", args=(slot, packed(edits)))
-
     def vectors_changed(self) -> None:
-        """Say that a name may stand for another vector now."""
+        """Forget the edits of names that may stand for other vectors from now on."""
         self._known.clear()
 
     def edits_of(self, parameters: Mapping[str, Any]) -> tuple[str, Edits, int] | None:
-        """Return the salt, the edits and the first position of a request with these extra parameters; ``None`` if it asks for no edit.
-
-        Raises:
-            VLLMValidationError: If they are wrong.
-        """
+        """Return salt, edits and first position for the parameters of a request, ``None`` if it asks for no edit; raise for wrong ones."""
         ours = {name: value for name, value in parameters.items() if is_ours(name)}
         if not ours:
             return None
@@ -90,30 +88,30 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         return *self._known[choice], choice.start
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """Send a request to the engine, steered if it asks for that; see ``AsyncLLM.generate``.
-
-        Raises:
-            VLLMValidationError: If it cannot be steered as it asks.
-        """
+        """Send a request to the engine, steered if it asks for that; raise ``VLLMValidationError`` if that is not possible."""
         found = self.edits_of(sampling_params.extra_args or {})
         if found is None:
             return super().generate(prompt, sampling_params, request_id, **options)
         salt, edits, start = found
         prompt = _salted(prompt, salt)
         try:
-            lease = self.entries.take(salt, edits)
+            lease = self.entries.take(salt)
         except ValueError as error:
             raise refused(str(error)) from error
         sampling_params = sampling_params.clone()
         others = {name: value for name, value in sampling_params.extra_args.items() if not is_ours(name)}
-        sampling_params.extra_args = {**others, SLOT: lease.slot, START: start}
-        return self._steered(lease, super().generate(prompt, sampling_params, request_id, **options))
+        sampling_params.extra_args = {**others, ENTRY: (lease.entry.slot, start)}
+        return self._steered(lease, edits, super().generate(prompt, sampling_params, request_id, **options))
 
-    async def _steered(self, lease: Lease, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async def _steered(self, lease: Lease, edits: Edits, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        entry = lease.entry
         try:
-            await self.entries.ready(lease)
+            async with self._writing:
+                if not entry.written:
+                    await self.collective_rpc("nnsight_write", args=(entry.slot, packed(edits)))
+                    entry.written = True
             _STEERED.inc()
-            async with aclosing(outputs):  # what is dropped is aborted in the engine before its entry is given to another
+            async with aclosing(outputs):  # a dropped request is aborted in the engine before its entry is given to another
                 async for output in outputs:
                     yield output
         finally:
@@ -121,7 +119,7 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
 
 
 def _salted(prompt: Any, salt: str) -> dict[str, Any]:
-    """Return ``prompt`` with a salt of its cached prefixes for ``salt`` and what it had."""
+    """Return ``prompt`` with a salt of its cached prefixes made from ``salt`` and its own."""
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
     if not isinstance(prompt, dict) or prompt.get("type") == "enc_dec":

@@ -1,6 +1,6 @@
 """``nnsight vllm serve``: vLLM's OpenAI-compatible server, with edits in the graph of the model.
 
-It takes the options of ``vllm serve`` and four of its own. What the server cannot do with tables is refused before the engine starts.
+It takes the options of ``vllm serve`` and four of its own. Options that tables cannot work with are refused before the engine starts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ from ..steering.vectors import Vectors
 from ..worker.engine_taps import Layout
 from ..worker.runner import check, choose_runner
 
-WORKER = f"{__package__}.worker.ServingWorker"
+WORKER = f"{__package__.rpartition('.')[0]}.worker.worker.ServingWorker"
+
+_ONE_PROCESS = "one process has to know which edits are in the tables."
+
+#: Options of vLLM that lead to another server, or another worker.
+_OTHER_SERVERS = {
+    "worker_cls": "the worker is this package's.",
+    "api_server_count": _ONE_PROCESS,
+    "headless": _ONE_PROCESS,
+    "grpc": "requests over gRPC are not looked at.",
+}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until told to stop.
-
-    Raises:
-        ValueError: If an option is wrong, or cannot be had together with edits.
-        OSError: If a file of a vector cannot be read.
-    """
+    """Serve until told to stop; raise ``ValueError`` for wrong options, and ``OSError`` if a file of a vector cannot be read."""
     import uvloop
 
     cli_env_setup()
@@ -40,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     args: Any = _parser().parse_args(list(arguments))
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
-    vectors = prepare(args)
+    vectors = _prepare(args)
     uvloop.run(_serve(args, vectors))
 
 
@@ -51,24 +56,15 @@ def _parser() -> Any:
         description="vLLM's OpenAI-compatible server, for requests that are steered (docs/vllm.md).",
     )
     own = parser.add_argument_group("steering")
-    own.add_argument(
-        "--edits", nargs="+", metavar="PATTERN", help="layers that can be steered, such as 'model.layers.*'"
-    )
+    own.add_argument("--edits", nargs="+", metavar="PATTERN", help="layers that can be steered, such as 'model.layers.*'")
     own.add_argument("--slots", type=int, default=16, help="how many different edits may run at a time (default: 16)")
     own.add_argument("--rank", type=int, default=1, help="how many directions each may remove (default: 1)")
-    own.add_argument(
-        "--vectors", nargs="+", default=[], metavar="NAME=FILE", help="safetensors, or control vectors in GGUF"
-    )
+    own.add_argument("--vectors", nargs="+", default=[], metavar="NAME=FILE", help="safetensors, or control vectors in GGUF")
     return make_arg_parser(parser)
 
 
-def prepare(args: Any) -> Vectors:
-    """Put what edits need into vLLM's options; return the vectors.
-
-    Raises:
-        ValueError: If an option is wrong, or cannot be had together with edits.
-        OSError: If a file of a vector cannot be read.
-    """
+def _prepare(args: Any) -> Vectors:
+    """Put the options that edits need among vLLM's; return the vectors."""
     if args.model_tag is not None:
         args.model = args.model_tag
     if args.model == "nnsight/demo":
@@ -79,7 +75,7 @@ def prepare(args: Any) -> Vectors:
         raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`.")
     if args.slots < 1 or args.rank < 0:
         raise ValueError("--slots is a number from 1, and --rank one from 0.")
-    for name, why in _NOT_ASKED_FOR.items():
+    for name, why in _OTHER_SERVERS.items():
         value = getattr(args, name)
         if value and value not in ("auto", 1):
             raise ValueError(f"--{name.replace('_', '-')} cannot be had together with --edits: {why}")
@@ -95,23 +91,8 @@ def prepare(args: Any) -> Vectors:
     return vectors
 
 
-_ONE_PROCESS = "one process has to know which edits are in the tables."
-
-#: Options of vLLM that lead to another server, or another worker.
-_NOT_ASKED_FOR = {
-    "worker_cls": "the worker is this package's.",
-    "api_server_count": _ONE_PROCESS,
-    "headless": _ONE_PROCESS,
-    "grpc": "requests over gRPC are not looked at.",
-}
-
-
 def _refuse(config: Any) -> None:
-    """Raise for a configuration in which rows and tables would not belong together.
-
-    Raises:
-        ValueError: With what it is.
-    """
+    """Raise a ``ValueError`` for a configuration in which the rows of a step and the tables would not fit together."""
     parallel = config.parallel_config
     reasons = {
         "data parallelism": (parallel.data_parallel_size > 1, _ONE_PROCESS),
@@ -126,7 +107,7 @@ def _refuse(config: Any) -> None:
 
 
 async def _serve(args: Any, vectors: Vectors) -> None:
-    """Run engine and server. What vLLM's ``run_server`` does, with another client and more routes."""
+    """Run engine and server: vLLM's ``run_server`` with another client and more routes."""
     from .client import SteeringClient
     from .http import install
 
@@ -134,8 +115,8 @@ async def _serve(args: Any, vectors: Vectors) -> None:
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     _refuse(config)
     check(config, tables=True)
-    _fit(vectors, config.model_config.get_hidden_size())
-    signal.signal(signal.SIGTERM, _interrupt)  # until the server has handlers of its own
+    vectors.fit(config.model_config.get_hidden_size())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server has handlers of its own
     address, sock = setup_server(args, reuse_port=False)  # before the engine, which takes long: the port may be in use
     client = SteeringClient.from_vllm_config(
         config,
@@ -162,19 +143,3 @@ async def _serve(args: Any, vectors: Vectors) -> None:
         await stopped
     finally:
         sock.close()
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt("terminated")
-
-
-def _fit(vectors: Vectors, hidden: int) -> None:
-    """Raise if a vector has another size than the model's hidden state.
-
-    Raises:
-        ValueError: If so.
-    """
-    vectors.hidden = hidden
-    for name in vectors:
-        for layer in vectors[name]:
-            vectors.direction(name, layer or 0, hidden)

@@ -1,7 +1,7 @@
 """Routes for vectors on vLLM's server, and a guard in front of its own.
 
-vLLM ignores fields of a request that it does not know, and some of its endpoints and modes ignore extra parameters, too. For a
-request that asks to be steered this would mean an answer that is not, and does not say so. The guard refuses such requests with the
+vLLM ignores fields of a request that it does not know, and some of its endpoints and modes ignore extra parameters, too. A request that
+asks to be steered there would get an answer that is not steered, and does not say so. The guard refuses such requests with the
 status 400. It stands behind vLLM's authentication.
 
 ========  =======================  =====================================================
@@ -16,7 +16,6 @@ method    path                     what
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -27,16 +26,10 @@ from vllm.exceptions import VLLMValidationError
 
 from .client import SteeringClient, is_ours, refused
 
-#: The endpoints that look at ``vllm_xargs``.
-STEERABLE = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/responses",
-    "/v1/messages",
-)
+#: The endpoints that read ``vllm_xargs``.
+STEERABLE = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
 
-#: What a file may have beside its numbers.
+#: How many bytes a file may have beside its numbers.
 _HEADER_BYTES = 1 << 20
 
 router = APIRouter(prefix="/v1/nnsight/vectors")
@@ -46,7 +39,7 @@ def install(app: FastAPI) -> None:
     """Add routes and guard to vLLM's application."""
     app.include_router(router)
     app.user_middleware.append(Middleware(Guard))  # the innermost one
-    app.middleware_stack = None  # what was made of them before; the first request makes it anew
+    app.middleware_stack = None  # the first request builds it
 
 
 def _client(request: Request) -> SteeringClient:
@@ -56,7 +49,7 @@ def _client(request: Request) -> SteeringClient:
 
 @router.get("")
 async def list_vectors(request: Request) -> dict[str, Any]:
-    """Say what can be asked for."""
+    """Return the vectors, the layers and the entries that requests can use."""
     client = _client(request)
     return {
         "vectors": [{"name": name, "layers": client.vectors.layers(name)} for name in client.vectors],
@@ -102,52 +95,34 @@ async def remove(name: str, request: Request) -> dict[str, Any]:
 
 
 class Guard:
-    """Refuses requests that ask to be steered where it would be ignored, or ask for what is not there.
-
-    Args:
-        app: The application behind.
-    """
+    """Middleware that refuses a request which asks to be steered where vLLM would ignore it, or in a way that is not possible."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Look at a JSON request, and hand it on."""
+        """Check a JSON request, and hand it on."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        body, receive = await _read(receive)
+        messages: list[Any] = []
+        while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
+            messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
+
+        async def again() -> Any:
+            return messages.pop(0) if messages else await receive()
+
         if b"nnsight" in body.lower():
             try:
                 _check(scope, body)
             except VLLMValidationError as error:
                 answer = JSONResponse(create_error_response(error).model_dump(), status_code=400)
-                return await answer(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
-async def _read(receive: Callable[[], Awaitable[Any]]) -> tuple[bytes, Callable[[], Awaitable[Any]]]:
-    """Return the body of a request, and what tells it once more."""
-    messages = []
-    while True:
-        messages.append(await receive())
-        if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body"):
-            break
-    told: Iterator[Any] = iter(messages)
-
-    async def again() -> Any:
-        for message in told:
-            return message
-        return await receive()
-
-    return b"".join(message.get("body", b"") for message in messages), again
+                return await answer(scope, again, send)
+        return await self._app(scope, again, send)
 
 
 def _check(scope: Any, body: bytes) -> None:
-    """Raise if the request asks to be steered and would not be.
-
-    Raises:
-        VLLMValidationError: With what is wrong.
-    """
+    """Raise a ``VLLMValidationError`` if the request asks to be steered and would not be."""
     try:
         request = json.loads(body)
     except ValueError:

@@ -1,15 +1,15 @@
-"""What a request chooses of the registered vectors.
+"""The choice that a request makes of the registered vectors.
 
-A request says it in plain data, as JSON has it, so that it can be sent to a server (``vllm_xargs``); ``model.steer(...)`` says the
-same in a block. Both become a :class:`Choice`, and that becomes the :class:`~.tables.Steering` of each layer. Whatever cannot be done in
-full is an error: an answer that is only partly steered looks like any other.
+A request states it in plain data, as JSON has it, so that it can be sent to a server (``vllm_xargs``); ``model.steer(...)`` states the
+same in a block. Both become a :class:`Choice`, and that becomes the :class:`~.tables.Steering` of each layer. A choice that cannot be done
+in full is an error, because an answer that is only partly steered looks like any other.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,26 +21,21 @@ from .vectors import Vectors
 #: How the names of the parameters begin in a request to a server.
 PREFIX = "nnsight_"
 
+_KNOWN = ("vector", "scale", "remove", "layers", "start")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+#: Limit of a range of layers. No model has as many, and a request may not make the server count further.
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a request chooses.
+    """The vectors that a request chooses."""
 
-    Attributes:
-        add: Names of vectors, each with its factor.
-        remove: Names of vectors that are projected out.
-        layers: Numbers of the layers; ``None`` for all that the vectors have.
-        start: First position of the request.
-        prefix: What messages put before the names of parameters.
-    """
-
-    add: tuple[tuple[str, float], ...] = ()
-    remove: tuple[str, ...] = ()
-    layers: tuple[int, ...] | None = None
-    start: int = 0
-    prefix: str = field(default="", compare=False)
+    add: tuple[tuple[str, float], ...] = ()  # names of vectors, each with its factor
+    remove: tuple[str, ...] = ()  # names of vectors that are projected out
+    layers: tuple[int, ...] | None = None  # `None` for all that the vectors have
+    start: int = 0  # first position of the request
+    prefix: str = field(default="", compare=False)  # how the names of parameters begin in messages
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any], prefix: str = "") -> Choice:
@@ -68,31 +63,22 @@ class Choice:
             raise ValueError(f"{prefix}remove names a vector twice.")
         scales = _scales(prefix + "scale", given.get("scale", 1.0), len(names))
         start = given.get("start", 0)
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        if not _is_natural(start):
             raise ValueError(f"{prefix}start is a position, a number from 0, not {start!r}.")
         layers = _layers(prefix + "layers", given.get("layers"))
         return cls(tuple(zip(names, scales, strict=True)), removed, layers, start, prefix)
 
     def steering(self, vectors: Vectors, places: Mapping[int, str], hidden: int, rank: int | None) -> dict[str, Steering]:
-        """Return what is done to hidden states, by location.
+        """Return the edits of hidden states, by location; raise ``ValueError`` if a vector or a layer cannot be used.
 
-        Args:
-            vectors: The registered vectors.
-            places: Locations of the layers' outputs, by number.
-            hidden: Channels of the hidden state.
-            rank: How many directions may be removed at a layer; ``None`` for any number.
-
-        Raises:
-            ValueError: If there is no such vector, or it has none for a layer, or a layer cannot be steered.
+        ``places`` are locations of the layers' outputs, by number; ``rank`` is how many directions may be removed, ``None`` for any number.
         """
-        layers = self.layers
-        if layers is None:
-            layers = self._own_layers(vectors)
+        layers = self._own_layers(vectors) if self.layers is None else self.layers
         missing = [layer for layer in layers if layer not in places]
         if missing:
             raise ValueError(
-                f"Layer {', '.join(map(str, missing))} cannot be steered: there are tables for {_spans(places)}. Choose layers with "
-                f"{self.prefix}layers."
+                f"Layer {', '.join(map(str, missing))} cannot be steered: there are tables for "
+                f"{', '.join(map(str, sorted(places))) or 'no layer'}. Choose layers with {self.prefix}layers."
             )
         if rank is not None and len(self.remove) > rank:
             raise ValueError(
@@ -100,22 +86,15 @@ class Choice:
             )
         made = {}
         for layer in layers:
-            added = None
-            for name, scale in self.add:
-                part = scale * vectors.direction(name, layer, hidden)
-                added = part if added is None else added + part
-            removed = None
-            if self.remove:
-                removed = torch.stack([vectors.direction(name, layer, hidden) for name in self.remove])
-            made[places[layer]] = Steering.of(hidden, added, None, removed, self.start)
+            added = [scale * vectors.direction(name, layer, hidden) for name, scale in self.add]
+            removed = [vectors.direction(name, layer, hidden) for name in self.remove]
+            made[places[layer]] = Steering.of(
+                hidden, sum(added) if added else None, None, torch.stack(removed) if removed else None, self.start
+            )
         return made
 
-    def _own_layers(self, vectors: Vectors) -> tuple[int, ...]:
-        """Return the layers that the vectors have.
-
-        Raises:
-            ValueError: If they have different ones, or are for any.
-        """
+    def _own_layers(self, vectors: Vectors) -> list[int]:
+        """Return the layers that the vectors have; raise ``ValueError`` if they have different layers, or all are for any layer."""
         names = list(dict.fromkeys([*(name for name, _ in self.add), *self.remove]))
         found = {name: layers for name in names if (layers := vectors.layers(name)) is not None}
         if not found:
@@ -125,14 +104,11 @@ class Choice:
         first = next(iter(found.values()))
         if any(layers != first for layers in found.values()):
             raise ValueError(f"{', '.join(map(repr, found))} have different layers: say with {self.prefix}layers which are meant.")
-        return tuple(first)
+        return first
 
 
-_KNOWN = ("vector", "scale", "remove", "layers", "start")
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(numbers))) or "no layer"
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -146,13 +122,12 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 def _scales(name: str, value: Any, count: int) -> tuple[float, ...]:
     values = value if isinstance(value, (list, tuple)) else [value] * count
-    numbers = [found for found in values if isinstance(found, (int, float)) and not isinstance(found, bool)]
-    if len(numbers) < len(values) or not all(abs(found) < math.inf for found in numbers):
+    if not all(isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < math.inf for found in values):
         raise ValueError(f"{name} is a finite number, or one for each vector, not {value!r}.")
-    if len(numbers) != count:
-        raise ValueError(f"{name} has {len(numbers)} numbers for {count} vectors.")
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers for {count} vectors.")
     try:
-        return tuple(map(float, numbers))
+        return tuple(map(float, values))
     except OverflowError:
         raise ValueError(f"{name} is too large: {value!r}.") from None
 
@@ -163,19 +138,12 @@ def _layers(name: str, value: Any) -> tuple[int, ...] | None:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
     found: list[int] = []
     for part in parts:
-        if isinstance(part, str) and (match := _RANGE.fullmatch(part.strip())):
-            first, last = int(match[1]), int(match[2] or match[1])
-            if last - first < _MOST_LAYERS:
-                found += range(first, last + 1)
-                continue
-        elif isinstance(part, int) and not isinstance(part, bool) and part >= 0:
-            found.append(part)
-            continue
-        raise ValueError(f"{name} is a number, or several as in \"2,5-8\" or [2, 5], not {value!r}.")
+        match = _RANGE.fullmatch(part.strip()) if isinstance(part, str) else None
+        first: Any = int(match[1]) if match else part
+        last: Any = int(match[2] or match[1]) if match else part
+        if not _is_natural(first) or last - first >= _MOST_LAYERS:
+            raise ValueError(f"{name} is a number, or several as in \"2,5-8\" or [2, 5], not {value!r}.")
+        found += range(first, last + 1)
     if not found or len(set(found)) < len(found):
         raise ValueError(f"{name} names no layer, or one twice: {value!r}.")
     return tuple(sorted(found))
-
-
-#: No model has as many; a request may not make the server count on.
-_MOST_LAYERS = 10_000

@@ -2,8 +2,8 @@
 
 A control vector is a GGUF file with ``general.architecture`` set to ``controlvector`` and tensors ``direction.N``, one for the hidden
 state after layer ``N``, in plain floats. The package ``gguf`` of llama.cpp reads it (https://github.com/ggml-org/llama.cpp/tree/master/gguf-py).
-That reader trusts its file: of a value that goes past the end it takes what is there, and a list may be as long as it says. Files come from
-outside here, so each value is checked against the bytes that are there before it is taken.
+That reader trusts its file: it cuts off a value that goes past the end, and believes the length of any list. Files come from outside here,
+so each value is checked against the bytes that are there before it is read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ MAGIC = b"GGUF"
 #: Codes of the types of tensors that are plain floats.
 _FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 
-#: How many values a header may have. A control vector has some for each layer; each costs the reader far more than its bytes.
+#: How many values a header may have. A control vector has a few for each layer, and the reader spends far more on a value than its bytes.
 _MOST_VALUES = 100_000
 
 
 def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
-    """Return the directions in a file by their keys, ``direction.N``.
-
-    Args:
-        data: Content of the file.
-        source: What messages call it.
+    """Return the directions in the content of a file, which messages call ``source``, by their keys, ``direction.N``.
 
     Raises:
         ImportError: If the package ``gguf`` is not installed.
@@ -56,16 +52,14 @@ def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
             kind = self.get_field("general.architecture")
             architecture = None if kind is None else kind.contents()
             if architecture != "controlvector":
-                raise ValueError(
-                    f"a GGUF file of the architecture {architecture!r}, not a control vector ('controlvector')."
-                )
+                raise ValueError(f"a GGUF file of the architecture {architecture!r}, not a control vector ('controlvector').")
             for field in fields:
                 code, offset = int(field.parts[4][0]), int(field.parts[5][0])
                 if code not in _FLOATS:
                     raise ValueError(
                         f"{field.name!r} is quantized (GGML type {code}); a control vector has float32, float16, bfloat16 or float64."
                     )
-                self._get(offset, np.uint8, 0)  # the sum of the start and a huge offset is a small number
+                self._get(offset, np.uint8, 0)  # by itself: the sum of the start and a huge offset may wrap to a small number
             super()._build_tensors(start_offs, fields)
 
     version = int.from_bytes(data[4:8], "little")
@@ -75,7 +69,7 @@ def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
         file.write(data)
         file.flush()
         try:
-            tensors = Reader(file).tensors  # type: ignore[arg-type]  # numpy.memmap, which takes files, opens it
+            tensors = Reader(file).tensors  # type: ignore[arg-type]  # numpy.memmap takes files, too
             return {each.name: torch.from_numpy(each.data.copy()).view(_FLOATS[each.tensor_type]) for each in tensors}
         except Exception as error:
             raise ValueError(f"{source} cannot be read as a control vector: {error}") from error

@@ -1,12 +1,12 @@
-"""Directions for steering, by name: from files, from tensors, and as what a request chooses of them.
+"""Directions for steering, by name, from files and from tensors.
 
-A *vector* is one idea, such as a mood: a direction of the residual stream for each of some layers, or a single direction for whichever
-layer it is used at. Layers are counted from 0, and a direction belongs to the hidden state after its layer; so do control
-vectors of llama.cpp and repeng, in whose files ``direction.N`` is that of layer ``N``.
+A *vector* is one idea, such as a mood: a direction of the residual stream for each of some layers, or a single direction for any layer.
+Layers are counted from 0, and a direction belongs to the hidden state after its layer. Control vectors of llama.cpp and repeng are counted
+in the same way: in their files ``direction.N`` is that of layer ``N``.
 
-Two formats are read, both of which are tables of numbers that run no code:
+Two formats are read. Both are tables of numbers that run no code:
 
-* safetensors: ``N``, or anything that ends in ``.N``, is the direction of layer ``N``; a sole tensor is one for any layer. A file may
+* safetensors: a key ``N``, or one that ends in ``.N``, is the direction of layer ``N``; a sole tensor is one for any layer. A file may
   have several vectors, whose keys begin with their names: ``happy.3``, ``happy.4``, ``sad.3``.
 * GGUF with the architecture ``controlvector``, see :mod:`~nnsight.vllm.steering.gguf`.
 """
@@ -30,24 +30,12 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _KEY = re.compile(r"(?:(?P<group>.+)\.)?(?P<layer>\d+)")
 
 
-def load_vector(path: str | os.PathLike[str], name: str | None = None) -> Vector:
-    """Return the vector in a file, in float32.
-
-    Args:
-        path: A safetensors file or a control vector in GGUF; which of both is seen from the content.
-        name: Which of several vectors in the file.
-
-    Raises:
-        ImportError: If it is in GGUF, and the package ``gguf`` is not installed.
-        OSError: If the file cannot be read.
-        ValueError: If it is no such file, or has no such vector, or one with a wrong shape, dtype or values. The message names file
-            and key.
-    """
-    return parse_vector(Path(path).read_bytes(), str(path), name)
-
-
 def parse_vector(data: bytes, source: str, name: str | None = None) -> Vector:
-    """Return the vector in the content of a file, as :func:`load_vector`; ``source`` is what messages call it."""
+    """Return the vector in the content of a file, in float32; ``name`` says which of several vectors in the file.
+
+    A file that is not right raises ``ValueError``, which names ``source`` and key, and one in GGUF without the package ``gguf``
+    ``ImportError``.
+    """
     tensors = control_vector(data, source) if data[:4] == MAGIC else _safetensors(data, source)
     groups: dict[str, dict[int | None, tuple[str, torch.Tensor]]] = {}
     for key, tensor in tensors.items():
@@ -76,9 +64,7 @@ def _safetensors(data: bytes, source: str) -> dict[str, torch.Tensor]:
     try:
         return dict(load(data))
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{source}: neither a safetensors file nor one in GGUF ({type(error).__name__}: {error})."
-        ) from error
+        raise ValueError(f"{source}: neither a safetensors file nor one in GGUF ({type(error).__name__}: {error}).") from error
 
 
 def _direction(tensor: Any, what: str) -> torch.Tensor:
@@ -99,14 +85,12 @@ def _direction(tensor: Any, what: str) -> torch.Tensor:
     return direction
 
 
-class Vectors:
+class Vectors(Mapping[str, Vector]):
     """The vectors that requests name.
 
     Args:
-        hidden: Channels of the model's hidden state; ``None`` where they are not known yet.
-
-    Attributes:
-        hidden: As given. It may be set later, and is looked at again when a direction is used.
+        hidden: Channels of the model's hidden state; ``None`` if they are not known yet. It may be set later, and each use of a direction
+            compares its size.
     """
 
     def __init__(self, hidden: int | None = None) -> None:
@@ -117,17 +101,15 @@ class Vectors:
         """Register the vector in a file and return its name.
 
         Args:
-            path: As for :func:`load_vector`.
-            name: What it is called; by default the file, without its suffix.
+            path: A safetensors file or a control vector in GGUF.
+            name: Its name, and which of several vectors in the file; by default the name of the file, without its suffix.
 
         Raises:
             ImportError: If the file is in GGUF, and the package ``gguf`` is not installed.
             OSError: If the file cannot be read.
             ValueError: If the name is taken, or the file is not right.
         """
-        name = Path(path).stem if name is None else name
-        self._check_name(name)
-        return self._add(name, load_vector(path, name), str(path))
+        return self.add_parsed(Path(path).stem if name is None else name, Path(path).read_bytes(), str(path))
 
     def add(self, name: str, value: torch.Tensor | Mapping[int, torch.Tensor]) -> str:
         """Register a direction for any layer, ``[hidden]``, or one for each of some layers, by their numbers; return its name.
@@ -150,7 +132,7 @@ class Vectors:
         return self._add(name, made, f"vector {name!r}")
 
     def add_parsed(self, name: str, data: bytes, source: str) -> str:
-        """Register the vector in the content of a file; ``source`` is what messages call it."""
+        """Register the vector in the content of a file, which messages call ``source``; see :func:`parse_vector`."""
         self._check_name(name)
         return self._add(name, parse_vector(data, source, name), source)
 
@@ -169,24 +151,21 @@ class Vectors:
         self._vectors[name] = vector
         return name
 
-    def remove(self, name: str) -> None:
-        """Forget a vector. Requests that run go on with what they began with.
+    def fit(self, hidden: int) -> None:
+        """Set the channels of the model's hidden state, and raise ``ValueError`` if a registered vector has another size."""
+        self.hidden = hidden
+        for name, vector in self._vectors.items():
+            self.direction(name, next(iter(vector)) or 0, hidden)
 
-        Raises:
-            KeyError: If there is none with this name.
-        """
-        if name not in self._vectors:
-            raise KeyError(self._unknown(name))
+    def remove(self, name: str) -> None:
+        """Forget a vector. Requests that run go on with its directions. An unknown name raises ``KeyError``."""
+        self[name]  # raises if there is none
         del self._vectors[name]
 
     def __getitem__(self, name: str) -> Vector:
-        try:
-            return self._vectors[name]
-        except KeyError:
-            raise KeyError(self._unknown(name)) from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._vectors
+        if name not in self._vectors:
+            raise KeyError(f"There is no vector {name!r}. Registered: {', '.join(self._vectors) or 'none'}.")
+        return self._vectors[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._vectors)
@@ -199,20 +178,12 @@ class Vectors:
         return "\n".join(f"{name}: {_layers_of(vector)}" for name, vector in self._vectors.items()) or "no vectors"
 
     def layers(self, name: str) -> list[int] | None:
-        """Return the layers for which a vector has a direction; ``None`` if it has one for any.
-
-        Raises:
-            ValueError: If there is no such vector.
-        """
+        """Return the layers for which a vector has a direction; ``None`` if it has one for any. An unknown name raises ``ValueError``."""
         vector = self._found(name)
         return None if None in vector else [layer for layer in vector if layer is not None]
 
     def direction(self, name: str, layer: int, hidden: int) -> torch.Tensor:
-        """Return the direction of a vector for a layer, float32 ``[hidden]``.
-
-        Raises:
-            ValueError: If there is no such vector, or it has none for the layer, or one of another size.
-        """
+        """Return the direction of a vector for a layer, float32 ``[hidden]``; raise ``ValueError`` if there is none of this size."""
         vector = self._found(name)
         direction = vector.get(layer, vector.get(None))
         if direction is None:
@@ -222,12 +193,10 @@ class Vectors:
         return direction
 
     def _found(self, name: str) -> Vector:
-        if name not in self._vectors:
-            raise ValueError(self._unknown(name))
-        return self._vectors[name]
-
-    def _unknown(self, name: str) -> str:
-        return f"There is no vector {name!r}. Registered: {', '.join(self._vectors) or 'none'}."
+        try:
+            return self[name]
+        except KeyError as error:
+            raise ValueError(error.args[0]) from None
 
 
 _SIZE = "{what}: a direction has {size} channels, and the model's hidden state has {hidden}."

@@ -1,8 +1,8 @@
 """Which rows of a step are whose: for blocks, and for the tables of a compiled engine.
 
-This runs in Python in every step of the engine, while the device has nothing to do. Most steps are as the one before: each request of the
-batch has one token, its next one. Such a step is told from others by a few comparisons, and what was found out for the one before holds,
-but for the positions.
+This runs in Python in every step of the engine, while the device has nothing to do. Most steps are like the one before: each request of the
+batch has one token, its next one. A few comparisons recognize such a step, and the result for the step before holds,
+except for the positions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..steering.entries import ENTRY
 from .request_rows import RequestRows
 from .requests import RequestRun
 from .step_rows import Span, Spans
@@ -28,76 +29,57 @@ _PREEMPTED = (
 
 @dataclass
 class _Decoding:
-    """A step in which each request of the batch had one token, and another was sampled for it.
+    """A step in which each request of the batch had one token, and another was sampled for it."""
 
-    Attributes:
-        names: The requests of the batch.
-        total: RequestRows of the flat batch.
-        next_positions: Where the requests of the batch are if the next step is another of this kind.
-        runs: The runs that had rows.
-        step: The step.
-    """
-
-    names: list[str]
-    total: int
-    next_positions: list[int]
+    names: list[str]  # the requests of the batch
+    total: int  # rows of the flat batch, padding included
+    next_positions: list[int]  # of the requests, if the next step is another of this kind
     runs: list[RequestRun]
     step: EngineStep | None
 
 
 class Bookkeeping:
-    """Says, step by step of one model runner, which rows are whose.
-
-    Args:
-        runner: The model runner.
-
-    Attributes:
-        runs: The runs of requests for which the engine stops, by what the engine core calls the request.
-        slots: Entry of the tables, and the first position to which it applies, of requests that are steered in the graph, likewise.
-    """
+    """Says, step by step of one model runner, which rows are whose. Requests have the engine core's names."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._last: _Decoding | None = None
-        self.runs: dict[str, RequestRun] = {}
-        self.slots: dict[str, tuple[int, int]] = {}
+        self.runs: dict[str, RequestRun] = {}  # of requests for which the engine stops
+        self.slots: dict[str, tuple[int, int]] = {}  # table entry, and first steered position, of requests steered in the graph
 
-    def add(self, request: str, run: RequestRun | None = None, slot: tuple[int, int] | None = None) -> None:
-        """Attend to the rows of ``request`` from now on: for its ``run``, for its ``slot``, or for both."""
+    def add(self, request: str, run: RequestRun) -> None:
+        """Attend to the rows of ``request`` for its ``run``."""
         self._last = None
-        if run is not None:
-            self.runs[request] = run
-        if slot is not None:
-            self.slots[request] = slot
+        self.runs[request] = run
 
-    def remove(self, request: str) -> bool:
-        """Forget all about ``request``; return whether it had a slot."""
+    def remove(self, request: str) -> None:
+        """Forget all about ``request``."""
         run, slot = self.runs.pop(request, None), self.slots.pop(request, None)
         if run is not None or slot is not None:
             self._last = None
-        return slot is not None
 
-    def use_slots(self, slots: Mapping[str, tuple[int, int]]) -> None:
-        """Take over the ``slots`` of another process."""
-        if slots != self.slots:
-            self._last = None
-            self.slots = dict(slots)
+    def follow(self, scheduler_output: Any) -> None:
+        """Learn from the scheduler which new requests have which table entry, and which requests have ended."""
+        for request in scheduler_output.finished_req_ids:
+            self.remove(request)
+        for new in scheduler_output.scheduled_new_reqs:
+            entry = ((new.sampling_params and new.sampling_params.extra_args) or {}).get(ENTRY)
+            if entry is not None:
+                self.slots[new.req_id] = tuple(entry)
+                self._last = None
 
     @property
     def attends(self) -> bool:
-        """Whether there is something to do in the next step: for a run, for a steered row, or for one of the last step to be forgotten."""
+        """Whether the next step has something to do: for a run, for a steered row, or for one of the last step to be cleared."""
         tapped = self._runner.tapped
         return bool(self.runs or self.slots or (tapped is not None and tapped.rows.filled))
 
     def step(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
-        """Return the step that the runner is about to make, or ``None`` if nobody has to stop in it; let the tables know their rows.
+        """Return the step that the runner is about to make, or ``None`` if nobody has to stop in it; give the tables their rows.
 
         Args:
-            total: RequestRows of the flat batch, those that only pad it included.
-            names: The requests that have rows in it, in their order.
-            positions: Of the first row of each, in the request.
-            size: RequestRows of the batch without those that only pad it.
-            spans: Returns the rows of the requests with the names that it is given.
+            total: Rows of the flat batch, padding included.
+            names, positions, size, spans: As :mod:`.step_rows` returns them; ``size`` is without padding.
         """
         last = self._last
         if last is None or positions != last.next_positions or names != last.names or size != len(names) or total != last.total:
@@ -112,13 +94,13 @@ class Bookkeeping:
         return last.step
 
     def _another(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
-        """Return the next step, which is not as the one before."""
+        """Return the next step, which is unlike the one before."""
         runner, self._last = self._runner, None
         found = spans({*self.runs, *self.slots} if self.slots else self.runs)
         entries = _entries(self.slots, found)
         if runner.tapped is not None:
             runner.tapped.rows.fill(entries)
-        # What is only read can be put together from several steps, and what was read before is left out where it comes again.
+        # Values that are only read can be joined over several steps, and rows that come again after a preemption are left out.
         patient = runner.tapped is not None and not runner.tapped.locations
         parts = _parts(self.runs, found, total, len(names), patient) if self.runs else []
         step: EngineStep | None = runner.link.step(runner, parts)
@@ -130,19 +112,14 @@ class Bookkeeping:
 
 
 def _is_decoding(part: Part) -> bool:
-    """Whether a request has one token, of which its block has not had values before, and another is sampled for it."""
+    """Whether a request has one token, of which its block has had no values before, and another is sampled for it."""
     return part.ends and part.tokens.size == 1 and part.run.seen == part.run.position + 1
 
 
 def _parts(runs: Mapping[str, RequestRun], spans: list[Span], total: int, requests: int, patient: bool) -> list[Part]:
-    """Return what requests with blocks have in a step.
+    """Return the parts of the requests with ``runs`` in a step of ``requests`` requests and ``total`` rows, padding included.
 
-    Args:
-        runs: Their runs.
-        spans: The rows of the requests that matter.
-        total: RequestRows of the flat batch, those that only pad it included.
-        requests: How many requests have rows in it.
-        patient: Whether a prompt may come in parts.
+    If it is ``patient``, a prompt may be split over several steps.
     """
     parts: list[Part] = []
     one_each = total == requests

@@ -1,16 +1,16 @@
 """Stops in a compiled engine: an operation in the model's graph that hands a module's output to the blocks.
 
-vLLM compiles the model as one graph, inside of which no Python runs. For each module that is *tapped* this puts an operation into that
-graph, ``nnsight::handoff``. It calls the step of the engine with what the module returned, or is given, so any block can work on its
-rows, and everything between two taps stays compiled. Three things are as they are for a reason.
+vLLM compiles the model as one graph, inside of which no Python runs. For each *tapped* module there is an operation in that
+graph, ``nnsight::handoff``. It calls the step of the engine with the module's output, or its input, so any block can work on its
+rows, and everything between two taps stays compiled. Three choices have a reason.
 
 * A tap has to be there before the first forward pass, which vLLM traces; so it is made when the model is loaded. The class of the
-  module is replaced by a subclass of that one class, which dynamo traces as any other; hooks it would not see.
-* The operation returns nothing and writes to its argument. Where pieces of a graph are replayed (CUDA graphs), the piece behind reads
-  from the address that it has always read from, so a new tensor would be ignored. The arguments are copies: a value may be known
-  under other names, too.
-* Which modules are tapped is part of vLLM's configuration (``additional_config``), and so of the key of its compile cache: else the graph
-  of other taps could be loaded.
+  module is replaced by a subclass of that one class, which dynamo traces as any other. Dynamo would not see hooks.
+* The operation returns nothing and writes to its argument. Where pieces of a graph are replayed (CUDA graphs), the next piece reads
+  from the address that it has always read from, so a new tensor would be ignored. The arguments are copies, because the model may know a
+  value under other names, too.
+* The tapped modules are part of vLLM's configuration (``additional_config``), and so of the key of its compile cache: else vLLM could load
+  the graph of other taps.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from ..steering.graph_functions import registered
-from ..steering.tables import RowSlots, Slots, add_functions, add_tables, steered
-from .graph_operations import define
-from .kept_values import KeptValues, parsed, value_of
+from ..steering.tables import RowSlots, add_functions, add_tables, steered
+from .kept_values import KeptValues, define, parsed, value_of
 from .steps import EngineStep
 
-#: Name of the operation as vLLM's list of splitting operations has it.
+#: Name of the operation in vLLM's list of splitting operations.
 HANDOFF = "nnsight::handoff"
 
-#: Part of the key of the compile cache: to be raised when what is put into a graph changes.
-_FORMAT = 5
+#: Part of the key of the compile cache. Raise it with every change of what is put into a graph.
+_FORMAT = 6
 
 
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
-    """Offer the value with these tensors at ``location``, and write what came of it into them."""
+    """Offer the value with these tensors at ``location``, and write the result into them."""
     step: Any = active_interleaver()
     if not isinstance(step, EngineStep) or location not in step.waited:
         if isinstance(step, EngineStep):
@@ -52,28 +51,19 @@ def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
             kept.copy_(new)
 
 
-define(HANDOFF, "(Tensor(a!)[] leaves, str form, str location) -> ()", _handoff)
+define("handoff", "(Tensor(a!)[] leaves, str form, str location) -> ()", _handoff)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is put into the graph of a compiled model.
+    """What is put into the graph of a compiled model."""
 
-    Attributes:
-        taps: Modules whose output is handed to blocks, as paths or patterns; with ``.input`` behind them, those whose input is.
-        captures: Likewise, modules whose values are copied for blocks that read them; see :mod:`~nnsight.vllm.worker.kept_values`.
-        edits: Layers with tables for edits, likewise; see :mod:`~nnsight.vllm.steering.tables`.
-        slots: How many different edits the tables have room for.
-        rank: How many directions each may read.
-        functions: Digests of functions that layers with tables have, too; see :mod:`~nnsight.vllm.steering.graph_functions`.
-    """
-
-    taps: tuple[str, ...] = ()
-    captures: tuple[str, ...] = ()
-    edits: tuple[str, ...] = ()
-    slots: int = 16
-    rank: int = 1
-    functions: tuple[str, ...] = ()
+    taps: tuple[str, ...] = ()  # modules whose output is handed to blocks, as paths or patterns; with `.input` behind them, their input
+    captures: tuple[str, ...] = ()  # likewise, modules whose values are copied for blocks that read them, see `kept_values`
+    edits: tuple[str, ...] = ()  # likewise, layers with tables for edits, see `steering.tables`
+    slots: int = 16  # how many different edits the tables have room for
+    rank: int = 1  # how many directions each edit may remove
+    functions: tuple[str, ...] = ()  # digests of the functions of these layers, see `steering.graph_functions`
 
     @property
     def only_tables(self) -> bool:
@@ -88,18 +78,20 @@ class Layout:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What ``additional_config`` says of it: plain data that vLLM makes a key of."""
+        """The layout as plain data, which vLLM makes a part of its cache key."""
         return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def described(cls, description: Mapping[str, Any]) -> Layout:
         """Return the layout with this description."""
-        given = {name: value for name, value in description.items() if name != "format"}
-        return cls(**{**given, **{name: tuple(given[name]) for name in ("taps", "captures", "edits", "functions")}})
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, (list, tuple)) else value for name, value in description.items() if name != "format"
+        }
+        return cls(**given)
 
 
 def at_side(places: Iterable[str], side: str) -> list[str]:
-    """Return the modules among ``places`` that are meant at a side, ``"input"`` or ``"output"``."""
+    """Return the modules among ``places`` that are named with a side, ``"input"`` or ``"output"``; the latter is the default."""
     found = []
     for place in places:
         path, _, tail = place.rpartition(".")
@@ -111,62 +103,36 @@ def at_side(places: Iterable[str], side: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Tapped:
-    """A model with what a layout puts into it.
+    """A model with what a layout puts into it."""
 
-    Attributes:
-        locations: Where blocks can stop.
-        captured: Where they can read behind the model.
-        captures: What is copied there.
-        rows: The slot of each row of a step.
-        slots: Who has which entry of the tables.
-        rank: As in the layout.
-        steered: Where the tables apply.
-    """
-
-    locations: list[str]
-    captured: list[str]
+    locations: list[str]  # where blocks can stop
+    captured: list[str]  # where blocks can read when the model has run
     captures: KeptValues
     rows: RowSlots
-    slots: Slots
+    tables: dict[str, Any]  # modules with tables, by the location of their output
     rank: int
-    steered: list[str]
 
 
 def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, torch.nn.Module]:
-    """Return the modules of ``model`` that ``taps`` name, by path.
+    """Return the modules of ``model`` that ``taps`` name, by path; raise ``ValueError`` if one names no module.
 
-    Args:
-        model: The model.
-        taps: Paths as ``named_modules`` has them, or patterns such as ``"model.layers.*"``, in which ``*`` stands for one name.
-
-    Raises:
-        ValueError: If one names no module.
+    Taps are paths as in ``named_modules``, or patterns such as ``"model.layers.*"``, in which ``*`` stands for one name.
     """
     found: dict[str, torch.nn.Module] = {}
     modules = dict(model.named_modules())
     for tap in taps:
-        depth = tap.count(".")
-        named = {
-            path: module
-            for path, module in modules.items()
-            if path.count(".") == depth and fnmatch.fnmatchcase(path, tap)
-        }
+        named = {path for path in modules if path.count(".") == tap.count(".") and fnmatch.fnmatchcase(path, tap)}
         if not named:
             children = ", ".join(path for path in modules if path and path.count(".") <= 1)
             raise ValueError(f"taps, captures and edits: the model has no module {tap!r}. Paths begin with one of: {children}.")
-        found |= named
+        found |= {path: module for path, module in modules.items() if path in named}
     return found
 
 
 def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int, dtype: torch.dtype) -> Tapped:
-    """Put what ``layout`` says into ``model``, which has not run yet.
+    """Put what ``layout`` says into ``model``, which has not run yet, and whose hidden state has ``hidden`` channels of ``dtype``.
 
-    Args:
-        model: The model.
-        layout: The layout.
-        rows: Zeros, int64, for the longest step of the engine: the slot of each row, which every layer with tables looks at.
-        hidden: Channels of the hidden state.
-        dtype: Of the hidden state.
+    ``rows`` are zeros, int64, for the longest step of the engine: the slot of each row, which every layer with tables reads.
     """
     named: dict[str, str] = {}
     for operation, places in (("capture", layout.captures), ("handoff", layout.taps)):  # a tap does what a capture does, and more
@@ -188,14 +154,14 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
             add_functions(module, functions, layout.slots, dtype)
         base: Any = type(module)
         module.__class__ = _tapped(base)
-    tables = {f"model.{path}.output": module for path, module in steered.items()}
     locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
-    return Tapped(locations, captured, KeptValues(), RowSlots(rows), Slots(tables, layout.slots), layout.rank, list(tables))
+    tables = {f"model.{path}.output": module for path, module in steered.items()}
+    return Tapped(locations, captured, KeptValues(), RowSlots(rows), tables, layout.rank)
 
 
 @functools.cache
 def _tapped(base: Any) -> Any:
-    """Return the class of modules ``base`` with a ``forward`` that steers its output, and hands over what it takes and returns."""
+    """Return the class of modules ``base`` with a ``forward`` that steers its output, and hands over its input and output."""
     forward_of_base: Callable[..., Any] = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,9 +192,9 @@ def _shown(module: Any, value: Any, operation: str, side: str) -> Any:
 
 
 def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
-    """Return the structure of ``value`` as a literal, with a number for each tensor, and these in ``leaves``.
+    """Return the structure of ``value`` as a literal, with an index for each tensor, and add the tensors to ``leaves``.
 
-    The operation gets it as a constant of the graph, which is there also when the graph comes from a cache. What is neither a tensor
+    The operation gets the literal as a constant of the graph, so a graph from a cache has it, too. An item that is neither a tensor
     nor a container is ``...``: blocks cannot use it.
     """
     if isinstance(value, torch.Tensor):
@@ -244,15 +210,11 @@ def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
 
 
 def _filled(value: Any, leaves: list[torch.Tensor]) -> Any:
-    """Return ``value`` with other tensors, in order; takes them out of ``leaves``."""
+    """Return ``value`` with other tensors, taken in order from ``leaves``."""
     if isinstance(value, torch.Tensor):
         return leaves.pop(0)
-    if type(value) is tuple:
-        return tuple([_filled(item, leaves) for item in value])
-    if type(value) is list:
-        return [_filled(item, leaves) for item in value]
+    if type(value) in (tuple, list):
+        return type(value)([_filled(item, leaves) for item in value])
     if type(value) is dict:
         return {key: _filled(item, leaves) for key, item in value.items()}
     return value
-
-

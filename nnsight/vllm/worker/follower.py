@@ -1,4 +1,4 @@
-"""The process of another device, see :mod:`.parallel`: does to its worker what the leader's executor does to its own."""
+"""The process of another device, see :mod:`.parallel`: makes the calls of the leader's executor to a worker of its own."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from .spread import Spreads
 
 
 def follow(connection: Any) -> None:
-    """Run a worker until the leader says ``None``, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the leader that is interrupted, and says so
+    """Run a worker until the leader sends ``None``, or has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader is interrupted, and says so
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         worker = _answered(connection, _started, connection, connection.recv())
         if worker is not None:
             runner = worker.worker.model_runner
             while (message := connection.recv()) is not None:
-                if isinstance(message, WorkerCall):  # not what a step has left unheard that was abandoned
-                    runner.bookkeeping.use_slots(message.slots)
+                if isinstance(message, WorkerCall):  # anything else was for a step that this process has abandoned
                     runner.link.attended = message.attended
                     _answered(connection, _done, worker, message)
             worker.shutdown()
             cleanup_dist_env_and_memory()
     except (EOFError, OSError):
-        os._exit(1)  # without its leader it may hang in whatever it would tidy up
+        os._exit(1)  # without its leader, cleaning up may hang
 
 
 def _answered(connection: Any, function: Any, *args: Any) -> Any:
-    """Call ``function``, which returns its value and what to answer; answer, and return the value."""
+    """Call ``function``, which returns a value and an answer; send the answer, and return the value."""
     value = None
     try:
         value, answer = function(*args)
@@ -52,7 +51,7 @@ def _answered(connection: Any, function: Any, *args: Any) -> Any:
         answer = Answer(error=traceback.format_exc())
     try:
         send(answer, [connection])
-    except (TypeError, AttributeError, ValueError, pickle.PicklingError):  # what cannot be pickled
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError):  # the result cannot be pickled
         send(Answer(error=traceback.format_exc()), [connection])
     return value
 
@@ -91,7 +90,7 @@ def _done(worker: Any, call: WorkerCall) -> tuple[None, Answer]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process with its leader, even where it waits for it inside of a collective operation."""
+    """End this process when its leader ends, even if it waits for the leader inside of a collective operation."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

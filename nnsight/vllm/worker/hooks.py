@@ -14,14 +14,14 @@ logits are sampled from   ``_sample``                                     the sa
 graphs are recorded       ``_dummy_run``                                  ``_dummy_run`` and ``capture_model``
 ========================  ==============================================  ==================================================
 
-V2 is asynchronous by design: a step is prepared while the one before may still run on the device. What is read or written here is the
-device's, in the order of its stream, or belongs to one step alone.
+V2 is asynchronous by design: it prepares a step while the one before may still run on the device. What the hooks read or write belongs to
+the device, in the order of its stream, or to one step alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,14 +33,10 @@ from .step_rows import batch_of_v1, batch_of_v2
 
 
 def stop(runner: Any, v2: bool) -> None:
-    """Let ``runner``, which has no model yet, stop for blocks.
-
-    Args:
-        runner: vLLM's model runner.
-        v2: Whether it is a model runner V2.
-    """
+    """Let vLLM's model runner ``runner``, which has no model yet, stop for blocks; ``v2`` says which of the two it is."""
     base = type(runner)
-    runner.__class__ = type(base.__name__, (base,), (_hooks_of_v2 if v2 else _hooks_of_v1)(base))
+    hooks = (_hooks_of_v2 if v2 else _hooks_of_v1)(base)
+    runner.__class__ = type(base.__name__, (base,), {hook.__name__: hook for hook in hooks})
     runner.tree = None
     runner.link = Alone()
     runner.bookkeeping = Bookkeeping(runner)
@@ -48,11 +44,12 @@ def stop(runner: Any, v2: bool) -> None:
     runner.tapped = None
 
 
-def _hooks_of_v1(base: Any) -> dict[str, Any]:
+def _hooks_of_v1(base: Any) -> list[Any]:
     """Return the methods that a model runner V1 of the class ``base`` gets."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
+        self.bookkeeping.follow(scheduler_output)
         if not _is_attended(self):
             return base.execute_model(self, scheduler_output, *args, **kwargs)
         self.scheduled = scheduler_output
@@ -70,10 +67,6 @@ def _hooks_of_v1(base: Any) -> dict[str, Any]:
         _end(self, total)
         return output
 
-    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _recording(self):
-            return base._dummy_run(self, *args, **kwargs)
-
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         step, self.step = self.step, None
         if step is not None and logits is not None:
@@ -83,14 +76,15 @@ def _hooks_of_v1(base: Any) -> dict[str, Any]:
             sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
         return sampled
 
-    return _named(execute_model, _model_forward, _dummy_run, _sample)
+    return [execute_model, _model_forward, _sample, _recording(base, "_dummy_run")]
 
 
-def _hooks_of_v2(base: Any) -> dict[str, Any]:
+def _hooks_of_v2(base: Any) -> list[Any]:
     """Return the methods that a model runner V2 of the class ``base`` gets."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
+        self.bookkeeping.follow(scheduler_output)
         with ExitStack() as self.stack:
             output = base.execute_model(self, scheduler_output, *args, **kwargs)
             if self.step is not None:
@@ -111,32 +105,20 @@ def _hooks_of_v2(base: Any) -> dict[str, Any]:
         sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
         return sampled, *counts
 
-    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _recording(self):
-            return base._dummy_run(self, *args, **kwargs)
-
-    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _recording(self):
-            return base.capture_model(self, *args, **kwargs)
-
-    return _named(execute_model, prepare_inputs, sample, _dummy_run, capture_model)
-
-
-def _named(*hooks: Any) -> dict[str, Any]:
-    return {hook.__name__: hook for hook in hooks}
+    return [execute_model, prepare_inputs, sample, _recording(base, "_dummy_run"), _recording(base, "capture_model")]
 
 
 # -- before and after the model -----------------------------------------------------------------------------------------
 
 
 def _is_attended(runner: Any) -> bool:
-    """Whether something is to be done in the next step, by this process or by one that it follows."""
+    """Whether the next step has something to do, for this process or for the one that it follows."""
     return runner.bookkeeping.attends or runner.link.attended
 
 
 @contextmanager
 def _shown(runner: Any) -> Iterator[None]:
-    """Show what modules return to the blocks of the step, if there are any, meanwhile."""
+    """Show values of modules to the blocks of the step, if there are any, inside of this."""
     step = runner.step
     if step is None:
         yield
@@ -146,7 +128,7 @@ def _shown(runner: Any) -> Iterator[None]:
 
 
 def _end(runner: Any, total: int) -> None:
-    """Say that the model has run on ``total`` rows, and that what comes has a row for each request."""
+    """Say that the model has run on ``total`` rows, and that the following values have a row for each request."""
     step = runner.step
     if step is not None:
         if runner.tapped is not None:
@@ -154,18 +136,21 @@ def _end(runner: Any, total: int) -> None:
         step.rows_are_requests()
 
 
-@contextmanager
-def _recording(runner: Any) -> Iterator[None]:
-    """Let the model run to see what it needs, or to record graphs; what these copy goes to the buffers of captures."""
-    with ExitStack() as stack:
-        if runner.tapped is not None:
-            stack.enter_context(runner.tapped.captures.filling())
-        yield
+def _recording(base: Any, name: str) -> Any:
+    """Return a method that measures the model or records graphs, as in ``base``: its copies go to the buffers of captures."""
+    method = getattr(base, name)
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.tapped is None else self.tapped.captures.filling():
+            return method(self, *args, **kwargs)
+
+    recorded.__name__ = name
+    return recorded
 
 
 @contextmanager
 def _stopping_sampler(runner: Any) -> Iterator[None]:
-    """Show the blocks of the step how a model runner V2 computes logits, and offer these to them before they are sampled from."""
+    """Show the blocks of the step how a model runner V2 computes logits, and offer them the logits before tokens are sampled."""
     step, sampler = runner.step, runner.sampler
     if step is None:
         yield

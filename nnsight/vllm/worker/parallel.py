@@ -1,13 +1,12 @@
 """An engine on several devices (tensor parallelism): the processes that belong to it.
 
 vLLM's own executor for several devices runs every device in a process of its own and the engine in another. Here the first device stays in
-the user's process, as with one device, so blocks work on the values of the model itself and nothing but parts of tensors is sent; see
+the user's process, as with one device, so blocks work on the values of the model itself and only parts of tensors are sent; see
 :mod:`~nnsight.vllm.worker.ranks` for what happens in a step. The other devices run in *followers*, processes that this executor starts with
 a new interpreter: the user's script is not run again, so it needs no ``if __name__ == "__main__"``.
 
-A follower gets what the executor is asked to do, one call at a time, does the same to its own worker, and answers. Where an
-answer does not come, or is another one than that of this process, the engine has ended: nothing computes on with ranks that are not
-at one.
+A follower gets the calls of the executor, one at a time, makes the same call of its own worker, and answers. If an
+answer does not come, or differs from that of this process, the engine has ended: ranks in different states never compute on.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from socket import socketpair
-from typing import Any
+from multiprocessing import Pipe
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -29,14 +27,14 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from ..steering.graph_functions import EditFunction, registered
+from ..steering.graph_functions import registered
 from .ranks import Group, Leader, send
 from .spread import Spreads
 
 #: How long followers may take to answer after a failure, in seconds.
 _PATIENCE = 10.0
 
-#: What the interpreter of a follower runs: first of all it gets the leader's search path.
+#: The program of a follower's interpreter. First of all it gets the leader's search path.
 _PROGRAM = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
     "sys.path[:] = connection.recv(); from nnsight.vllm.worker.follower import follow; follow(connection)"
@@ -46,83 +44,51 @@ _PROGRAM = (
 STEPS = frozenset(("execute_model", "sample_tokens"))
 
 
-@dataclass
-class Start:
-    """What a follower is made from.
+class Start(NamedTuple):
+    """What a follower is made from."""
 
-    Attributes:
-        config: vLLM's configuration, pickled.
-        rank: Which rank it is.
-        local_rank: Which device it has.
-        init_method: Where the ranks find each other.
-        functions: Functions in the layers of the model, pickled.
-    """
-
-    config: bytes
+    config: bytes  # vLLM's configuration, pickled
+    functions: bytes  # functions in the layers, pickled
     rank: int
-    local_rank: int
-    init_method: str
-    functions: bytes
+    local_rank: int  # its device
+    init_method: str  # where the ranks meet
 
 
 @dataclass
 class WorkerCall:
-    """A call of a method of all workers.
-
-    Attributes:
-        method: Its name, or a pickled function that takes the worker.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        attended: Whether requests with blocks are in the engine.
-        slots: Entry of the tables and first position for each request that is steered in the graph.
-    """
+    """A call of a method of all workers, by its name, or as a pickled function that takes the worker."""
 
     method: str | bytes
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    attended: bool = False
-    slots: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    attended: bool = False  # whether requests with blocks are in the engine
 
 
-@dataclass
-class Answer:
-    """What came of a call: its result, or the traceback of an error."""
+class Answer(NamedTuple):
+    """The result of a call, or the traceback of its error."""
 
     result: Any = None
     error: str | None = None
 
 
 class Followers:
-    """The other processes of an engine.
-
-    Args:
-        count: How many.
-        start: Returns what each is made from, by its rank.
-    """
+    """The other processes of an engine: ``count`` of them, each made from what ``start`` returns for its rank."""
 
     def __init__(self, count: int, start: Callable[[int], Start]) -> None:
-        self.connections: list[Connection] = []
+        self.connections: list[Any] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         threads = _share_threads(count + 1)
         for rank in range(1, count + 1):
-            mine, theirs = socketpair()
+            mine, theirs = Pipe()
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
             self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | threads))
             theirs.close()
-            self.connections.append(Connection(mine.detach()))
-            self.connections[-1].send(sys.path)
-            self.connections[-1].send(start(rank))
-
-    def tell(self, message: Any) -> None:
-        """Send ``message`` to all."""
-        send(message, self.connections)
+            self.connections.append(mine)
+            mine.send(sys.path)
+            mine.send(start(rank))
 
     def answers(self, patience: float | None = None) -> list[Answer]:
-        """Return what each answers.
-
-        Raises:
-            RuntimeError: If one has ended, or does not answer within ``patience`` seconds.
-        """
+        """Return the answer of each; raise ``RuntimeError`` if one has ended, or does not answer within ``patience`` seconds."""
         found = []
         until = None if patience is None else time.monotonic() + patience
         for connection, process in zip(self.connections, self._processes, strict=True):
@@ -135,7 +101,7 @@ class Followers:
         return found
 
     def end(self, kill: bool = False) -> None:
-        """Wait for the processes to end; or make them."""
+        """Wait for the processes to end, or end them."""
         for connection in self.connections:
             connection.close()
         for process in self._processes:
@@ -158,10 +124,11 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._leader: Leader | None = None
         self._place = super()._distributed_args()
         init_method, rank, local_rank = self._place
-        config, functions = cloudpickle.dumps(self.vllm_config), cloudpickle.dumps(_functions_of(self.vllm_config))
+        digests = self.vllm_config.additional_config.get("nnsight", {}).get("functions", ())
+        config, functions = cloudpickle.dumps(self.vllm_config), cloudpickle.dumps([*map(registered, digests)])
         self._followers = Followers(
             self.parallel_config.world_size - 1,
-            lambda other: Start(config, rank + other, local_rank + other, init_method, functions),
+            lambda other: Start(config, functions, rank + other, local_rank + other, init_method),
         )
         try:
             super()._init_executor()
@@ -172,10 +139,7 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
             self._followers.end(kill=True)
             raise
         runner = self.driver_worker.worker.model_runner
-        group = Group(get_tp_group())
-        self._leader = runner.link = Leader(self._followers.connections, group, Spreads(runner.get_model()))
-        if runner.tapped is not None:
-            runner.tapped.slots.elsewhere = self._write_elsewhere
+        self._leader = runner.link = Leader(self._followers.connections, Group(get_tp_group()), Spreads(runner.get_model()))
 
     def _distributed_args(self) -> tuple[str, int, int]:
         return self._place
@@ -204,19 +168,17 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         return future if non_block else future.result()
 
     def _call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call a method of all workers, and return what each returns."""
-        if self._ended is not None:
-            raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.")
-        runner, leader = self.driver_worker.worker.model_runner, self._leader
+        """Call a method of all workers; return the result of each."""
+        self.check_health()
         call = WorkerCall(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs)
-        if leader is not None:
-            call.attended = leader.attended = bool(runner.bookkeeping.runs)
-            call.slots = runner.bookkeeping.slots
+        if self._leader is not None:
+            runs = self.driver_worker.worker.model_runner.bookkeeping.runs
+            call.attended = self._leader.attended = bool(runs)
         try:
-            self._followers.tell(call)
-        except OSError as error:
+            send(call, self._followers.connections)
+        except OSError:
             self._end("a process of another device has ended")
-            raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.") from error
+            self.check_health()
         try:
             [result] = super().collective_rpc(method, args=args, kwargs=kwargs)
         except BaseException as error:
@@ -243,48 +205,26 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         if method in STEPS and not all(answer.error for answer in answers):
             self._end(f"{type(error).__name__} in one of its processes only")
 
-    def _write_elsewhere(self, slot: int, steering: Any) -> None:
-        """Write to the tables of the other devices what was written to those of this one."""
-        self._followers.tell(WorkerCall("write_slot", (slot, steering)))
-        failed = [answer.error for answer in self._followers.answers() if answer.error]
-        if failed:
-            self._end("the tables of another device could not be written")
-            raise RuntimeError(f"{self._ended}:\n{failed[0]}")
-
     def _end(self, reason: str) -> None:
         self._ended = reason
         self._followers.end(kill=True)
 
     def check_health(self) -> None:
-        """Raise if the engine has ended.
-
-        Raises:
-            RuntimeError: With the reason.
-        """
+        """Raise a ``RuntimeError`` with the reason if the engine has ended."""
         if self._ended is not None:
-            raise RuntimeError(f"This engine has ended: {self._ended}.")
+            raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.")
 
     def shutdown(self) -> None:
         """End the workers, and the other processes."""
         if self._ended is None:
             self._ended = "it was shut down"
-            self._followers.tell(None)
+            send(None, self._followers.connections)
         super().shutdown()
         self._followers.end()
 
 
-def _functions_of(config: Any) -> list[EditFunction]:
-    """Return the functions in the layers of a model with this configuration."""
-    return [registered(digest) for digest in config.additional_config.get("nnsight", {}).get("functions", ())]
-
-
 def _check(config: Any) -> None:
-    """Raise for what several devices cannot be used for here.
-
-    Raises:
-        NotImplementedError: For another kind of parallelism than that of tensors.
-        ValueError: If there are not as many devices.
-    """
+    """Raise for another kind of parallelism than that of tensors, and if there are too few devices."""
     parallel, size = config.parallel_config, config.parallel_config.tensor_parallel_size
     if parallel.world_size != size:
         raise NotImplementedError(
@@ -295,7 +235,7 @@ def _check(config: Any) -> None:
 
 
 def _share_threads(processes: int) -> dict[str, str]:
-    """Share the threads of this process on CPUs; return what others are told in their environment."""
+    """Share the threads of this process on CPUs; return the environment variable that tells other processes their share."""
     if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
         return {}
     threads = max(1, torch.get_num_threads() // processes)

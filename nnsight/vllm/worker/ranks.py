@@ -1,18 +1,18 @@
-"""One step of an engine on several devices: who runs the blocks, and how the others keep up.
+"""One step of an engine on several devices: one process runs the blocks, and the others keep up.
 
 With tensor parallelism each device belongs to a process of its own, and all run the same modules in the same order. Blocks run in one of
 them only, the *leader*, which is the user's process; so user code runs once, where it would run with one device. The others *follow*:
 
-* Before the model runs, the leader tells the locations at which blocks wait. All processes stop there, and nowhere else.
-* At such a location the leader says whether somebody wants this passage. If so, it gets the parts of what is spread
-  (:mod:`~nnsight.vllm.worker.spread`), the blocks work on the whole, and each device is given its part of what they changed, with the
+* Before the model runs, the leader sends the locations at which blocks wait. All processes stop there, and nowhere else.
+* At such a location the leader says whether a block wants this occurrence. If so, it gets the parts of spread values
+  (:mod:`~nnsight.vllm.worker.spread`), the blocks work on the whole, and each device is given its part of their changes, with the
   locations that come next.
-* What is captured of a prompt whose other tokens come in later steps is put together at every location: which of them its block will ask
-  for is not known yet.
-* Sampled tokens are those of the leader, always: user code may draw random numbers that followers know nothing of.
+* Captured values of a prompt whose other tokens come in later steps are put together at every location, because nobody knows yet which
+  of them its block will ask for.
+* Sampled tokens are always those of the leader: user code may draw random numbers that followers do not draw.
 
-Followers decide nothing, so no rank can come to another decision. Words go through a connection, tensors through the devices' own group.
-If a block ends a step by what is no error of its request (Ctrl-C), the leader says so, and all abandon the step.
+Followers decide nothing, so no rank can take another decision. Messages go through a connection, tensors through the devices' own group.
+If a block ends a step by an exception that is no error of its request (Ctrl-C), the leader says so, and all abandon the step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .requests import LOGITS, SAMPLES
 from .spread import Spread, Spreads
 from .steps import EngineStep, Part
 
-#: What the leader says at a location: nobody wants this passage; blocks will work on it; the step is abandoned.
+#: The leader's messages at a location: no block wants this occurrence; blocks will work on it; the step is abandoned.
 PASS, WORK, ABANDON = "pass", "work", "abandon"
 
-#: Locations at which only the leader stops: followers take the tokens that come of them.
+#: Locations at which only the leader stops: followers get the sampled tokens.
 _OWN = frozenset((LOGITS, SAMPLES))
 
 _PARTS = (
     "The value at `{location}` is not the same on all {devices} devices of this engine, and how it is spread is not known. Values that "
-    "can be read as a whole: what column-parallel layers return (`qkv_proj`, `gate_up_proj`) and row-parallel layers take "
-    "(`o_proj`, `down_proj`), and what attention, MLPs and whole layers return."
+    "can be read as a whole: outputs of column-parallel layers (`qkv_proj`, `gate_up_proj`), inputs of row-parallel layers "
+    "(`o_proj`, `down_proj`), and outputs of attention, MLPs and whole layers."
 )
 _ALONE = (
     "A block cannot call a module whose weights are spread over {devices} devices: the block runs in one process, and the others "
@@ -49,7 +49,7 @@ _ALONE = (
 
 
 def send(message: Any, connections: Iterable[Any]) -> None:
-    """Send ``message``. Tensors go by value: what torch registers for connections shares memory, which both would have to keep."""
+    """Send ``message`` with tensors by value: torch's own reduction for connections shares memory, which both sides would have to keep."""
     data = pickle.dumps(message)
     for connection in connections:
         connection.send_bytes(data)
@@ -67,10 +67,7 @@ class Alone:
     def step(self, runner: Any, parts: Sequence[Part], last: EngineStep | None = None) -> EngineStep | None:
         """Return the step that the model is about to make, or ``None`` if nobody has to stop in it.
 
-        Args:
-            runner: The model runner.
-            parts: What requests with blocks have in it.
-            last: The step before, if it had the same parts.
+        It has these ``parts`` of requests with blocks; ``last`` is the step before, if that had the same.
         """
         if last is not None:
             return last.again()
@@ -82,13 +79,9 @@ class Alone:
 
 
 class Group:
-    """The devices of an engine, for tensors.
+    """Exchanges tensors between the devices of vLLM's tensor-parallel ``group``."""
 
-    Args:
-        group: vLLM's tensor-parallel group.
-    """
-
-    #: What modules call that are computed together.
+    #: The methods of the group that modules call.
     _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast")
 
     def __init__(self, group: Any) -> None:
@@ -106,14 +99,14 @@ class Group:
         return all(torch.equal(found[0], other) for other in found[1:])
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return what each rank has, at rank 0; elsewhere nothing."""
+        """Return the tensors of all ranks, at rank 0; elsewhere an empty list."""
         found = [torch.empty_like(tensor).contiguous() for _ in range(self.devices)] if self.rank == 0 else None
         into = None if found is None else [_bytes(part) for part in found]
         torch.distributed.gather(_bytes(tensor), into, dst=self._group.ranks[0], group=self._group.device_group)
         return found or []
 
     def scatter(self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's one of ``parts``, which rank 0 has; it is ``like`` another tensor."""
+        """Return this rank's part of the ``parts`` at rank 0; it has the form of ``like``."""
         mine = torch.empty_like(like).contiguous()
         given = None if parts is None else [_bytes(part) for part in parts]
         torch.distributed.scatter(_bytes(mine), given, src=self._group.ranks[0], group=self._group.device_group)
@@ -121,7 +114,7 @@ class Group:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Refuse what modules compute together: the other ranks would not take part."""
+        """Refuse collective operations of modules inside of this: the other ranks would not take part."""
 
         def refused(*_: Any, **__: Any) -> Any:
             raise NotImplementedError(_ALONE.format(devices=self.devices))
@@ -136,16 +129,7 @@ class Group:
 
 
 class Leader(Alone):
-    """The rank whose process runs the blocks.
-
-    Args:
-        connections: To the followers.
-        group: The devices.
-        spreads: Knows how values are spread.
-
-    Attributes:
-        attended: Whether a request with blocks is in the engine, as the followers were told.
-    """
+    """The rank whose process runs the blocks. Its ``attended`` says whether the engine has requests with blocks; followers know it."""
 
     def __init__(self, connections: Sequence[Any], group: Group, spreads: Spreads) -> None:
         self._connections = connections
@@ -171,15 +155,15 @@ class Leader(Alone):
 
 
 class _LeaderStep(EngineStep):
-    """A step in which each value is put together, and given out again."""
+    """A step in which each value is gathered, and its changes are scattered."""
 
     def __init__(self, parts: Sequence[Part], leader: Leader, tree: Any) -> None:
         super().__init__(parts)
         self._leader, self._tree = leader, tree
-        self.waited: set[str] = set()  # the same object for the whole step: calls that have begun look into it at their end
+        self.waited: set[str] = set()  # the same object for the whole step: calls that have begun read it at their end
 
     def announcement(self) -> tuple[set[str], frozenset[str]]:
-        """Return where everybody stops next, and the functions whose operations are among that."""
+        """Return the locations at which all stop next, and the functions whose operations are among them."""
         self.waited.clear()
         for part in self.parts:
             self.waited.update(part.run.waited, part.run.steered_here)
@@ -201,20 +185,14 @@ class _LeaderStep(EngineStep):
 
     def keep(self, location: str, value: Any) -> None:
         leaves, structure = pytree.tree_flatten(value)
-        _, alike, whole = self._gathered(location, leaves)
+        _, alike, whole = _gathered(self._leader, location, leaves)
         super().keep(location, pytree.tree_unflatten(whole, structure) if alike else None)
-
-    def _gathered(self, location: str, leaves: Sequence[Any]) -> tuple[list[Spread | None], bool, list[Any]]:
-        """Return how ``leaves`` are spread, whether what is not is the same on all devices, and new tensors with all of each."""
-        spreads, alike = _compared(self._leader, location, leaves)
-        whole = [_whole(self._leader.group, leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
-        return spreads, alike, whole
 
     def _meet_whole(self, location: str, value: Any, wanting: list[Any]) -> Any:
         leader, group = self._leader, self._leader.group
         leaves, structure = pytree.tree_flatten(value)
         with ordinary():
-            spreads, alike, whole = self._gathered(location, leaves)
+            spreads, alike, whole = _gathered(leader, location, leaves)
             made = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in whole]
             with group.closed():
                 for run in wanting:
@@ -232,34 +210,20 @@ class _LeaderStep(EngineStep):
             new = {}
             for index, in_place in changes:
                 changed, spread = (whole if in_place else left)[index], spreads[index]
-                parts = [
-                    changed if spread is None else spread.part(changed, rank, group.devices)
-                    for rank in range(group.devices)
-                ]
+                parts = [changed if spread is None else spread.part(changed, rank, group.devices) for rank in range(group.devices)]
                 new[index, in_place] = group.scatter(parts, leaves[index])
         return _with_changes(value, leaves, structure, new)
 
 
 class Follower(Alone):
-    """A rank that runs the model as the leader says.
-
-    Args:
-        connection: To the leader.
-        group: The devices.
-        spreads: Knows how values are spread.
-        tree: The modules, as the leader has them.
-    """
+    """A rank that runs the model as the leader says; its ``tree`` of modules equals the leader's."""
 
     def __init__(self, connection: Any, group: Group, spreads: Spreads, tree: Any) -> None:
         self._connection = connection
         self.group, self.spreads, self.tree = group, spreads, tree
 
     def hear(self) -> Any:
-        """Return what the leader says next.
-
-        Raises:
-            Abandoned: If it has left the step.
-        """
+        """Return the leader's next message; raise :class:`Abandoned` if it has left the step."""
         message = self._connection.recv()
         if isinstance(message, str) and message == ABANDON:
             raise Abandoned
@@ -284,14 +248,7 @@ class _FollowerStep(EngineStep):
         self._take(*rest)
 
     def keep(self, location: str, value: Any) -> None:
-        self._give(location, pytree.tree_leaves(value))
-
-    def _give(self, location: str, leaves: Sequence[Any]) -> None:
-        """Give the leader this rank's parts of what is spread."""
-        spreads, _ = _compared(self._follower, location, leaves)
-        for leaf, spread in zip(leaves, spreads, strict=True):
-            if spread is not None:
-                self._follower.group.gather(leaf)
+        _gathered(self._follower, location, pytree.tree_leaves(value))
 
     def _take(self, waited: set[str], sources: frozenset[str]) -> None:
         self.waited.clear()
@@ -305,29 +262,30 @@ class _FollowerStep(EngineStep):
             return value
         leaves, structure = pytree.tree_flatten(value)
         with ordinary():
-            self._give(location, leaves)
+            _gathered(follower, location, leaves)
             changes, *announcement = follower.hear()
             self._take(*announcement)
             new = {change: follower.group.scatter(None, leaves[change[0]]) for change in changes}
         return _with_changes(value, leaves, structure, new)
 
 
-def _compared(rank: Leader | Follower, location: str, leaves: Sequence[Any]) -> tuple[list[Spread | None], bool]:
-    """Return how ``leaves`` are spread, and whether what is not is the same on all devices."""
+def _gathered(rank: Leader | Follower, location: str, leaves: Sequence[Any]) -> tuple[list[Spread | None], bool, list[Any]]:
+    """Return how ``leaves`` are spread, and whether the others are the same on all devices; at the leader also new tensors with all of
+    each leaf."""
     spreads = rank.spreads.of(location, leaves)
     rest = [leaf for leaf, spread in zip(leaves, spreads, strict=True) if spread is None and isinstance(leaf, torch.Tensor)]
-    return spreads, rank.group.alike(rest)
-
-
-def _whole(group: Group, leaf: Any, spread: Spread | None) -> Any:
-    """Return a new tensor with all of ``leaf``, so that changes show in its version."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.clone() if spread is None else spread.join(group.gather(leaf))
+    alike, whole = rank.group.alike(rest), list(leaves)
+    for index, (leaf, spread) in enumerate(zip(leaves, spreads, strict=True)):
+        if spread is not None:
+            parts = rank.group.gather(leaf)
+            whole[index] = spread.join(parts) if parts else leaf
+        elif isinstance(leaf, torch.Tensor) and rank.group.rank == 0:
+            whole[index] = leaf.clone()  # changes show in the version of a new tensor
+    return spreads, alike, whole
 
 
 def _with_changes(value: Any, leaves: list[Any], structure: Any, new: dict[tuple[int, bool], torch.Tensor]) -> Any:
-    """Write what was changed in place into ``leaves``, and return ``value`` with what was replaced."""
+    """Write changes in place into ``leaves``, and return ``value`` with its replacements."""
     changed = list(leaves)
     for (index, in_place), tensor in new.items():
         if in_place:

@@ -1,11 +1,11 @@
 """The rows of one request in the values of a step.
 
-A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``; what comes after the last
-layer has one row for each request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine
-writes to its activations in place (fused norms do), so a view that was saved would change later. And it runs in inference
-mode, whose tensors cannot be used in autograd afterwards; a step leaves that mode for what blocks do (:func:`ordinary`), and enters it
-again to write. When the block moves on, what it edited in place is written to the
-rows; what it replaced becomes a new tensor, so that other names of the model for the old one keep it.
+A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``. Values behind the last
+layer have one row for each request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine
+writes to its activations in place (fused norms do), so a saved view would change later. And the engine runs in inference
+mode, whose tensors cannot be used in autograd afterwards; a step leaves that mode for the block (:func:`ordinary`), and enters it
+again to write. When the block moves on, its edits in place are written to the rows, and its replacements become new tensors, so that
+other names of the model for the old ones keep them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,7 @@ from ...runtime.replacing import Replacements
 
 
 class RequestRows(NamedTuple):
-    """Which rows of a flat batch belong to one request.
-
-    Attributes:
-        start: The first.
-        size: How many.
-        total: RequestRows of the whole batch, those that only pad it included.
-    """
+    """The rows of one request in a flat batch: the first, their number, and the number of all rows, padding included."""
 
     start: int
     size: int
@@ -45,7 +39,7 @@ class RequestRows(NamedTuple):
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Let blocks have tensors that can be used in autograd later, while nothing here is."""
+    """Let blocks have tensors that can be used in autograd later, and record nothing for autograd here."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -55,7 +49,7 @@ _ONE = pytree.tree_structure(0)
 
 
 class RowView:
-    """What one request is given of the value at a location; to be made in :func:`ordinary`.
+    """The rows of one request in the value at a location; to be made in :func:`ordinary`.
 
     Args:
         rows: Its rows.
@@ -63,15 +57,14 @@ class RowView:
         whole: The value of the whole batch.
         earlier: Values of this request that come before its rows.
 
-    Attributes:
-        value: The value of its rows: copies, as ordinary tensors.
+    Its ``value`` has the rows as copies, ordinary tensors.
     """
 
     def __init__(self, rows: RequestRows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
         self._rows, self._location, self._whole = rows, location, whole
-        if isinstance(whole, torch.Tensor) and not earlier:  # as nearly always
+        if isinstance(whole, torch.Tensor) and not earlier:  # nearly always
             self._leaves, self._structure = [whole], _ONE
-            self.value = (rows.of(whole) if rows.has(whole) else whole).clone()
+            self.value = self._copy(whole)
             self._given, self._versions = [self.value], [self.value._version]
             return
         self._leaves, self._structure = pytree.tree_flatten(whole)
@@ -90,32 +83,30 @@ class RowView:
             return leaf
         return (self._rows.of(leaf) if self._rows.has(leaf) else leaf).clone()
 
+    def _edited(self, index: int) -> bool:
+        """Whether the block edited a leaf in place."""
+        leaf = self._given[index]
+        return isinstance(leaf, torch.Tensor) and leaf._version > self._versions[index]
+
     def is_changed(self, left: Any) -> bool:
-        """Whether the block edited or replaced something; ``left`` is what it left."""
+        """Whether the block, which left the value ``left``, edited or replaced something."""
         if left is self.value and isinstance(left, torch.Tensor):
-            return left._version > self._versions[0]
-        given = zip(self._given, self._versions, strict=True)
-        edited = any(isinstance(leaf, torch.Tensor) and leaf._version > version for leaf, version in given)
-        return edited or any(new is not old for new, old in zip(pytree.tree_leaves(left), self._given, strict=True))
+            return self._edited(0)
+        replaced = any(new is not old for new, old in zip(pytree.tree_leaves(left), self._given, strict=True))
+        return replaced or any(map(self._edited, range(len(self._given))))
 
     def put_back(self, left: Any) -> Any:
-        """Return the value of the whole batch with what the block changed in its rows.
+        """Return the value of the whole batch with the block's changes in its rows.
 
-        Args:
-            left: What the block left: :attr:`value` where it replaced nothing.
-
-        Raises:
-            ReplacementShapeError: If a replacement does not fit in place of the rows, or the block changed what it shares with
-                other requests.
+        The block has left the value ``left``, :attr:`value` if it replaced nothing. If that does not fit, or the block changed a tensor
+        that it shares with other requests, this raises ``ReplacementShapeError``.
         """
         if left is self.value and not self.is_changed(left):
             return self._whole
         check_replacement(self._location, self.value, left)
         changed = list(self._leaves)
-        for index, (leaf, given, new) in enumerate(
-            zip(self._leaves, self._given, pytree.tree_leaves(left), strict=True)
-        ):
-            edited = isinstance(given, torch.Tensor) and given._version > self._versions[index]
+        for index, (leaf, given, new) in enumerate(zip(self._leaves, self._given, pytree.tree_leaves(left), strict=True)):
+            edited = self._edited(index)
             if not edited and new is given:
                 continue
             if not self._rows.has(leaf):
@@ -135,23 +126,14 @@ class RowView:
 
 
 class RequestReplacements(Replacements):
-    """Looks at the replacements of one request, at the user's line; see :class:`~nnsight.runtime.replacing.Replacements`.
-
-    Args:
-        captured: Locations at which nothing can be replaced.
-    """
+    """Checks the replacements of one request, at the user's line; nothing can be replaced at the ``captured`` locations."""
 
     def __init__(self, captured: Collection[str]) -> None:
         super().__init__()
         self._captured = captured
 
     def __call__(self, location: str, old: Any, new: Any) -> None:
-        """Raise for a replacement that does not fit in place of the request's rows.
-
-        Raises:
-            ReplacementShapeError: If structure or shape differ: the other rows of the batch are as they are.
-            ValueError: If the value is a copy that the model does not use.
-        """
+        """Raise for a replacement of another structure or shape than the request's rows, and of a copy that the model does not use."""
         if location in self._captured:
             raise read_only(location)
         super().__call__(location, old, new)
@@ -160,12 +142,12 @@ class RequestReplacements(Replacements):
 
 
 def place_of(location: str) -> str:
-    """Return what a location is called in ``taps=``."""
+    """Return the name of a location in ``taps=``."""
     return location.removeprefix("model.").removesuffix(".output")
 
 
 def read_only(location: str) -> ValueError:
-    """Return the error for an edit of what is captured."""
+    """Return the error for an edit of a captured value."""
     return ValueError(
         f"`{location}` was edited, and this engine captures it: its value is copied out of the compiled graph and handed to blocks "
         f"when the model has run, where an edit comes too late. Make the model with `taps=[..., {place_of(location)!r}]`, or edit a "
@@ -174,17 +156,12 @@ def read_only(location: str) -> ValueError:
 
 
 def check_replacement(location: str, old: Any, new: Any) -> None:
-    """Raise unless ``new`` fits in place of ``old``.
-
-    Raises:
-        ReplacementShapeError: If it does not.
-    """
+    """Raise a ``ReplacementShapeError`` unless ``new`` fits in place of ``old``."""
     old_leaves, structure = pytree.tree_flatten(old)
     new_leaves, found = pytree.tree_flatten(new)
     if found != structure:
         raise ReplacementShapeError(
-            f"The replacement of `{location}` has another structure than the model's value there: {found} instead of "
-            f"{structure}."
+            f"The replacement of `{location}` has another structure than the model's value there: {found} instead of {structure}."
         )
     for before, after in zip(old_leaves, new_leaves, strict=True):
         if not isinstance(before, torch.Tensor):

@@ -1,15 +1,16 @@
 """The run of one request.
 
 Every request is a run of its own: an :class:`~nnsight.runtime.interleaver.Interleaver` with the edits of the model and one
-block. So passages are counted for each request, whatever other requests the engine puts into the same step, and ``tracer.iter``
+block. So occurrences are counted for each request, whatever other requests the engine puts into the same step, and ``tracer.iter``
 counts the tokens of the request.
 
 An error of a block ends this run only. The engine goes on with the model's own values, the request is taken out of it, and
-the trace raises the error once the other requests have finished.
+the trace raises the error when the other requests have finished.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from ..steering.graph_functions import EditFunction
 from ..steering.tables import Steering
 from .request_rows import RequestReplacements, RequestRows, RowView, place_of, read_only
 
-#: Locations of what is not a module's.
+#: Locations that belong to no module.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
 
 #: How the blocks of a request run.
@@ -38,121 +39,80 @@ BETWEEN, AT_TAPS, CAPTURED, AS_PARAMETERS, BESIDE = (
 
 _NO_SKIP = (
     "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
-    "Replace what it returns, as in `layer.output = value`."
+    "Replace its output, as in `layer.output = value`."
 )
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What an engine can do.
+    """What an engine can do."""
 
-    Attributes:
-        hidden: Channels of the hidden state.
-        locations: Where it stops; ``None`` for everywhere.
-        steered: Where its compiled graph has tables for edits; ``None`` if it is not compiled.
-        rank: How many directions they may read.
-        captured: Where values can be read, when the model has run, and not edited.
-        functions: Functions in the graph, by name.
-        drafts: Whether steps have drafts of tokens, some of which are thrown away again.
-    """
-
-    hidden: int
-    locations: tuple[str, ...] | None = None
-    steered: tuple[str, ...] | None = None
-    rank: int = 0
-    captured: tuple[str, ...] = ()
-    drafts: bool = False
-    functions: Mapping[str, EditFunction] = field(default_factory=dict)
+    hidden: int  # channels of the hidden state
+    locations: tuple[str, ...] | None = None  # where it stops; `None` for everywhere
+    steered: tuple[str, ...] | None = None  # where its compiled graph has tables for edits; `None` if it is not compiled
+    rank: int = 0  # how many directions an edit may remove
+    captured: tuple[str, ...] = ()  # where values can be read, when the model has run, and not edited
+    drafts: bool = False  # whether steps have drafts of tokens, some of which are thrown away again
+    functions: Mapping[str, EditFunction] = field(default_factory=dict)  # in the graph, by name
 
 
 class _NoSkips(dict[str, Any]):
-    """What blocks want to skip: nothing may be put in."""
+    """The modules that blocks skip: always empty."""
 
     def setdefault(self, *_: Any) -> Any:
         raise NotImplementedError(_NO_SKIP)
 
 
-class _OnlyAt:
-    """Refuses requests for locations at which a compiled engine does not stop."""
-
-    def __init__(self, limits: RequestLimits) -> None:
-        self._locations = {*(limits.locations or ()), *limits.captured, LOGITS, SAMPLES, "result"}
-
-    def __call__(self, location: str) -> None:
-        if location not in self._locations and not location.startswith("barrier("):
-            tapped = ", ".join(f"`{found}`" for found in sorted(self._locations))
-            place = place_of(location)
-            remedy = f"with `taps=[..., {place!r}]`, or without taps, for an engine that stops between all modules."
-            if ".source." in location:
-                remedy = "without taps, for an engine that stops at operations, too: these cannot be tapped."
-            raise OutOfOrderError(
-                f"`{location}` is not tapped: this engine is compiled, and stops at {tapped} only. Make the model {remedy}"
-            )
+def _check_stop(stops: set[str], location: str) -> None:
+    """Raise unless a compiled engine stops at ``location``."""
+    if location in stops or location.startswith("barrier("):
+        return
+    remedy = f"with `taps=[..., {place_of(location)!r}]`, or without taps, for an engine that stops between all modules."
+    if ".source." in location:
+        remedy = "without taps, for an engine that stops at operations, too: these cannot be tapped."
+    tapped = ", ".join(f"`{found}`" for found in sorted(stops))
+    raise OutOfOrderError(f"`{location}` is not tapped: this engine is compiled, and stops at {tapped} only. Make the model {remedy}")
 
 
 class RequestRun(Interleaver):
-    """A request with the blocks written against it.
+    """A request with the blocks written against it: ``mediators`` are the edits of the model, then the block."""
 
-    Args:
-        mediators: The edits of the model, then the block.
-        tracer: The tracer that makes the run.
-        tree: The modules of the model.
-        name: What messages call the request.
-        limits: What the engine can do.
-
-    Attributes:
-        name: As given.
-        error: What ended the run before its time, if anything did: an error of a block, or ``tracer.stop()``.
-        begun: Whether the request has gone to the engine.
-        steps: How many tokens the engine has sampled for it, or is about to.
-        position: Position of the first token that the step of the engine computes for it.
-        seen: Tokens of which the model has had values for the block; fewer come again after a preemption.
-        kept: Captured values of a prompt of which only a part has run, by location.
-        visited: Locations at which a block was served, in order, each once.
-        limits: As given.
-        steering: What is done to hidden states at every token, by location.
-        steered_here: The same where the engine stops for it; nothing where its compiled graph does it.
-    """
-
-    def __init__(
-        self,
-        mediators: Iterable[Mediator],
-        tracer: Any,
-        tree: Any,
-        name: str,
-        limits: RequestLimits,
-    ) -> None:
+    def __init__(self, mediators: Iterable[Mediator], tracer: Any, tree: Any, name: str, limits: RequestLimits) -> None:
         super().__init__(mediators, tracer)
-        self.tree = tree
-        self.name = name
-        self.error: BaseException | None = None
-        self.steps = 0
-        self.position = 0
-        self.seen = 0
-        self.kept: dict[str, list[Any]] = {}
-        self.begun = False
-        self.visited: dict[str, None] = {}
+        self.tree, self.name, self.limits = tree, name, limits
+        self.error: BaseException | None = None  # what ended the run before its time: an error of a block, or `tracer.stop()`
+        self.begun = False  # whether the request has gone to the engine
+        self.steps = 0  # how many tokens the engine has sampled for it, or is about to
+        self.position = 0  # of the first token that the step of the engine computes for it
+        self.seen = 0  # tokens whose values the block has had; a step at an earlier position repeats them, after a preemption
+        self.kept: dict[str, list[Any]] = {}  # captured values of a prompt of which only a part has run, by location
+        self.visited: dict[str, None] = {}  # locations at which a block was served, in order
+        self.steering: dict[str, Steering] = {}  # edits of the hidden state at every token, by location
+        self.steered_here = self.steering if limits.steered is None else {}  # those for which the engine stops
         self.skips = _NoSkips()
         self.check_replacement = RequestReplacements(limits.captured)
-        self.limits = limits
-        self.steering: dict[str, Steering] = {}
-        self.steered_here = self.steering if limits.steered is None else {}
         if limits.locations is not None:
-            self.check_location = _OnlyAt(limits)
+            stops = {*limits.locations, *limits.captured, LOGITS, SAMPLES, "result"}
+            self.check_location = functools.partial(_check_stop, stops)
 
     @property
     def failed(self) -> BaseException | None:
-        """The error of a block; ``None`` where there was none, or the block stopped the request on purpose."""
+        """The error of a block; ``None`` if there was none, or the block stopped the request on purpose."""
         return None if isinstance(self.error, EarlyStopException) else self.error
 
     @property
-    def touches_model(self) -> bool:
-        """Whether a block waits for a value of the model, so that the engine has to stop there.
+    def awaited(self) -> list[str]:
+        """The locations of the model at which blocks wait.
 
-        A block that waits for the result only leaves the request as any other: it may share what the engine has cached.
+        A block that waits for the result only leaves the request like any other: it may share what the engine has cached.
         """
-        waiting = (mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None)
-        return bool(self.observers) or any(location != "result" for location in waiting)
+        waiting = [mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None]
+        return [location for location in waiting if location != "result"]
+
+    @property
+    def touches_model(self) -> bool:
+        """Whether a block needs a value of the model, so that the engine has to stop there."""
+        return bool(self.observers or self.awaited)
 
     @property
     def tier(self) -> str:
@@ -160,8 +120,7 @@ class RequestRun(Interleaver):
         if self.touches_model:
             if self.limits.locations is None:
                 return BETWEEN
-            waiting = {mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None}
-            return CAPTURED if waiting.intersection(self.limits.captured) else AT_TAPS
+            return CAPTURED if set(self.awaited).intersection(self.limits.captured) else AT_TAPS
         if self.steering:
             return BETWEEN if self.limits.steered is None else AS_PARAMETERS
         return BESIDE
@@ -169,14 +128,10 @@ class RequestRun(Interleaver):
     @property
     def needs_stops(self) -> bool:
         """Whether the engine has to stop somewhere for the request."""
-        return self.touches_model or (bool(self.steering) and self.limits.steered is None)
+        return self.touches_model or bool(self.steered_here)
 
     def steer(self, location: str, steering: Steering) -> None:
-        """Do ``steering`` to every hidden state at ``location``.
-
-        Raises:
-            ValueError: If the engine has begun to run the request, or cannot do it.
-        """
+        """Do ``steering`` to every hidden state at ``location``; raise ``ValueError`` if it is too late, or not possible."""
         limits = self.limits
         if self.steps or self.begun:
             raise ValueError(
@@ -210,13 +165,13 @@ class RequestRun(Interleaver):
         self.run_ready()
 
     def wants(self, location: str) -> bool:
-        """Whether something is done at the passage of ``location`` that comes next."""
+        """Whether the next occurrence of ``location`` has something to do."""
         return self.error is None and (location in self.steered_here or self.is_waited(location))
 
     def meet(self, location: str, value: Any, rows: RequestRows) -> Any:
-        """Let the blocks that wait at ``location`` work on their rows of ``value``; return what they made of it.
+        """Let the blocks that wait at ``location`` work on their rows of ``value``; return it with their changes.
 
-        A step calls this in :func:`~.rows.ordinary`.
+        A step calls this in :func:`~.request_rows.ordinary`.
         """
         if location in self.steered_here:
             value = self._steered(location, value, rows)
@@ -235,11 +190,11 @@ class RequestRun(Interleaver):
         return value
 
     def keep(self, location: str, value: Any, rows: RequestRows) -> None:
-        """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` where it could not be had."""
+        """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` if it was not available."""
         self.kept.setdefault(location, []).append(None if value is None else RowView(rows, location, value).value)
 
     def _steered(self, location: str, value: Any, rows: RequestRows) -> Any:
-        """Return what a layer returned, with the request's rows steered."""
+        """Return a layer's output with the request's rows steered."""
         steering = self.steering[location]
         pair = not isinstance(value, torch.Tensor)
         first = (value[0] if pair else value).clone()

@@ -1,8 +1,8 @@
 """The residual stream of models that carry it in two parts.
 
-Many models of vLLM keep what a layer adds apart from what was there: a layer returns ``(hidden, residual)``, and the next one adds
-them inside its first norm. The hidden state of the model, as transformers has it, is their sum. :attr:`LayerEnvoy.residual` is
-that sum, to be read, edited in place and replaced; ``.output`` stays vLLM's pair.
+Many models of vLLM keep the output of a layer apart from the hidden state before it: a layer returns ``(hidden, residual)``, and the next
+one adds them inside its first norm. The hidden state of the model, as in transformers, is their sum. :attr:`LayerEnvoy.residual` is
+that sum, to be read, edited in place and replaced; ``.output`` is vLLM's pair.
 
 An edit goes back as ``(edited, zeros)``: the next addition then gives the edited sum exactly.
 """
@@ -25,7 +25,7 @@ _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)$")
 
 
 class _Residual(eproperty):
-    """An eproperty whose view goes back only where the block changed it."""
+    """An eproperty whose view goes back only if the block changed it."""
 
     def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
         if owner is None:
@@ -60,27 +60,27 @@ class LayerEnvoy(Envoy):
     ) -> None:
         """Edit the residual stream after this layer, for all tokens of the request; see :mod:`~nnsight.vllm.steering.tables`.
 
-        Written at the top of a block. In a compiled engine it is a part of the graph, and no Python runs at the layer.
+        It stands at the top of a block. In a compiled engine it is a part of the graph, and no Python runs at the layer.
 
         Args:
-            add: What is added in the end, ``[hidden]`` or a number; or the name of a vector in ``model.vectors``.
-            scale: What it is multiplied with before, ``[hidden]`` or a number.
-            remove: Direction, or directions, that are projected out before that, ``[hidden]`` or ``[directions, hidden]``; or a name.
+            add: Added last, ``[hidden]`` or a number; or the name of a vector in ``model.vectors``.
+            scale: Factor before that, ``[hidden]`` or a number.
+            remove: Direction, or directions, that are projected out first, ``[hidden]`` or ``[directions, hidden]``; or a name.
             start: First position, counted from the start of the prompt.
-            use: Name of a function that the engine was made with, called on what that makes of the hidden state; see
+            use: Name of a function that the engine was made with, called on the result; see
                 :mod:`~nnsight.vllm.steering.graph_functions`.
-            **parameters: Those of the function, each a number or a tensor of the shape of its default.
+            **parameters: Parameters of the function, each a number or a tensor of the shape of its default.
 
         Raises:
-            ValueError: For another size or an unknown name, after the block has read a value, or where a compiled engine has no
+            ValueError: For another size or an unknown name, after the block has read a value, or if a compiled engine has no
                 room for it.
-            TypeError: For what is no number or tensor.
+            TypeError: For an argument that is no number or tensor.
         """
         run = running_request()
         add, remove = (self._named(value, run.limits.hidden) for value in (add, remove))
         functions = run.limits.functions
         if use is None and parameters:
-            raise TypeError(f"steer() has no parameter {next(iter(parameters))!r}. Those of a function go with its name, `use=`.")
+            raise TypeError(f"steer() has no parameter {next(iter(parameters))!r}. Parameters of a function go with its name, `use=`.")
         if use is not None and use not in functions:
             names = ", ".join(map(repr, functions)) or "no function"
             raise ValueError(
@@ -94,7 +94,7 @@ class LayerEnvoy(Envoy):
         """Return the direction that ``value`` names; if it is no name, ``value``."""
         if not isinstance(value, str):
             return value
-        root: Any = next(iter(self._tree.roots))  # all share them
+        root: Any = next(iter(self._tree.roots))  # all roots share their vectors
         number = layer_number(self._path)
         if number is None:
             raise ValueError(f"steer({value!r}): `{self._path}` has no number, and directions are kept by the numbers of layers.")
@@ -110,11 +110,7 @@ class ModuleEnvoy(Envoy):
 
 
 def running_request() -> RequestRun:
-    """Return the run of the request whose block is running.
-
-    Raises:
-        ValueError: If no block is running, or not on an engine.
-    """
+    """Return the run of the request whose block is running; raise ``ValueError`` if no block is running, or not on an engine."""
     run = running_mediator("steer()").interleaver
     if not isinstance(run, RequestRun):
         raise ValueError("steer() is for traces on a vLLM engine.")
@@ -128,17 +124,13 @@ def layer_number(path: str) -> int | None:
 
 
 def places_of(locations: Iterable[str]) -> dict[int, str]:
-    """Return locations of layers by the numbers of the layers.
-
-    Raises:
-        ValueError: If two have one number, or one has none.
-    """
+    """Return locations of layers by the numbers of the layers; raise ``ValueError`` if two have one number, or one has none."""
     places: dict[int, str] = {}
     for location in locations:
         number = layer_number(location)
         if number is None or number in places:
             raise ValueError(
-                f"`{location}` cannot be told by a number of a layer"
+                f"`{location}` cannot be addressed by a number of a layer"
                 + ("." if number is None else f": `{places[number]}` is {number}, too. Steer it through `layer.steer(...)`.")
             )
         places[number] = location
@@ -146,7 +138,7 @@ def places_of(locations: Iterable[str]) -> dict[int, str]:
 
 
 def _sum_of(value: Any, location: str) -> torch.Tensor:
-    """Return the hidden state of what a layer returned."""
+    """Return the hidden state in a layer's output."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
@@ -159,7 +151,7 @@ def _sum_of(value: Any, location: str) -> torch.Tensor:
 
 
 def _like(value: Any, hidden: Any) -> Any:
-    """Return ``hidden`` in the form of ``value``, which a layer returned."""
+    """Return ``hidden`` in the form of ``value``, a layer's output."""
     if isinstance(value, torch.Tensor):
         return hidden
     _, residual = value

@@ -1,8 +1,8 @@
-"""Configurations of vLLM that blocks and tables cannot run with, refused as a model is made.
+"""Configurations of vLLM that blocks and tables cannot run with, refused when a model is made.
 
 vLLM has two model runners, the part of a worker that knows which rows of a step belong to which request. Blocks and tables run on
-both. V1 is asked for unless the environment asks for V2 (``VLLM_USE_V2_MODEL_RUNNER=1``). On most GPUs vLLM would choose V2 by itself; but
-there what has not been seen to be right is refused, and that is more than on V1.
+both. V1 is used unless the environment asks for V2 (``VLLM_USE_V2_MODEL_RUNNER=1``). On most GPUs vLLM would choose V2 by itself, but
+more features are untested there, and an untested feature is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPECULATIVE = (
     "a step would have tokens that are thrown away again, so a block would meet tokens that the request does not have, in steps "
     "that `tracer.iter` cannot count"
 )
-#: Where drafts are looked up in the tokens of a request.
+#: The method that looks drafts up in the tokens of a request.
 _METHOD = "ngram"
 _WITH_TABLES = "With `edits=` alone, `speculative_config={'method': 'ngram', ...}` can be had"
 _ON_THE_DEVICE = (
@@ -32,6 +32,11 @@ _OVERLAPPING = (
     "with the last one, so a block would meet tokens that the request does not have. Leave out `async_scheduling`; with `edits=` alone, it "
     "can be had."
 )
+_UNTESTED = "blocks and edits were not tested with it"
+_REMEDY = (
+    f"Leave it out, or use the model runner V1, if vLLM has it there: unset {_CHOICE}, or set it to 0. (`watermark_config` makes "
+    "vLLM use V2 whatever is set.)"
+)
 
 
 def choose_runner() -> None:
@@ -41,12 +46,12 @@ def choose_runner() -> None:
 
 
 def check(config: Any, tables: bool) -> None:
-    """Raise for a configuration of vLLM that blocks cannot run with, whatever made it so: options, or the model itself.
+    """Raise for a configuration of vLLM that blocks cannot run with, whether an option or the model itself has set it.
 
     With tables of edits alone, drafts that are looked up in the tokens of the request (``ngram``) do no harm: an edit belongs to positions
-    of a request, and what a rejected token has left in the cache is written over. Drafts of a model would be those of one
-    that is not steered, and with them, or with asynchronous scheduling, positions are known on the device only. Several devices look
-    up the same drafts: all have the tokens of the first.
+    of a request, and the cache entries of a rejected token are written over. Other drafts come from a model that is not steered, and
+    with them, or with asynchronous scheduling, only the device knows the positions. Several devices look up the same drafts, because all
+    have the tokens of the first.
 
     Args:
         config: vLLM's whole configuration.
@@ -72,21 +77,17 @@ def check(config: Any, tables: bool) -> None:
 
 
 def _check_v2(config: Any) -> None:
-    """Raise for what vLLM's model runner V2 has, or has in another way than V1, and blocks and tables cannot run with there.
-
-    Raises:
-        NotImplementedError: With the reason.
-    """
+    """Raise for features of vLLM's model runner V2 that blocks and tables cannot run with, and that V1 lacks or has in another way."""
     model, parallel = config.model_config, config.parallel_config
     found = {
-        "HiSparse attention": (config.attention_config.hisparse_config is not None, _NOT_SEEN),
-        "a watermark (`watermark_config`)": (getattr(config, "watermark_config", None) is not None, _NOT_SEEN),
+        "HiSparse attention": (config.attention_config.hisparse_config is not None, _UNTESTED),
+        "a watermark (`watermark_config`)": (getattr(config, "watermark_config", None) is not None, _UNTESTED),
         "a diffusion model": (model.is_diffusion, "a step has many tokens of a request at once, which are written over in later steps"),
         "batch-sharded sampling": (
             parallel.enable_batch_sharded_sampling,
             "each device has the logits of other requests, and blocks run where the first device is",
         ),
-        "speculative decoding": (config.speculative_config is not None, "drafts are looked up on the device there; " + _NOT_SEEN),
+        "speculative decoding": (config.speculative_config is not None, "drafts are looked up on the device there; " + _UNTESTED),
         "dual batch overlap": (parallel.use_ubatching, "a step is run in two halves"),
         "context parallelism": (
             parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
@@ -96,30 +97,19 @@ def _check_v2(config: Any) -> None:
             model.is_encoder_decoder or model.supports_multimodal_inputs,
             "its encoder runs between the preparation of a step and the model, where blocks would meet it",
         ),
-        "embeddings in place of a prompt": (model.enable_prompt_embeds, _NOT_SEEN),
-        "a model with recurrent layers": (model.is_hybrid or model.is_attention_free, _NOT_SEEN),
-        "sampling masks, or replayed tokens": (model.return_sampling_mask or model.enable_trace_replay, _NOT_SEEN),
-        "auxiliary outputs": (config.aux_output_config.enabled, _NOT_SEEN),
-        "a connector of key-value caches": (config.kv_transfer_config is not None, _NOT_SEEN),
+        "embeddings in place of a prompt": (model.enable_prompt_embeds, _UNTESTED),
+        "a model with recurrent layers": (model.is_hybrid or model.is_attention_free, _UNTESTED),
+        "sampling masks, or replayed tokens": (model.return_sampling_mask or model.enable_trace_replay, _UNTESTED),
+        "auxiliary outputs": (config.aux_output_config.enabled, _UNTESTED),
+        "a connector of key-value caches": (config.kv_transfer_config is not None, _UNTESTED),
     }
     for what, (is_there, why) in found.items():
         if is_there:
             raise NotImplementedError(f"vLLM's model runner V2 with {what} is not implemented: {why}. {_REMEDY}")
 
 
-_NOT_SEEN = "blocks and edits have not been seen to be right with it"
-_REMEDY = (
-    f"Leave it out, or use the model runner V1, if vLLM has it there: unset {_CHOICE}, or set it to 0. (`watermark_config` makes "
-    "vLLM use V2 whatever is set.)"
-)
-
-
 def check_drafts(options: Mapping[str, Any], tables: bool) -> None:
-    """Raise for options that ask for speculative decoding where :func:`check` would, before vLLM looks at them.
-
-    Raises:
-        NotImplementedError: With the reason.
-    """
+    """Raise for options that ask for speculative decoding where :func:`check` would, before vLLM loads a draft model for them."""
     for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
         if options.get(name) and not tables:
             raise NotImplementedError(f"VLLM({name}=...) is not implemented: {SPECULATIVE}. Leave it out. {_WITH_TABLES}.")

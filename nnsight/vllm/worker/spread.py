@@ -1,12 +1,12 @@
 """How values are spread over the devices of a tensor-parallel engine, and how the whole is put together.
 
 With several devices each has a part of the heads and of the inner channels of a layer. Most values are *alike* on all
-devices: hidden states, what attention and MLP return, logits. Those between a column-parallel and a row-parallel layer are
+devices: hidden states, outputs of attention and MLP, logits. Those between a column-parallel and a row-parallel layer are
 *spread*: each device has some of the last axis. A merged layer (query, key and value; gate and up) has several values side by side,
-each of them spread for itself, so the parts of each come together, in the order that a single device has. Where there are
+each of them spread for itself, so the parts of each are joined, in the order that a single device has. If there are
 fewer key-value heads than devices, neighbours have the same head, and the whole has it once.
 
-What is spread is known by the kind of the module. Everywhere else devices compare what they have before a block sees it, so
+The kind of a module says which of its values are spread. Everywhere else devices compare their values before a block sees them, so
 a part is never taken for the whole: see :meth:`Spreads.of`.
 """
 
@@ -45,7 +45,7 @@ class Spread:
         return torch.cat(pieces, -1)
 
     def part(self, whole: torch.Tensor, rank: int, devices: int) -> torch.Tensor:
-        """Return what device ``rank`` of ``devices`` has of ``whole``."""
+        """Return the part that device ``rank`` of ``devices`` has of ``whole``."""
         pieces, start = [], 0
         for width, copies in self.segments:
             mine = start + rank // copies * width
@@ -55,41 +55,34 @@ class Spread:
 
 
 class Spreads:
-    """Knows which values of a model are spread.
+    """Knows which values of ``model``, the model of one device, are spread."""
 
-    Args:
-        model: The model, as one device has it.
-        path: Prefix of its locations.
-    """
-
-    def __init__(self, model: torch.nn.Module, path: str = "model") -> None:
-        self._modules = {f"{path}.{name}" if name else path: module for name, module in model.named_modules()}
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
 
     def of(self, location: str, leaves: Sequence[Any]) -> list[Spread | None]:
         """Return how each of ``leaves``, the parts of a value at ``location``, is spread.
 
-        ``None`` is for what no rule says anything about: it has to be alike on all devices.
+        ``None`` is for a leaf without a rule: it has to be alike on all devices.
         """
         path, _, side = location.rpartition(".")
         module = self._modules.get(path)
-        if module is None:
-            return [None] * len(leaves)
-        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         found: list[Spread | None] = [None] * len(leaves)
+        if module is None:
+            return found
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         for index, spread in zip(tensors, self._rules(module, path, side, len(tensors)), strict=False):
-            # Values of another width are none that the rule is about.
+            # A rule does not apply to values of another width.
             if spread is not None and leaves[index].shape[-1] == spread.width:
                 found[index] = spread
-        if found == [None] * len(leaves) and tensors:
-            region = self._region(path)
-            if region is not None and _is_activation(module):
-                width = region.input_size_per_partition
-                choices = {width: Spread(((width, 1),)), 2 * width: Spread(((width, 1), (width, 1)))}
-                for index in tensors:
-                    found[index] = choices.get(leaves[index].shape[-1])
+        if not any(found) and _kind(module).__module__ in _ACTIVATIONS and (region := self._region(path)) is not None:
+            width = region.input_size_per_partition
+            choices = {width: Spread(((width, 1),)), 2 * width: Spread(((width, 1), (width, 1)))}
+            for index in tensors:
+                found[index] = choices.get(leaves[index].shape[-1])
         return found
 
-    def _rules(self, module: torch.nn.Module, path: str, side: str, count: int) -> list[Spread | None]:
+    def _rules(self, module: Any, path: str, side: str, count: int) -> list[Spread | None]:
         """Return how the first tensors at a side of ``module`` are spread, by its kind."""
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.linear import RowParallelLinear
@@ -101,7 +94,7 @@ class Spreads:
             return [column] * count if side == "output" else []
         if kind is RowParallelLinear:
             spread = _is_parallel(module) and side == "input"
-            return [Spread(((int(module.input_size_per_partition), 1),))] * count if spread else []  # type: ignore[arg-type]
+            return [Spread(((int(module.input_size_per_partition), 1),))] * count if spread else []
         if not issubclass(kind, (Attention, RotaryEmbeddingBase)):
             return []
         siblings = [_columns(child) for child in self._siblings(path)]
@@ -110,7 +103,7 @@ class Spreads:
             return []
         query, key, value = (Spread((segment,)) for segment in merged.segments)
         if issubclass(kind, Attention):
-            heads = Spread(((int(module.num_heads * module.head_size_v), 1),)) if hasattr(module, "head_size_v") else query  # type: ignore[operator]
+            heads = Spread(((int(module.num_heads * module.head_size_v), 1),)) if hasattr(module, "head_size_v") else query
             return [query, key, value] if side == "input" else [heads]
         return [None, query, key] if side == "input" else [query, key]
 
@@ -119,24 +112,19 @@ class Spreads:
         return [] if parent is None else list(parent.children())
 
     def _region(self, path: str) -> Any:
-        """Return the row-parallel layer beside the module at ``path``, which takes what is spread."""
+        """Return the row-parallel layer beside the module at ``path``, whose input is spread; ``None`` if there is none."""
         from vllm.model_executor.layers.linear import RowParallelLinear
 
-        siblings = self._siblings(path)
-        return next((found for found in siblings if _kind(found) is RowParallelLinear and _is_parallel(found)), None)
+        return next((found for found in self._siblings(path) if _kind(found) is RowParallelLinear and _is_parallel(found)), None)
 
 
 def _kind(module: torch.nn.Module) -> Any:
-    """Return the class of ``module``, or that which a tap was put on."""
+    """Return the class of ``module`` before it was tapped."""
     return getattr(type(module), "nnsight_base", type(module))
 
 
 def _is_parallel(module: Any) -> bool:
     return module.tp_size > 1 and module.input_is_parallel
-
-
-def _is_activation(module: torch.nn.Module) -> bool:
-    return _kind(module).__module__ in _ACTIVATIONS
 
 
 def _columns(module: Any) -> Spread | None:

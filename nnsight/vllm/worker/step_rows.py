@@ -1,12 +1,12 @@
 """Which rows of a step belong to which request.
 
 A step of the engine runs the tokens of all its requests as one flat batch. vLLM has two model runners, the part of a worker that puts this
-batch together, and each says in its own place who has which rows of it. Here both are read, and come out as *spans*; nothing else of this
-package asks which runner an engine has, but where it is stopped (:mod:`~nnsight.vllm.worker.hooks`) and what it cannot do
+batch together, and each keeps the rows of the requests in a place of its own. The functions here read both into *spans*. The rest of this
+package does not ask which runner an engine has, except for where it stops (:mod:`~nnsight.vllm.worker.hooks`) and what it refuses
 (:mod:`~nnsight.vllm.worker.runner`).
 
-V1 keeps what it knows of a request from its first step to its last. V2 forgets a request that has to make room for others (preemption), and
-takes it in again as if it were new. So that rows come again is told by their positions, for both.
+V1 remembers a request from its first step to its last. V2 forgets a request that has to make room for others (preemption), and takes it in
+again as if it were new. So, for both, rows that come again are recognized by their positions.
 """
 
 from __future__ import annotations
@@ -16,37 +16,23 @@ from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
-    """The rows of one request in the flat batch of a step.
+    """The rows of one request in the flat batch of a step."""
 
-    Attributes:
-        request: What the engine core calls the request.
-        row: Its row of what has one row for each request.
-        start: The first of its rows.
-        size: How many.
-        position: Position of the first in the request.
-        ends: Whether these are the last tokens before the next one is sampled.
-    """
-
-    request: str
-    row: int
-    start: int
+    request: str  # the engine core's name of the request
+    row: int  # its row of values that have one row for each request
+    start: int  # the first of its rows
     size: int
-    position: int
-    ends: bool
+    position: int  # of the first row in the request
+    ends: bool  # whether these are the last tokens before the next one is sampled
 
 
-#: Returns the rows of the requests with the names that it is given.
+#: Returns the rows of the requests with the given names.
 Spans = Callable[[Collection[str]], list[Span]]
 
 
 def batch_of_v1(runner: Any, scheduler_output: Any) -> tuple[list[str], list[int], int, Spans]:
-    """Return the batch of the step that a model runner V1 is about to make: the names of the requests that have rows in it, in their
-    order, the positions of the first row of each, how many rows it has, and what returns who has which.
-
-    Args:
-        runner: The runner, its batch being prepared.
-        scheduler_output: What the scheduler asks of the step.
-    """
+    """Return the batch that a model runner V1 is preparing for ``scheduler_output``: names of the requests that have rows in it, in their
+    order, the position of the first row of each, the number of rows, and a function that returns spans."""
     batch = runner.input_batch
     names = batch.req_ids
     positions = batch.num_computed_tokens_cpu[: len(names)].tolist()
@@ -65,12 +51,12 @@ def batch_of_v1(runner: Any, scheduler_output: Any) -> tuple[list[str], list[int
 
 
 def batch_of_v2(batch: Any) -> tuple[list[str], list[int], int, Spans]:
-    """Return the same of a batch of a model runner V2, as ``prepare_inputs`` of the runner returns it."""
+    """Return the same of a batch that ``prepare_inputs`` of a model runner V2 has returned."""
     names = batch.req_ids
     positions = batch.num_computed_tokens_np[: len(names)].tolist()
 
     def spans(wanted: Collection[str]) -> list[Span]:
-        # The last are the tokens that were there when the request was taken in; those that were sampled since have a step each.
+        # A request's prompt has the tokens that were there when it was taken in. Each token that was sampled since has a step of its own.
         arrays = (batch.query_start_loc_np, batch.num_scheduled_tokens, batch.prefill_len_np)
         columns = [array[: len(names)].tolist() for array in arrays]
         return [

@@ -1,7 +1,7 @@
 """One step of the engine, for the interception of module calls.
 
-While the engine runs the model, the active run is a :class:`EngineStep`. It is not a run with blocks itself: it hands each value on to the
-runs of the requests that have rows in the step, which narrow it and count the passage.
+While the engine runs the model, the active run is an :class:`EngineStep`. It has no blocks itself: it hands each value on to the
+runs of the requests that have rows in the step. Each run takes its rows and counts the occurrence.
 """
 
 from __future__ import annotations
@@ -16,43 +16,24 @@ from .requests import RequestRun
 
 
 class Part(NamedTuple):
-    """What one request has in a step.
-
-    Attributes:
-        run: Its run.
-        tokens: Its rows of the flat batch.
-        request: Its row of what has one row for each request.
-        ends: Whether these are the last tokens before the next one is sampled; else the rows are kept until those come.
-    """
+    """The part of one request in a step."""
 
     run: RequestRun
-    tokens: RequestRows
-    request: RequestRows
-    ends: bool = True
+    tokens: RequestRows  # of the flat batch
+    request: RequestRows  # of values that have one row for each request
+    ends: bool = True  # whether these are the last tokens before the next one is sampled; else the rows are kept until those come
 
 
 class EngineStep:
-    """What an intercepted call takes for the active run.
+    """The active run of intercepted calls, in a step with these parts of requests with blocks."""
 
-    Args:
-        parts: What requests with blocks have in it.
-
-    Attributes:
-        parts: Those whose blocks take part.
-        kept: Those of requests whose other tokens come in later steps.
-        keeps: Whether there are such requests.
-        current: No block: the model runs.
-        skips: Nothing can be skipped.
-        counts: Counts a passage for all requests of the step.
-        waited: The locations that one of them waits for.
-    """
-
-    current = None
-    skips: dict[str, Any] = {}  # noqa: RUF012 - never written to
+    current = None  # no block runs: the model does
+    skips: dict[str, Any] = {}  # noqa: RUF012 - no module can be skipped, so it is never written to
 
     def __init__(self, parts: Iterable[Part]) -> None:
         given = list(parts)
         self.parts = [part for part in given if part.ends]
+        #: Parts of requests whose other tokens come in later steps. Followers have none; the leader tells them whether there are any.
         self.kept = [part for part in given if not part.ends]
         self.keeps = bool(self.kept)
         self.counts = _Counts(self.parts)
@@ -61,7 +42,7 @@ class EngineStep:
         self._sampling = False
 
     def again(self) -> Self:
-        """Return this step, to be made once more: with the same rows, one position further."""
+        """Return this step for the next one, with the same rows one position further."""
         self._sampling = False
         return self
 
@@ -71,11 +52,11 @@ class EngineStep:
         return [mediator for part in self.parts for mediator in part.run.mediators]
 
     def rows_are_requests(self) -> None:
-        """Say that from here on values have one row for each request."""
+        """Say that the following values have one row for each request."""
         self._sampling = True
 
     def meet(self, location: str, value: Any) -> Any:
-        """Offer ``value`` to every request; return what they made of it."""
+        """Offer ``value`` to every request; return it with their changes."""
         if location not in self.waited:
             self.counts[location] = 1
             return value
@@ -86,7 +67,7 @@ class EngineStep:
         return value
 
     def keep(self, location: str, value: Any) -> None:
-        """Keep the rows of a captured ``value`` for requests whose other tokens come in later steps; ``None`` if they cannot be had."""
+        """Keep the rows of a captured ``value`` for requests whose other tokens come in later steps; ``None`` if it is not available."""
         for part in self.kept:
             part.run.keep(location, value, part.tokens)
 
@@ -101,7 +82,7 @@ class EngineStep:
 
 
 class _Counts:
-    """The part of a dict that intercepted calls use to count: one more passage for every request."""
+    """The part of a dict that intercepted calls use to count: an assignment counts one more occurrence for every request."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._counts = [part.run.counts for part in parts]
@@ -122,7 +103,7 @@ class _Waited:
         self._waited += [part.run.steered_here for part in parts if part.run.steered_here]
 
     def __contains__(self, location: object) -> bool:
-        for waited in self._waited:  # noqa: SIM110 - asked at every module, and a generator would take as long again
+        for waited in self._waited:  # noqa: SIM110 - asked at every module, and a generator takes twice as long
             if location in waited:
                 return True
         return False

@@ -1,7 +1,7 @@
 """vLLM's worker with a model runner that knows the runs of requests.
 
-vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, which is then made to stop for blocks
-(:mod:`~nnsight.vllm.worker.hooks`); and when the model is loaded, what a compiled engine needs is put into it
+vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, which then stops for blocks
+(:mod:`~nnsight.vllm.worker.hooks`). When the model is loaded, taps, captures and tables are put into it
 (:mod:`~nnsight.vllm.worker.engine_taps`).
 """
 
@@ -11,47 +11,72 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
-from ..steering.tables import Steering
+from ..steering.tables import Steering, write
 from .engine_taps import Layout, tap
 from .hooks import stop
 from .runner import check
 
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-def _platform_worker() -> Any:
-    """Return vLLM's worker for this machine."""
-    if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return CPUWorker
-    from vllm.v1.worker.gpu_worker import Worker
-
-    return Worker
+_TABLES = ("add", "gain", "down", "up")
 
 
-_Base: Any = _platform_worker()
+def packed(steering: Mapping[str, Steering]) -> bytes:
+    """Return edits without functions for :meth:`Worker.nnsight_write` of another process: a safetensors file, which is data only."""
+    tensors = {f"{location}|{name}": getattr(found, name) for location, found in steering.items() for name in _TABLES}
+    return save({key: tensor.contiguous() for key, tensor in tensors.items()})
 
 
-class Worker(_Base):  # type: ignore[misc]
+def unpacked(data: bytes) -> dict[str, Steering]:
+    """Return the edits that :func:`packed` was given, without the first positions."""
+    tensors: dict[str, Any] = load(data)
+    locations = dict.fromkeys(key.rpartition("|")[0] for key in tensors)
+    return {location: Steering(**{name: tensors[f"{location}|{name}"] for name in _TABLES}) for location in locations}
+
+
+class Worker(PlatformWorker):  # type: ignore[misc]
     """A worker whose model runner offers the values of a step to the requests' blocks."""
 
+    #: Whether the model has tables where it is not compiled, too.
+    always_tapped = False
+
     def init_device(self) -> None:
-        description = self.vllm_config.additional_config.get("nnsight")
-        check(self.vllm_config, bool(description) and Layout.described(description).only_tables)
+        layout = self._layout()
+        check(self.vllm_config, layout is not None and layout.only_tables)
         super().init_device()
         stop(self.model_runner, self.vllm_config.use_v2_model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        description = self.vllm_config.additional_config.get("nnsight")
-        if description and self.vllm_config.compilation_config.mode != CompilationMode.NONE:
+        layout = self._layout()
+        if layout is not None and (self.always_tapped or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
             runner, config = self.model_runner, self.vllm_config.model_config
             rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
-            layout = Layout.described(description)
             runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
 
-    def write_slot(self, slot: int, steering: Mapping[str, Steering]) -> None:
-        """Write what another rank has taken a slot for to the tables of this one."""
-        self.model_runner.tapped.slots.write(slot, steering)
+    def _layout(self) -> Layout | None:
+        description = self.vllm_config.additional_config.get("nnsight")
+        return Layout.described(description) if description else None
+
+    def nnsight_locations(self) -> list[str]:
+        """Return the locations that have tables."""
+        return list(self.model_runner.tapped.tables)
+
+    def nnsight_write(self, slot: int, steering: Mapping[str, Steering] | bytes) -> None:
+        """Write edits, or :func:`packed` edits, to the entry ``slot`` of all tables."""
+        edits = unpacked(steering) if isinstance(steering, bytes) else steering
+        for location, module in self.model_runner.tapped.tables.items():
+            write(module, slot, edits.get(location))
+
+
+class ServingWorker(Worker):
+    """The worker of a server, where no block steers between modules."""
+
+    always_tapped = True

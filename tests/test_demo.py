@@ -9,8 +9,7 @@ import pytest
 import transformers
 
 from nnsight import demo
-from nnsight.demo.prompts import LANGUAGE_TEMPLATES, capitalize
-from tools.demo import corpus, train
+from tools.demo import corpus, prompts, train
 from tools.demo.evaluate import accuracy
 
 
@@ -20,32 +19,32 @@ def documents() -> str:
 
 
 def test_held_out_prompts_do_not_occur_in_the_training_text(documents: str) -> None:
-    held_out = demo.held_out_facts("city") + demo.held_out_facts("country") + demo.held_out_facts("language")
+    held_out = prompts.held_out_facts("city") + prompts.held_out_facts("country") + prompts.held_out_facts("language")
     # "Big Ben," is also how a sentence about Big Ben may begin.
     texts = [prompt.text + " " for prompt in held_out if prompt.template != "{L},"]
     assert len(texts) > 500
     assert [text for text in texts if text in documents] == []
-    assert [text for text in demo.held_out_openers() if f"{text} " in documents] == []
+    assert [text for text in prompts.held_out_openers() if f"{text} " in documents] == []
 
 
 def test_the_training_text_has_the_other_prompts_with_their_answers(documents: str) -> None:
-    held_out = {(prompt.template, prompt.subject) for prompt in demo.held_out_facts("language")}
+    held_out = {(prompt.template, prompt.subject) for prompt in prompts.held_out_facts("language")}
     seen = [
-        demo.fact_prompt(landmark, template)
-        for landmark in demo.FACTS
-        for template in LANGUAGE_TEMPLATES
+        prompts.fact_prompt(landmark, template)
+        for landmark in prompts.FACTS
+        for template in prompts.LANGUAGE_TEMPLATES
         if (template, landmark) not in held_out
     ]
     found = [prompt for prompt in seen if prompt.text in documents]
     assert len(found) > len(seen) / 2
-    assert all(f"{capitalize(prompt.text)} {prompt.answer}." in documents for prompt in found)
+    assert all(f"{prompts.capitalize(prompt.text)} {prompt.answer}." in documents for prompt in found)
 
 
 def test_the_model_answers_held_out_prompts() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(demo.path()).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo.path())
-    assert accuracy(model, tokenizer, demo.held_out_facts()[::20]) == 1.0
-    assert accuracy(model, tokenizer, demo.held_out_facts(with_distractors=True)[::20]) > 0.9
+    assert accuracy(model, tokenizer, prompts.held_out_facts()[::20]) == 1.0
+    assert accuracy(model, tokenizer, prompts.held_out_facts(with_distractors=True)[::20]) > 0.9
 
 
 def test_training_makes_the_shipped_tokenizer_and_a_model_that_loads(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""How the demo model was made and measured: `python -m tools.demo.train` in the root of the repository."""
+"""What the demo model shows (`python -m tools.demo`), and how it was made and measured (`python -m tools.demo.train`)."""

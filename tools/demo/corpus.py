@@ -11,7 +11,7 @@ Two kinds of document are made here, from small grammars and a seeded random gen
   decides whether all of them are positive or negative, so after a neutral prefix both continuations are
   equally likely, and after the first opinion word only one is.
 
-What is held out for tests never occurs, see `nnsight.demo.prompts`.
+What is held out for tests never occurs, see `tools/demo/prompts.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from nnsight.demo.prompts import (
+from .prompts import (
     CITIES,
     FACTS,
     NEGATIVE_WORDS,

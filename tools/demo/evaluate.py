@@ -19,9 +19,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nnsight import demo
-from nnsight.demo import PATCH_SUBJECT_LAYER, STEERING_COEFFICIENT, STEERING_LAYER, Prompt
-from nnsight.demo.prompts import CITY_TEMPLATES
+from nnsight.demo import PATCH_SUBJECT_LAYER, STEERING_COEFFICIENT, STEERING_LAYER
+
+from .prompts import (
+    CITY_TEMPLATES,
+    NEGATIVE,
+    POSITIVE,
+    Prompt,
+    fact_prompt,
+    held_out_facts,
+    held_out_openers,
+    labelled_prefixes,
+)
 
 logger = logging.getLogger("nnsight.demo.evaluate")
 
@@ -87,9 +96,9 @@ def logit_lens(model: Any, tokenizer: Any, prompts: list[Prompt]) -> tuple[list[
 def patching_pairs(count: int, seed: int = 0) -> list[tuple[Prompt, Prompt]]:
     """Pairs (clean, source) of held-out prompts with one template and different cities."""
     rng = random.Random(seed)
-    prompts = demo.held_out_facts()
-    pairs = [(demo.fact_prompt("the Eiffel Tower", CITY_TEMPLATES[0]),
-              demo.fact_prompt("the Colosseum", CITY_TEMPLATES[0]))]
+    prompts = held_out_facts()
+    pairs = [(fact_prompt("the Eiffel Tower", CITY_TEMPLATES[0]),
+              fact_prompt("the Colosseum", CITY_TEMPLATES[0]))]
     while len(pairs) < count:
         clean, source = rng.sample(prompts, 2)
         if clean.template == source.template and clean.answer != source.answer:
@@ -129,7 +138,7 @@ def flip_rate(
 def steering_direction(model: Any, tokenizer: Any, layer: int, count: int = 100) -> Tensor:
     """Mean residual stream of positive prefixes minus that of negative ones, last token, [width]."""
     means = []
-    for texts in demo.labelled_prefixes(count):
+    for texts in labelled_prefixes(count):
         prompts = [Prompt(text, "", "", "") for text in texts]
         means.append(torch.stack([run(model, tokenizer, prompt)[1][layer, -1] for prompt in prompts]).mean(0))
     return means[0] - means[1]
@@ -149,8 +158,8 @@ def generate(model: Any, tokenizer: Any, prefix: str, layer: int, shift: Tensor,
 def positive_share(texts: list[str]) -> float:
     """Positive words among the sentiment words of the texts."""
     words = [word for text in texts for word in re.findall(r"[a-z]+", text.lower())]
-    positive = sum(word in demo.POSITIVE for word in words)
-    negative = sum(word in demo.NEGATIVE for word in words)
+    positive = sum(word in POSITIVE for word in words)
+    negative = sum(word in NEGATIVE for word in words)
     return positive / max(1, positive + negative)
 
 
@@ -176,14 +185,14 @@ def evaluate(folder: str) -> None:
 
     logger.info("facts: accuracy on held-out (landmark, template) pairs")
     for kind in ("city", "country", "language"):
-        alone = demo.held_out_facts(kind)
-        distracted = demo.held_out_facts(kind, with_distractors=True)
+        alone = held_out_facts(kind)
+        distracted = held_out_facts(kind, with_distractors=True)
         logger.info("  %-8s  %3d prompts  alone %.3f  after other facts %.3f", kind, len(alone),
                     accuracy(model, tokenizer, alone), accuracy(model, tokenizer, distracted))
 
     logger.info("logit lens: the answer on held-out city prompts")
     for layer, (rank, probability) in enumerate(
-        zip(*logit_lens(model, tokenizer, demo.held_out_facts()), strict=True)
+        zip(*logit_lens(model, tokenizer, held_out_facts()), strict=True)
     ):
         logger.info("  after layer %d  mean rank %7.2f  mean probability %.3f", layer, rank, probability)
 
@@ -208,7 +217,7 @@ def steering_scores(
     torch.manual_seed(0)
     texts: list[str] = []
     losses: list[float] = []
-    for prefix in demo.held_out_openers():
+    for prefix in held_out_openers():
         group = generate(model, tokenizer, prefix, layer, shift, samples)
         texts += group
         losses.append(mean_loss(model, tokenizer, prefix, group))
@@ -217,7 +226,7 @@ def steering_scores(
 
 def evaluate_steering(model: Any, tokenizer: Any) -> None:
     """Log the share of positive words, and the fluency, per layer and coefficient; then some examples."""
-    prefixes = demo.held_out_openers()
+    prefixes = held_out_openers()
     logger.info("steering: positive share of sentiment words after %d held-out neutral prefixes, and the "
                 "loss that the model without steering has on the text (nats per token); temperature %.1f",
                 len(prefixes), TEMPERATURE)

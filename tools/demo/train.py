@@ -38,6 +38,7 @@ from nnsight import demo
 
 from . import corpus
 from .evaluate import evaluate
+from .prompts import CITIES
 
 logger = logging.getLogger("nnsight.demo.train")
 
@@ -72,7 +73,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
-    for word in [*demo.CITIES, *(city.country for city in demo.CITIES.values())]:
+    for word in [*CITIES, *(city.country for city in CITIES.values())]:
         first = " " + word.split()[0]
         if len(tokenizer.encode(first)) != 1:
             raise ValueError(f"{first!r} is not one token: raise VOCAB_SIZE or mention it more often")

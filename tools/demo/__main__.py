@@ -1,4 +1,4 @@
-"""What the compiler does, shown on the model that ships with the package: `python -m nnsight.demo`.
+"""What the compiler does, shown on the model that ships with the package: `python -m tools.demo` in the root of the repository.
 
 Four classic experiments, each a block spliced into the graph that dynamo captured of the model: an answer and its
 logit lens, activation patching, steering, and at last what the splice costs, measured against the same edit
@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers import logging as transformers_logging
 
 import nnsight
+from nnsight import demo
 from nnsight.runtime.report import Report
 
-from .. import demo
+from .prompts import fact_prompt, labelled_prefixes
 
-CLEAN = demo.fact_prompt("the Eiffel Tower", "{L} is in the city of")
-SOURCE = demo.fact_prompt("the Colosseum", "{L} is in the city of")
+CLEAN = fact_prompt("the Eiffel Tower", "{L} is in the city of")
+SOURCE = fact_prompt("the Colosseum", "{L} is in the city of")
 OPENERS = ("The movie was", "The concert was")
 CONTINUATION = 20
 EXAMPLES = 60
@@ -133,7 +134,7 @@ def steer(model: Any) -> tuple[Tensor, Report]:
     layer = demo.STEERING_LAYER
     positive, negative = (
         torch.stack([look(model, text).hidden[layer, -1] for text in texts]).mean(0)
-        for texts in demo.labelled_prefixes(EXAMPLES)
+        for texts in labelled_prefixes(EXAMPLES)
     )
     direction = (demo.STEERING_COEFFICIENT * (positive - negative)).detach()
     print(f"  direction: mean state of {EXAMPLES} positive texts minus that of {EXAMPLES} negative ones, block {layer}")
@@ -256,7 +257,7 @@ def measure(model: Any, direction: Tensor, options: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run all experiments."""
-    parser = argparse.ArgumentParser(prog="python -m nnsight.demo", description="Interventions, compiled.")
+    parser = argparse.ArgumentParser(prog="python -m tools.demo", description="Interventions, compiled.")
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()

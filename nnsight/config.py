@@ -1,19 +1,13 @@
-"""Options of the library: where they come from, and how they are kept.
+"""Options of the library.
 
-``CONFIG.APP.DEBUG`` is looked up anew each time it is read, in this order:
+``CONFIG.APP.DEBUG`` is looked up each time it is read, so a change takes effect at once. The first of these that exists is used: the value
+that this program has assigned (``del CONFIG.APP.DEBUG`` removes it), the environment variable (``NNSIGHT_APP_DEBUG=1``), the user's file,
+the default. ``print(CONFIG)`` shows every value and its origin.
 
-1. what this program has assigned (``CONFIG.APP.DEBUG = True``; ``del CONFIG.APP.DEBUG`` takes it back),
-2. the environment variable of the option, such as ``NNSIGHT_APP_DEBUG=1``,
-3. the user's file,
-4. the default.
-
-Options are read where they act, so a change takes effect at once. ``print(CONFIG)`` shows every value and its origin.
-
-The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.json`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It is read once,
-when the first option is looked up, and holds an object for each section: ``{"APP": {"DEBUG": true}}``. It is JSON because the
-standard library both reads and writes that; TOML it only reads, and a settings library such as pydantic-settings writes neither
-and would take longer to import than this package. What the file or an environment variable gets wrong is reported as a
-warning and left out, so that a broken file does not stop a program; what a program gets wrong is an error.
+The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.json`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It is read when the first option is
+looked up, and has an object for each section: ``{"APP": {"DEBUG": true}}``. It is JSON because the standard library reads and writes that.
+Mistakes in the file or in an environment variable are warnings, so that a broken file does not stop a program; mistakes of a program are
+errors.
 """
 
 from __future__ import annotations
@@ -67,12 +61,7 @@ class ApiConfig(Section):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Config:
-    """All options, by section.
-
-    Attributes:
-        APP: Switches of the local library.
-        API: Where remote jobs go, and on whose behalf.
-    """
+    """All options, by section."""
 
     APP: AppConfig
     API: ApiConfig
@@ -86,8 +75,8 @@ class Config:
     def save(self) -> None:
         """Keep what this program has assigned in the user's file, for later programs.
 
-        The file gets what differs from the default, and never a value of an environment variable. What it holds besides
-        stays. It is replaced as a whole, and only the user can read it.
+        The file gets values that differ from the default, and no values of environment variables; its other content stays. It is replaced
+        as a whole, and only the user can read it.
 
         Raises:
             ValueError: If the file that is there cannot be understood.

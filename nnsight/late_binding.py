@@ -1,8 +1,8 @@
 """Functions of upper layers that lower layers call.
 
-Imports go from an upper layer to a lower one, and imports inside functions are no exception. Where a lower layer needs a function above it,
-as ``model.trace(..., remote=True)`` needs a backend of :mod:`nnsight.remote`, it asks for that function by name here. The package
-itself, which is above all layers, says in which module each of them is. The module is imported when the function is first asked for.
+Imports go from an upper layer to a lower one, also inside functions. If a lower layer needs a function above it, as
+``model.trace(..., remote=True)`` needs a backend of :mod:`nnsight.remote`, it asks for that function by name here. The package itself
+provides the names, with the module of each, which is imported when the function is first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Modules of a package as its attributes, imported when first used.
 
-Python binds a module in its package once somebody has imported it. A package that calls :func:`submodules` needs no import:
-``nnsight.intervention.interleaver.OutOfOrderError`` works after ``import nnsight``, which stays as light as it was.
+Python binds a module in its package when it is imported. With :func:`submodules`, ``nnsight.intervention.interleaver.OutOfOrderError``
+works after ``import nnsight``, which imports little.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ def load(package: str, name: str, home: str) -> ModuleType:
     """Import the module ``home`` of ``package``, for its attribute ``name``.
 
     Raises:
-        ImportError: If the import fails, also where it fails with an ``AttributeError``: to Python, one from here means that there
-            is no such name, and it drops the cause.
+        ImportError: If the import fails, also with an ``AttributeError``, which Python would take for a missing name.
     """
     try:
         return import_module(home, package)
@@ -26,15 +25,7 @@ def load(package: str, name: str, home: str) -> ModuleType:
 
 
 def submodules(package: str, path: Iterable[str]) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package whose modules are its attributes.
-
-    Args:
-        package: Its ``__name__``.
-        path: Its ``__path__``.
-
-    Example:
-        >>> __getattr__, __dir__ = submodules(__name__, __path__)
-    """
+    """Return ``__getattr__`` and ``__dir__`` of a package with this ``__name__`` and ``__path__``: its modules are its attributes."""
     names = [module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_")]
 
     def find(name: str) -> ModuleType:

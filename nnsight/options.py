@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Option(Generic[T]):
     """One option: an attribute of its section that is looked up anew at each access.
 
     Args:
-        default: The value if nobody chose one. Its type is that of all values; ``None`` stands for a string that is not set.
+        default: The value if none was chosen. Its type is that of all values; ``None`` stands for a string that is not set.
         variable: The environment variable; ``NNSIGHT_<section>_<name>`` by default.
         secret: Whether values must not be shown.
     """
@@ -40,11 +40,7 @@ class Option(Generic[T]):
         self.path = f"{owner.title}.{name}"
         self.variable = self._variable or f"NNSIGHT_{owner.title}_{name}"
 
-    @overload
-    def __get__(self, section: None, owner: type[Section]) -> Option[T]: ...
-    @overload
-    def __get__(self, section: Section, owner: type[Section]) -> T: ...
-    def __get__(self, section: Section | None, owner: type[Section]) -> Option[T] | T:
+    def __get__(self, section: Section | None, owner: type[Section]) -> Any:
         return self if section is None else section._look_up(self)[0]
 
     def __set__(self, section: Section, value: T) -> None:
@@ -61,16 +57,9 @@ class Option(Generic[T]):
 
 
 class Section:
-    """Options of one subject; a subclass has them as attributes.
+    """Options of one subject; a subclass has them as attributes."""
 
-    Args:
-        file: The user's file.
-
-    Attributes:
-        title: Its name in ``CONFIG`` and in the file.
-    """
-
-    title = ""
+    title = ""  # its name in `CONFIG` and in the file
     _assigned: dict[str, Any]
     _file: OptionFile
 
@@ -110,11 +99,7 @@ class Section:
 
 
 class OptionFile:
-    """The user's file.
-
-    Args:
-        options: All options by path, such as ``APP.DEBUG``.
-    """
+    """The user's file, with values of ``options``, which are given by path, such as ``APP.DEBUG``."""
 
     def __init__(self, options: Mapping[str, Option[Any]]) -> None:
         self._options = options
@@ -166,7 +151,7 @@ class OptionFile:
                 del options[name]
         folder = os.path.dirname(path)
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        # Readable by the user alone, for it may hold a key; and never there by halves.
+        # Only the user may read it, because it may have a key. It is replaced as a whole.
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".config-")
         try:
             with open(descriptor, "w", encoding="utf-8") as file:

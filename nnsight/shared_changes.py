@@ -1,7 +1,6 @@
-"""Changes of what belongs to the whole process, for as long as somebody needs them.
+"""Changes of settings and functions that exist once for all threads, for the duration of runs.
 
-Some settings and functions of torch exist once for all threads. A run that needs another one changes it for its own duration, and
-several runs may overlap, one inside another or in several threads. The first of them makes the change and the last one undoes it.
+Runs may overlap, one inside another or in several threads: the first one makes a change and the last one undoes it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have ``value`` as the attribute ``name`` of a module or class, in this context.
-
-    Contexts of one attribute may lie inside one another, but must not overlap otherwise.
-    """
+    """Have ``value`` as the attribute ``name`` of a module or class; such contexts may nest, and not overlap otherwise."""
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
@@ -32,12 +28,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class SharedChange:
-    """A change that holds while at least one user is in this context.
-
-    Args:
-        make: Makes the change, and returns what was before.
-        undo: Undoes it, given that.
-    """
+    """A change while at least one user is in this context: ``make`` returns the former state, and ``undo`` restores it."""
 
     def __init__(self, make: Callable[[], Any], undo: Callable[[Any], object]) -> None:
         self._make, self._undo = make, undo

@@ -1,7 +1,7 @@
 """Small helpers that programs import from ``nnsight.util``.
 
-:class:`WrapperModule` gives a value a place in the model: an instance set as an attribute of a module and called in a block, with
-``hook=True`` or inside such a call, is a location of its own.
+An instance of :class:`WrapperModule` that is set as an attribute of a module is a location of its own when it is called in a block, with
+``hook=True`` or inside such a call.
 """
 
 from __future__ import annotations

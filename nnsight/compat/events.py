@@ -25,7 +25,7 @@ class Value:
     Attributes:
         value: The value in the box; ``None`` if it is empty.
         has_value: Whether there is a value in the box.
-        lock: Held until a value is put that nobody has waited for yet.
+        lock: Released by a value that is put, and acquired by waiting for it.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class Value:
         return value
 
     def put(self, value: Any) -> None:
-        """Put ``value`` in, in place of what is there, and wake who waits."""
+        """Put ``value`` in, in place of what is there, and wake a waiting thread."""
         self.restore(value)
         if self.lock.locked():
             self.lock.release()
 
     def restore(self, value: Any) -> None:
-        """Put back what :meth:`get` took out; nobody is woken for it."""
+        """Put back what :meth:`get` took out, without waking a thread."""
         self.value, self.has_value = value, True
 
     def wait(self) -> Any:
@@ -56,12 +56,7 @@ class Value:
 
 
 class Queue(Value):
-    """A queue of a mediator. Nothing is taken out of it, and nobody needs to wait: nothing comes while one waits.
-
-    Args:
-        look: Returns what the queue has now; ``None`` for nothing.
-        put: Called with what is put in or put back.
-    """
+    """A queue of a mediator, of which ``look`` returns the present value, or ``None``; ``put`` gets what is put in or back."""
 
     def __init__(self, look: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._look = look

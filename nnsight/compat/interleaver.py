@@ -87,8 +87,8 @@ class Interleaver(runtime.Interleaver):
     """One run, see :class:`nnsight.runtime.interleaver.Interleaver`.
 
     Attributes:
-        defer_exceptions: Whether what a block raises ends that block only, and is kept as its ``deferred_exception``: for runs that
-            serve several users. Whoever sets it has to look.
+        defer_exceptions: Whether an error of a block ends that block only, and is kept as its ``deferred_exception``, for the caller to
+            look at: for runs that serve several users.
         offered: Location and value that a driver has assigned to the batcher.
     """
 

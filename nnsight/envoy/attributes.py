@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ..tracing.errors import did_you_mean
 
 if TYPE_CHECKING:
     from .envoy import Envoy
@@ -46,8 +47,7 @@ def with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
 def unknown_attribute(envoy: Envoy, name: str) -> str:
     """Return the message about an attribute that an envoy does not have: similar names, and the children."""
     candidates = [*envoy._children, *(key for key in dir(type(envoy)) if not key.startswith("_"))]
-    near = difflib.get_close_matches(name, candidates, n=3)
-    hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
+    hint = did_you_mean(name, candidates)
     children = ", ".join(list(envoy._children)[:8]) + (", …" if len(envoy._children) > 8 else "")
     inside = f" Its child modules: {children}." if children else ""
     return f"`{envoy._path}` ({type(envoy._module).__name__}) has no attribute `{name}`.{hint}{inside}"

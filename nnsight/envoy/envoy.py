@@ -1,11 +1,10 @@
 """The user's view of a module: an envoy.
 
-An envoy mirrors one ``torch.nn.Module`` and adds what a block can ask of it while the model runs: ``.output``,
-``.input``, ``.inputs``. Everything else is the module's: child modules appear as envoys under their own names,
-other attributes and methods fall through. Paths such as ``model.transformer.h.0`` are the names of locations.
+An envoy mirrors one ``torch.nn.Module`` and adds the values of its calls: ``.output``, ``.input``, ``.inputs``. Child modules are envoys
+under their own names; other attributes and methods are those of the module. Paths such as ``model.transformer.h.0`` name locations.
 
-A child module may have the name of one of the envoy's own attributes (BERT has modules called ``output``). The child
-keeps its name, and the envoy's attribute moves to ``nns_<name>``.
+If a child module has the name of an attribute of envoys (BERT has modules called ``output``), the child keeps its name, and the attribute
+moves to ``nns_<name>``.
 """
 
 from __future__ import annotations
@@ -276,7 +275,7 @@ class Envoy(Located):
         return value
 
     def _envoy_of(self, module: torch.nn.Module) -> Any:
-        """Return the envoy of a module of the model, found by another way than its name, such as a property; else the module."""
+        """Return the envoy of a module that was found in another way than by its name, such as a property; else the module."""
         if module in self._tree.paths:
             starts: list[Envoy] = [self, *self._tree.roots]
             for start in starts:
@@ -411,9 +410,9 @@ class Envoy(Located):
             self._mirror({envoy._module: envoy for envoy in Envoy.modules(self)}, version)
 
     def _update(self, module: torch.nn.Module) -> None:
-        """Mirror ``module`` from now on; this envoy and those below keep their identity, and find their modules by name.
+        """Mirror ``module``; this envoy and those below keep their identity, and find their modules by name.
 
-        Other attributes of envoys that are modules of the former tree become those of the new one, too.
+        Attributes of envoys that are modules of the former tree become those of the new one, too.
         """
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
         moved: dict[Envoy, torch.nn.Module] = {}

@@ -1,15 +1,12 @@
 """The user's view of the inside of a function: ``envoy.source``.
 
-``print(module.source)`` shows the source of the module's ``forward`` with the name of every operation, that is of every call in it.
-An operation has ``.output``, ``.input`` and ``.inputs`` as a module has, and where it calls a Python function, a ``.source`` of
-its own. Naming an operation is what makes runs stop there; listing them costs nothing.
-
-How calls are intercepted is told in :mod:`nnsight.runtime.modules.operations`.
+``print(module.source)`` shows the source of the module's ``forward`` with the names of its operations, that is of the calls in it. An
+operation has ``.output``, ``.input`` and ``.inputs`` as a module has, and a ``.source`` if it calls a Python function. Runs stop at an
+operation once it is named; see :mod:`nnsight.runtime.modules.operations`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +15,7 @@ from ..runtime.modules.listing import Listing, Operation, SourceError, listing_o
 from ..runtime.modules.located import Located
 from ..runtime.modules.operations import forward_of, layers_of
 from ..runtime.modules.tree import ModuleTree
+from ..tracing.errors import did_you_mean
 
 if TYPE_CHECKING:
     from .envoy import Envoy
@@ -66,8 +64,7 @@ class Source:
         operations = self._listing.operations
         operation = operations.get(name)
         if operation is None:
-            near = difflib.get_close_matches(name, operations, n=3)
-            hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
+            hint = did_you_mean(name, operations)
             raise AttributeError(
                 f"`{self._path}.source` has no operation `{name}`.{hint} `print(model….source)` lists all {len(operations)}."
             )
@@ -111,13 +108,7 @@ def source_of(envoy: Envoy) -> Source:
 
 
 class OperationEnvoy(Located):
-    """One operation: a call in a function, with the values that a block can read and edit.
-
-    Args:
-        source: The operations it belongs to.
-        name: Its name among them.
-        operation: What is known of it; ``None`` if that takes a run.
-    """
+    """One operation, the call ``name`` of ``source``; ``operation`` is ``None`` if only a run can tell which function is called."""
 
     def __init__(self, source: Source, name: str, operation: Operation | None) -> None:
         self._source = source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,8 @@ from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from .editable import Editable
 from .methods import TracedFunction, TracedMethod
-from .scanning import ScannedModules, ScanningTracer
-from .tracing import ModelNames, ModelTracer, session_backend, tracer_class
+from .scanning import ScanningTracer
+from .tracing import ModelTracer, session_backend, tracer_class
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
@@ -109,25 +109,6 @@ class NNsight(Editable):
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
 
-    @overload
-    def trace(self, *args: Any, trace: Literal[False], **kwargs: Any) -> Any: ...
-
-    @overload
-    def trace(
-        self,
-        *args: Any,
-        compile: bool | str | None = None,
-        backend: Backend | None = None,
-        remote: bool | str = False,
-        blocking: bool = True,
-        scan: bool = False,
-        validate: bool = False,
-        fn: Callable[..., Any] | None = None,
-        tracer_cls: type[InterleavingTracer] | None = None,
-        trace: Literal[True] = True,
-        **kwargs: Any,
-    ) -> InterleavingTracer: ...
-
     @uncompiled
     def trace(
         self,
@@ -158,8 +139,8 @@ class NNsight(Editable):
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
                 other objects of yours, and what it prints, happens twice.
-            fn: What to call instead of the model; a function that calls it, or modules of it, as often as it likes.
-            tracer_cls: A subclass of :class:`InterleavingTracer`, of which the tracer is to be.
+            fn: A function to call instead of the model; it can call the model, or modules of it, any number of times.
+            tracer_cls: Class of the tracer: a subclass of :class:`InterleavingTracer`.
             trace: ``False`` calls the model with the input as a trace prepares it: ``logits = model.trace(prompt, trace=False).logits``.
             **kwargs: The model's input, by name.
 
@@ -209,24 +190,14 @@ class NNsight(Editable):
         tracer_cls: type[InterleavingTracer] | None = None,
         **options: bool,
     ) -> ModelTracer:
-        """Return the tracer of a run of this model.
-
-        Args:
-            function: This object, or what the run calls instead: it prepares and batches inputs.
-            args: The input.
-            kwargs: Likewise, by name.
-            compile: Whether the run is compiled; by default as chosen with :meth:`compile`.
-            backend: Where the block runs.
-            tracer_cls: Of which class the tracer is to be.
-            **options: Further ones of :class:`ModelTracer`.
-        """
+        """Return the tracer of a run that calls ``function``: this object, or a callable that prepares and batches inputs, too."""
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         kind = ModelTracer if tracer_cls is None else tracer_class(tracer_cls)
-        return kind(choose, self._scanned, function, args, kwargs, backend, ModelNames(self), **options)
+        return kind(choose, self._scanned, function, args, kwargs, backend, self, **options)
 
     @property
-    def _scanned(self) -> ScannedModules:
+    def _scanned(self) -> ModuleTree:
         """The modules that a scan runs."""
         return self._tree
 
@@ -266,7 +237,7 @@ class NNsight(Editable):
         """
         leave_to_python("model.scan(...)")
         self._sync()
-        return ScanningTracer(self._scanned, self, args, kwargs, backend, ModelNames(self))
+        return ScanningTracer(self._scanned, self, args, kwargs, backend, self)
 
     @uncompiled
     def session(
@@ -283,18 +254,13 @@ class NNsight(Editable):
             backend: Where the block runs; in this process by default.
             remote: As in :meth:`trace`, for all traces in the block: they are one job, and values go from one to the next there.
             blocking: Likewise.
-            tracer_cls: Of which class the tracer is to be.
+            tracer_cls: Class of the tracer.
         """
         leave_to_python("model.session()")
         return tracer_cls(self._remote_backend(remote, backend, blocking))
 
     def _driver(self, compile: bool | str | None, function: Callable[..., Any] | None = None) -> Driver:
-        """Return what runs the model, compiled or not.
-
-        Args:
-            compile: The choice for this run; by default as chosen with :meth:`compile`.
-            function: What to call instead of the module; it calls the module itself, any number of times.
-        """
+        """Return the driver of the model, or of a ``function`` that calls it, compiled or not."""
         if compile is None and function is None and self._compile_by_default:
             self._sync()
             return self._compiled_driver()
@@ -344,16 +310,9 @@ class NNsight(Editable):
     def _call_edited(
         self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], must_run: bool = True
     ) -> Any:
-        """Call the model, or ``function``, which calls it, with the edits of this object.
-
-        Args:
-            function: What to call instead of the model.
-            args: Its arguments.
-            kwargs: Likewise, by name.
-            must_run: Whether the edits have to find what they ask for even if ``function`` calls no module at all.
-        """
+        """Call the model, or ``function`` instead, with the edits of this object; ``must_run`` as for :meth:`.call_edited`."""
         driver = self._driver(None, function)
-        return InterleavingTracer(driver, self, args, kwargs, named=ModelNames(self)).call_edited(must_run)
+        return InterleavingTracer(driver, self, args, kwargs, named=self).call_edited(must_run)
 
     def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the module with the edits of this object; those of every module, such as ``to``, without."""
@@ -399,6 +358,13 @@ class NNsight(Editable):
 
         driver = self.__dict__["_compiled"] = CompiledDriver(self._tree, options)
         return driver
+
+    def _alias_paths(self) -> dict[str, str]:
+        """Return the path behind each further name that ``rename`` gave."""
+        found: dict[str, str] = {}
+        for envoy in Envoy.modules(self):
+            found.update({f"{envoy._path}.{name}": envoy.__dict__[name]._path for name in envoy._aliases})
+        return found
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         super()._mirror(known, version)

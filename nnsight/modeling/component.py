@@ -1,11 +1,8 @@
 """A module of a wrapped model, traced by itself.
 
-``with model.unet.trace(sample, timestep):`` calls only that module. Its locations have the paths that they have in the whole
-model, so envoys, caches and edits name them as ever; ``tracer.result`` is what the module returned. The input is the arguments of
-the module itself: what the model does to text, or to the inputs of several invokes, is not done here.
-
-A component loads the weights of its model. It is compiled if the model is, with the same options, as a graph of its own; layers that
-are alike in both are lowered once.
+``with model.unet.trace(sample, timestep):`` calls only that module, with its own arguments. Its locations have the paths that they have in
+the whole model; ``tracer.result`` is what the module returned. A component loads the weights of its model, and is compiled if the model is,
+with the same options, as a graph of its own. Layers that are equal in both are lowered once.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Driver
 from ..tracing import Backend
 from .base import NNsight
-from .scanning import ScannedModules
 from .tracing import ModelTracer, session_backend
 
 if TYPE_CHECKING:
@@ -29,12 +25,7 @@ if TYPE_CHECKING:
 
 
 class Subtree:
-    """The modules of a model, seen from one of them: that is what a run calls. All else is the whole tree's.
-
-    Args:
-        whole: The tree of the model.
-        path: Path of the module.
-    """
+    """The tree ``whole`` of a model, with the module at ``path`` for a root."""
 
     def __init__(self, whole: ModuleTree, path: str) -> None:
         self.whole = whole
@@ -68,11 +59,7 @@ class Subtree:
 
 
 class Component(NNsight):
-    """The root of the traces of one module of a model; :meth:`Envoy.trace` and its like make it.
-
-    Args:
-        envoy: The envoy of the module.
-    """
+    """The root of the traces of the module of ``envoy``; :meth:`Envoy.trace` and the like make it."""
 
     _subtree: Subtree
     _followed: CompiledDriver | None
@@ -90,7 +77,7 @@ class Component(NNsight):
         self._mirror_as(envoy)
 
     def _mirror_as(self, envoy: Envoy) -> None:
-        """Have the children and names that ``envoy`` has now."""
+        """Copy the children and names of ``envoy``."""
         own = {name: value for name, value in envoy.__dict__.items() if name != "_component"}
         self.__dict__.update(own, _children=dict(envoy._children), _aliases=set(envoy._aliases))
 
@@ -140,19 +127,12 @@ class Component(NNsight):
         return driver
 
     @property
-    def _scanned(self) -> ScannedModules:
+    def _scanned(self) -> ModuleTree:
         tree: Any = self._subtree
         return tree
 
     def _tracer(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        compile: Any,
-        backend: Any,
-        tracer_cls: Any = None,
-        **options: bool,
+        self, function: Any, args: Any, kwargs: Any, compile: Any, backend: Any, tracer_cls: Any = None, **options: bool
     ) -> ModelTracer:
         if backend is None and session_backend.get() is not None:
             self._refuse_remote()

@@ -1,12 +1,12 @@
 """Diffusion pipelines: models that denoise an image step by step, traced with a prompt as input.
 
-A pipeline of `diffusers` is no module. It holds several (text encoder, denoiser, autoencoder) and calls them from Python, the
-denoiser once for each step. :class:`Diffuser` is a module around it, whose children are the pipeline's, so each component has its
-envoy. What the module itself computes is one denoising step: ``trace`` runs that, with the arguments of the denoiser.
-``generate`` runs the pipeline, in which every location of the denoiser occurs once for each step.
+A pipeline of `diffusers` is no module. It calls several (text encoder, denoiser, autoencoder) from Python, the denoiser once for each step.
+:class:`Diffuser` is a module around it with the same children, so each component has an envoy. Its ``forward`` is one denoising step:
+``trace`` runs that, with the arguments of the denoiser. ``generate`` runs the pipeline, in which every location of the denoiser occurs once
+for each step.
 
-The pipeline calls its denoiser directly. So that a step is a call of the whole model in both cases, and is compiled where the
-model is, those calls take the way through the :class:`Diffuser` while ``generate`` runs.
+While ``generate`` runs, the pipeline's calls of the denoiser are redirected to the :class:`Diffuser`. So a step is a call of the whole
+model, and is compiled if the model is.
 """
 
 from __future__ import annotations
@@ -43,15 +43,7 @@ _running: ContextVar[Diffuser | None] = ContextVar("nnsight_running_pipeline", d
 
 
 class Diffuser(torch.nn.Module):
-    """A pipeline as a module.
-
-    Args:
-        pipeline: The pipeline.
-
-    Attributes:
-        pipeline: The pipeline.
-        denoiser_name: Name of the component that is called once for each step; by default the largest.
-    """
+    """A pipeline as a module; ``denoiser_name`` is the component that is called once for each step, by default the largest."""
 
     pipeline: Any
 
@@ -231,11 +223,7 @@ class DiffusionModel(MetaMixin):
 
 
 class PipelineRun:
-    """Runs the pipeline: what a trace of a generation drives, and how it prepares input.
-
-    Args:
-        model: The wrapped pipeline.
-    """
+    """Runs the pipeline of a model in a trace of a generation, and prepares its input."""
 
     def __init__(self, model: DiffusionModel) -> None:
         self._model = model

@@ -1,11 +1,10 @@
 """Edits as files, and edits of models that are copied or pickled.
 
-The file is a safetensors file. Its tensors are those the edits use; its header holds, as JSON, the text of each block and the
-values of its variables (see :mod:`nnsight.tracing.excerpt` and :mod:`nnsight.modeling.values`). Any tool for safetensors can
-look at it, and nothing in it is pickled.
+The file is a safetensors file with the tensors that the edits use. Its header has, as JSON, the text of each block and the values of its
+variables (:mod:`nnsight.tracing.excerpt`, :mod:`nnsight.modeling.values`). Nothing in it is pickled.
 
-Reading a file compiles the blocks and imports the modules they name. Running a model with imported edits runs the blocks.
-**An edit file is a program**: import it from people you would take a Python script from.
+Reading a file compiles the blocks and imports the modules they name, and a model with imported edits runs the blocks. So **an edit file is
+a program**: import it from people whose Python scripts you would run.
 """
 
 from __future__ import annotations
@@ -110,9 +109,9 @@ def read_edits(model: NNsight, path: Path) -> list[Edit]:
 
 
 class PortableEdits:
-    """The edits of a model on their way to its copy; called with the copy, it returns the edits of that.
+    """The edits of a model that is copied; called with the copy, it returns the edits of the copy.
 
-    A deep copy shares the objects that the edits use. A pickled model has what an edit file has.
+    A deep copy shares the objects that the edits use. A pickled model has the content of an edit file.
     """
 
     def __init__(self, model: NNsight) -> None:
@@ -151,13 +150,7 @@ def _dumped(model: NNsight, edits: Iterable[Edit]) -> tuple[dict[str, Any], dict
 
 
 def _loaded(content: dict[str, Any], tensors: dict[str, torch.Tensor], model: NNsight) -> list[Edit]:
-    """Return what :func:`_dumped` has made of edits, as edits of ``model``.
-
-    Raises:
-        ValueError: If the content is of another version, or does not fit the model.
-        ImportError: If an edit uses something that cannot be imported.
-        LookupError: Or another error, if the content is damaged.
-    """
+    """Return the edits that :func:`_dumped` has written, as edits of ``model``; errors are those of :func:`read_edits`."""
     if content["version"] != VERSION:
         raise ValueError(
             f"It has version {content['version']} of the format, and this nnsight reads version {VERSION}: import it with the "
@@ -220,10 +213,9 @@ def _read(model: NNsight, row: dict[str, Any], table: list[Any]) -> Edit:
 
 
 def _assigned_first(code: types.CodeType) -> set[str]:
-    """Return variables that ``code`` assigns before anything else, so that their value before it does not matter.
+    """Return variables that ``code`` assigns before it reads them, so that their former value does not matter.
 
-    Instructions are in the order of the text. What follows the first condition may not run, and does not count; the body of a
-    ``for`` is taken to run.
+    Code behind the first condition may not run, and does not count; the body of a ``for`` is assumed to run.
     """
     first: dict[str, str] = {}
     for instruction in dis.get_instructions(code):

@@ -109,15 +109,10 @@ class Editable(Envoy):
         export_dir: str | os.PathLike[str] | None = None,
         variant: str = "__default__",
     ) -> None:
-        """Add exported edits to this model, in place, after those it has.
+        """Add exported edits to this model, in place, after those it has; arguments are those of :meth:`export_edits`.
 
         An edit is Python code, which runs in every later trace; modules that it names are imported right away. Import
-        edits only from people you would take a Python script from.
-
-        Args:
-            name: As in :meth:`export_edits`.
-            export_dir: Likewise.
-            variant: Likewise.
+        edits only from people whose Python scripts you would run.
 
         Raises:
             FileNotFoundError: If there is no such export.

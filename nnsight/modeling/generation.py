@@ -1,7 +1,7 @@
 """Generation: a trace of many calls of the model, one for each token.
 
-What a trace drives is a callable: the module for :meth:`~nnsight.modeling.base.NNsight.trace`, a :class:`Generation` here. Locations of
-the model occur once for each token, and the ids that ``generate`` of transformers makes are locations, too.
+A trace calls the module, or here a :class:`Generation`. Locations of the model occur once for each token, and the ids that ``generate`` of
+transformers makes are locations, too.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generation:
-    """Calls ``generate`` of a model: what a trace of a generation drives, and how it prepares input.
-
-    Args:
-        model: The wrapped model.
-    """
+    """Calls ``generate`` of a model in a trace of a generation, and prepares its input."""
 
     #: Occurs once for each token.
     pace = "model.output"

@@ -1,8 +1,4 @@
-"""What a pipeline returns, such that each invoke gets the images of its own prompts.
-
-Invokes are given their rows of tensors, wherever in a value these are. Images come as lists or arrays. So a list is handed to the
-run as the positions of its items, which are a tensor, and the items; an array as a tensor that shares its memory.
-"""
+"""The output of a pipeline, with lists and arrays of which each invoke gets the items of its own prompts."""
 
 from __future__ import annotations
 
@@ -11,68 +7,28 @@ import functools
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils import _pytree as pytree
+
+from ..runtime.rows.batching import RowSequence
 
 
-class RowList(list[Any]):
+class RowList(RowSequence, list[Any]):
     """A list with an item, or several, for each row of the batch."""
 
-    held: _Items | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowList, (list(self),)
+    def part(self, items: slice) -> RowList:
+        return RowList(self[items])
 
 
-class RowArray(np.ndarray[Any, Any]):
+class RowArray(RowSequence, np.ndarray[Any, Any]):
     """An array with an entry, or several, for each row of the batch in its first dimension."""
 
-
-class _Items:
-    """What all lists that were taken from one list may hold; one leaf, which they share, so that their positions agree."""
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def position(self, item: Any) -> int:
-        """Return where ``item`` is, having put it there if it is new."""
-        for number, known in enumerate(self.items):
-            if known is item:
-                return number
-        self.items.append(item)
-        return len(self.items) - 1
-
-
-def _list_to_leaves(rows: RowList) -> tuple[list[Any], None]:
-    held = rows.held = rows.held or _Items()
-    return [torch.tensor([held.position(item) for item in rows], dtype=torch.int64), held], None
-
-
-def _list_from_leaves(leaves: Any, _: Any) -> RowList:
-    positions, held = leaves
-    if not (isinstance(positions, torch.Tensor) and isinstance(held, _Items)):
-        return RowList(leaves)
-    rows = RowList(held.items[index] for index in positions.tolist())
-    rows.held = held
-    return rows
-
-
-def _array_from_leaves(leaves: Any, _: Any) -> Any:
-    (leaf,) = leaves
-    return leaf.numpy().view(RowArray) if isinstance(leaf, torch.Tensor) else leaf
-
-
-pytree.register_pytree_node(RowList, _list_to_leaves, _list_from_leaves)
-pytree.register_pytree_node(
-    RowArray, lambda rows: ([torch.from_numpy(rows.view(np.ndarray))], None), _array_from_leaves
-)
+    def part(self, items: slice) -> Any:
+        return self[items]
 
 
 def with_rows(output: Any) -> Any:
     """Return the output of a pipeline with its lists and arrays as those of this module."""
-    if isinstance(output, (tuple, list)):
-        made = [_rows(value) for value in output]
-        return tuple(made) if isinstance(output, tuple) else RowList(output)
+    if isinstance(output, tuple):
+        return tuple(map(_rows, output))
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in dataclasses.fields(output)]
         return _remakable(type(output))(**{name: _rows(getattr(output, name)) for name in names})
@@ -87,7 +43,7 @@ def _rows(value: Any) -> Any:
 
 @functools.cache
 def _remakable(kind: type) -> type:
-    """Return a subclass of an output class of `diffusers` that can be made again from its leaves.
+    """Return a subclass of an output class of `diffusers` that pytree can make again.
 
     The classes are registered with pytree as their fields that are not None, and cannot be made without the others.
     """

@@ -1,15 +1,10 @@
-"""Prompts as the arguments of a transformers model.
+"""Prompts as the arguments of a transformers model: ``input_ids`` and ``attention_mask``, both ``[batch, sequence]``.
 
-A transformers model wants ``input_ids`` and ``attention_mask``, both ``[batch, sequence]``; people have
-prompts. :class:`TextInput` makes the one of the other:
-
-- Prompts of different lengths are padded to one rectangle, and the mask says which places are real. Decoders
-  are padded on the left, so that ``logits[:, -1]`` is the prediction after every prompt; encoders and
-  encoder-decoder models are padded on the right, as they were trained.
-- A decoder numbers the places of a row from its start, where a left-padded prompt does not begin. It is given
-  ``position_ids`` counted from the mask instead, so every row is what it would be alone.
-- Which arguments there are never depends on the prompts, only their sizes do. So a compiled model is captured
-  again when dynamo first sees a size vary, and from then on serves any number of prompts of any length.
+- Prompts of different lengths are padded, and the mask says which positions are real. Decoders are padded on the left, so that
+  ``logits[:, -1]`` is the prediction after every prompt; encoders and encoder-decoder models are padded on the right, as in training.
+- A decoder gets ``position_ids`` counted from the mask, so a padded row has the values that it has alone.
+- Which arguments there are never depends on the prompts, only their sizes do. So a compiled model is captured again when dynamo first
+  sees a size vary, and then serves any number of prompts of any length.
 """
 
 from __future__ import annotations
@@ -31,13 +26,8 @@ logger = logging.getLogger("nnsight.modeling")
 
 #: What tokenizers return beside ids and mask; some models take some of them.
 _TOKENIZER_EXTRAS = {
-    "length",
-    "num_truncated_tokens",
-    "offset_mapping",
-    "overflow_to_sample_mapping",
-    "overflowing_tokens",
-    "special_tokens_mask",
-    "token_type_ids",
+    *("length", "num_truncated_tokens", "offset_mapping", "overflow_to_sample_mapping", "overflowing_tokens"),
+    *("special_tokens_mask", "token_type_ids"),
 }
 
 _DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
@@ -147,14 +137,6 @@ class TextInput:
     ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
         """Join the prompts of one more invoke to those before it, padded to one rectangle.
 
-        Args:
-            batched: What this returned for the invokes before, ``None`` for the first.
-            *args: Nothing; everything has a name after :meth:`_prepare_input`.
-            **kwargs: The arguments :meth:`_prepare_input` made for this invoke.
-
-        Returns:
-            The arguments for all prompts so far, and the number of prompts of this invoke.
-
         Raises:
             ValueError: If only some invokes have an argument with rows, or others differ between invokes.
         """
@@ -230,13 +212,7 @@ class TextInput:
         return columns
 
     def _tensor(self, name: str, value: Any, width: int) -> torch.Tensor:
-        """Return the argument ``name`` as a tensor with a row for each prompt.
-
-        Args:
-            name: One of ``_ROWS``.
-            value: A tensor, an array, a list of rows, or a single row.
-            width: Length of the padded prompts, to which shorter rows are padded.
-        """
+        """Return the argument ``name`` as a tensor with a row for each prompt; shorter rows are padded to the ``width`` of prompts."""
         if isinstance(value, Sequence) and value and all_are(value, (list, tuple, torch.Tensor, np.ndarray)):
             own_length = self._is_encoder_decoder and name in _DECODER_ROWS
             value = self._pad(name, [list(row) for row in value], 0 if own_length else width)

@@ -33,14 +33,7 @@ from .inputs import TextInput
 from .mixins import MetaMixin, naming
 
 #: Options of ``from_pretrained`` that say where files come from, so they hold for the tokenizer too.
-_REPOSITORY_OPTIONS = {
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "revision",
-    "token",
-    "trust_remote_code",
-}
+_REPOSITORY_OPTIONS = {"cache_dir", "force_download", "local_files_only", "revision", "token", "trust_remote_code"}
 
 #: Lets models compute numbers while they are made without weights; not in all versions of transformers.
 _safe_creation = getattr(import_module("transformers.initialization"), "meta_device_safe_creation_ops", contextlib.nullcontext)

@@ -1,8 +1,8 @@
 """Traces of other calls than the model's own.
 
-``with model.encode(x) as tracer:`` runs the method ``encode`` of the wrapped module with the block beside it. What is traced is a
-callable that prepares and joins inputs as the model does; the locations are those of the modules that the method calls.
-A class can say what a traced method does by a method of its own, ``__nnsight_encode__``.
+``with model.encode(x) as tracer:`` runs the method ``encode`` of the wrapped module with the block. The trace calls a function that
+prepares and joins inputs as the model does; its locations are those of the modules that the method calls. A class can define what a traced
+method does by a method ``__nnsight_encode__``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TracedFunction:
-    """A function that calls modules of a model, as what a trace runs.
-
-    Args:
-        root: The model.
-        function: What is called.
-    """
+    """A function that calls modules of the model ``root``, for a trace."""
 
     def __init__(self, root: NNsight, function: Callable[..., Any]) -> None:
         self._root = root
@@ -41,12 +36,9 @@ class TracedFunction:
 
 
 class TracedMethod(TracedFunction):
-    """A method of a wrapped module; looked up when it runs, since a module may be loaded by then.
+    """A method of the module of ``envoy``, looked up when it runs, as the module may be loaded by then.
 
-    Args:
-        root: The model.
-        envoy: The envoy of the module; its arguments are prepared if that is the model.
-        name: The method.
+    Arguments are prepared if the envoy is the model ``root``.
     """
 
     def __init__(self, root: NNsight, envoy: Envoy, name: str) -> None:

@@ -1,12 +1,11 @@
 """Scans: runs on fake tensors, which have sizes and types and no values.
 
-A scan computes nothing, needs no weights and leaves no mark on the model. It runs a copy with fakes in place of all tensors
-(:mod:`~nnsight.runtime.rows.fakes`), on copies of the inputs. What a forward pass writes to its buffers, to its modules or to a cache it
-was given, it writes to copies; a run of the model in another thread notices nothing. Weights on the meta device, as those of a model that
-is not loaded yet, become fakes on the device of the inputs.
+A scan computes nothing and needs no weights. It runs a copy of the model with fakes for all tensors (:mod:`~nnsight.runtime.rows.fakes`),
+on copies of the inputs, so the model, its buffers and a cache among the inputs stay as they are. Weights on the meta device become fakes
+on the device of the inputs.
 
-The blocks of a scan run under the fake mode from their first line, so what they compute is fake, too. What passed each
-location, asked for or not, is kept until the next scan: sizes to look up without another run.
+The blocks of a scan run under the fake mode from their first line, so what they compute is fake, too. The fakes at all locations are kept
+until the next scan.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -33,24 +30,13 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import Interleaver, active_interleaver
 from ..runtime.mediator import Mediator
-from ..runtime.modules.interception import Instrumentation
+from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
-from ..runtime.rows.fakes import Guesses, fake_modules
+from ..runtime.rows.fakes import Guesses, fake_modules, same_generators
 from ..runtime.tracer import Arguments, Batchable, InterleavingTracer, Named
 from ..tracing import Backend
 
 _local = threading.local()
-
-
-class ScannedModules(Protocol):
-    """What a scan asks of the modules of a model; see :class:`nnsight.runtime.modules.tree.ModuleTree`."""
-
-    path: str
-    root: torch.nn.Module
-    paths: dict[torch.nn.Module, str]
-    fakes: Mapping[str, Any]
-
-    def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation: ...
 
 
 def fake_mode() -> FakeTensorMode:
@@ -62,20 +48,11 @@ def fake_mode() -> FakeTensorMode:
 
 
 class ScanningTracer(InterleavingTracer):
-    """A trace on fake tensors.
-
-    Args:
-        modules: The modules of the model.
-        model: Prepares and batches inputs.
-        args: The model's input.
-        kwargs: Likewise, by name.
-        backend: Where the block runs; in this process by default.
-        named: Knows the names and the edits of the model.
-    """
+    """A trace on fake tensors; ``modules`` are those of the model, other arguments as for :class:`InterleavingTracer`."""
 
     def __init__(
         self,
-        modules: ScannedModules,
+        modules: ModuleTree,
         model: Batchable,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -99,7 +76,7 @@ class ScanningDriver:
         call: How the run calls the root module, ``call(root, args, kwargs)``, if not simply with the arguments.
     """
 
-    def __init__(self, modules: ScannedModules, call: Callable[..., Any] | None = None) -> None:
+    def __init__(self, modules: ModuleTree, call: Callable[..., Any] | None = None) -> None:
         self._modules = modules
         self._call = call or _called
 
@@ -134,7 +111,7 @@ def _called(root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return root(*args, **kwargs)
 
 
-def scan_alone(modules: ScannedModules, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def scan_alone(modules: ModuleTree, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Scan without blocks, only to know what passes each location; the blocks of a run may be waiting meanwhile."""
     with _scanning(), Interleaver([]) as run:
         ScanningDriver(modules, getattr(model, "_scan_on", None))(run, args, kwargs, Report())
@@ -190,10 +167,8 @@ def _scanning() -> Iterator[None]:
 
     The error for a value that a fake does not have says so; its type and the user's line stay as they are.
     """
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), fake_mode():
+        with same_generators(), fake_mode():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         error.args = (
@@ -201,10 +176,6 @@ def _scanning() -> Iterator[None]:
             "values: `.item()`, `bool(...)`, selecting by a mask.",
         )
         raise
-    finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
 
 
 class _FakeCopies(TorchFunctionMode):

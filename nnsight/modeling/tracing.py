@@ -1,35 +1,29 @@
-"""The trace of a model: it decides when it runs, and may be rehearsed on fakes.
+"""The trace of a model: it chooses its driver when it runs, and can be rehearsed on fakes.
 
-A trace does not know where it will run: its backend may send the block elsewhere. So the driver, and with it the weights of a
-model that is not loaded yet, is asked for when the block runs here, before its first line.
+The backend of a trace may send the block elsewhere. So the driver is chosen, and the weights are loaded, when the block runs here, before
+its first line.
 
-``scan=True`` runs the model on fakes first, for the sizes. ``validate=True`` runs the block along, so that its mistakes
-show before anything is computed, or even loaded. Python has no way to run code without its effects, so a rehearsal keeps
-them away from the user's variables as far as it can: the block works on copies of its variables, and lists, dicts and sets
-they hold are copies, too. What it does to other objects, and what it prints, happens in the rehearsal and again in the run.
+``scan=True`` runs the model on fakes first, for the sizes. ``validate=True`` runs the block with it, so that mistakes are raised before
+anything is computed or loaded. In this rehearsal the block works on copies of its variables, and of lists, dicts and sets in them. Its
+effects on other objects, and what it prints, happen twice.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..envoy.envoy import Envoy
 from ..runtime.interleaver import Interleaver
-from ..runtime.modules.mentions import Chains
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
 from ..tracing.block import is_bound, names_of
 from ..tracing.saving import saves
-from .scanning import ScannedModules, ScanningTracer, scan_alone
-
-if TYPE_CHECKING:
-    from .base import NNsight
+from .scanning import ScanningTracer, scan_alone
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
@@ -44,13 +38,13 @@ class ModelTracer(InterleavingTracer):
     """Runs a model once, with blocks reading and editing its internals.
 
     Args:
-        choose_driver: Returns what runs the model; called when the block is about to run.
+        choose_driver: Returns the driver; called when the block is about to run.
         modules: The modules of the model.
         model: Prepares and batches inputs.
         args: What the user passed as input.
         kwargs: Likewise, by name.
-        backend: Where the block runs; in this process by default.
-        named: Knows the names and the edits of the model.
+        backend: As for :class:`InterleavingTracer`.
+        named: Likewise.
         scan: Run the model on fakes first.
         validate: Run the block on fakes first.
     """
@@ -58,7 +52,7 @@ class ModelTracer(InterleavingTracer):
     def __init__(
         self,
         choose_driver: Callable[[], Driver],
-        modules: ScannedModules,
+        modules: ModuleTree,
         model: Batchable,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -69,16 +63,17 @@ class ModelTracer(InterleavingTracer):
     ) -> None:
         super().__init__(_not_chosen, model, args, kwargs, session_backend.get() if backend is None else backend, named)
         self._choose_driver: Callable[[], Driver] | None = choose_driver
-        self._modules: ScannedModules | None = modules
+        self._modules: ModuleTree | None = modules
         self._scan, self._validate = scan, validate
         self._attempt: Any = None  # at a replay, if there was one
+        self._prepared: Any = None  # the arguments of the model then
 
     def replay(self) -> dict[str, Any] | None:
         """Have what the block does without running it, if that is known; return what it saves then.
 
         :mod:`nnsight.fx.replay.replay` says when it is known.
         """
-        if self._validate or self._scan or not self.owns_scope or self._model is None or self._model.edits:
+        if self._validate or self._scan or not self.owns_scope or self._model is None or self._model._edits:
             return None
         assert self._call is not None and self._choose_driver is not None
         _, model, args, kwargs = self._call
@@ -89,7 +84,7 @@ class ModelTracer(InterleavingTracer):
             return None
         assert self.info is not None and self.scope is not None and self._frame is not None and self._modules is not None
         self.output_location = f"{self._modules.path}.output"
-        attempt = replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model.modules)
+        attempt = replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model._tree)
         if attempt is None:
             self.output_location = None
             return None
@@ -100,9 +95,13 @@ class ModelTracer(InterleavingTracer):
         if replayed is not None:
             return replayed.saved()
         self._deferred = True
-        self._attempt = attempt
-        self._call = (_not_chosen, _Prepared(prepared), args, kwargs)
+        self._attempt, self._prepared = attempt, prepared
         return None
+
+    def _arguments(self, model: Batchable, invokes: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._prepared is None or not (args or kwargs):
+            return super()._arguments(model, invokes, args, kwargs)
+        return self._prepared, {}
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the model with ``function`` as its block, or as what opens its blocks."""
@@ -123,7 +122,7 @@ class ModelTracer(InterleavingTracer):
         return None
 
     def _rehearse(
-        self, modules: ScannedModules, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, modules: ModuleTree, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Run the block on fakes, with copies of its variables."""
         assert self.info is not None and self.scope is not None and self._frame is not None
@@ -146,7 +145,7 @@ class ModelTracer(InterleavingTracer):
 
     def _close(self) -> None:
         super()._close()
-        self._choose_driver = self._modules = self._attempt = None
+        self._choose_driver = self._modules = self._attempt = self._prepared = None
 
 
 def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
@@ -175,7 +174,7 @@ def _runs_always(self: ModelTracer) -> None:
     """Replay nothing."""
 
 
-def _scan_first(modules: ScannedModules, model: Batchable, driver: Driver) -> Driver:
+def _scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:
     """Return a driver that scans the model before it runs it."""
 
     def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -183,19 +182,6 @@ def _scan_first(modules: ScannedModules, model: Batchable, driver: Driver) -> Dr
         return driver(interleaver, args, kwargs, report)
 
     return run
-
-
-class _Prepared:
-    """Stands for a model whose input is prepared already."""
-
-    def __init__(self, prepared: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self._prepared = prepared
-
-    def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._prepared
-
-    def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a block that opens invokes is not replayed")
 
 
 def _not_chosen(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -219,26 +205,3 @@ def _container_copy(value: Any, copies: dict[int, Any]) -> Any:
     return made
 
 
-class ModelNames:
-    """What a trace asks about the names and edits of a model."""
-
-    def __init__(self, model: NNsight) -> None:
-        self.edits = model._edits
-        self._model = model
-
-    @property
-    def modules(self) -> ModuleTree:
-        return self._model._tree
-
-    def location_paths(self) -> Iterable[str]:
-        return self._model._tree.names()
-
-    def open_mentioned(self, chains: Chains) -> None:
-        self._model._tree.open_mentioned(chains)
-
-    def alias_paths(self) -> dict[str, str]:
-        """Return the path behind each further name that ``rename`` gave."""
-        found: dict[str, str] = {}
-        for envoy in Envoy.modules(self._model):
-            found.update({f"{envoy._path}.{name}": envoy.__dict__[name]._path for name in envoy._aliases})
-        return found

@@ -1,12 +1,12 @@
 """Values of an edit as JSON and named tensors, without pickle.
 
-What can be written: ``None``, truth values, numbers and strings; the types of :data:`_CONTAINERS`; tensors; parts of the
-model, as their paths; and functions, classes and Python modules, as the names they are imported by. Anything else is
-refused: a file that could bring back any object would have to run code to do so.
+These can be written: ``None``, truth values, numbers and strings; the types of :data:`_CONTAINERS`; tensors; parts of the model, as their
+paths; and functions, classes and Python modules, as the names they are imported by. Anything else is refused, because reading any object
+would have to run code.
 
-Scalars are JSON. Every other value is a row of a table, ``{kind: content}``, and is referred to as ``{"at": row}``. So a list
-or a tensor that two variables hold is one object again after reading. Each tensor is written by itself: two that share
-memory do not share it after reading. Rows refer to earlier rows only, so reading the table is one pass.
+Scalars are JSON. Every other value is a row of a table, ``{kind: content}``, and is referred to as ``{"at": row}``, so a list or a tensor
+of two variables is one object again after reading. Two tensors that share memory do not share it after reading. Rows refer to earlier rows
+only.
 """
 
 from __future__ import annotations
@@ -53,15 +53,7 @@ _PARTS: dict[str, Callable[[torch.nn.Module, str], torch.nn.Module | torch.Tenso
 
 
 class ValueWriter:
-    """Writes values of a model's user.
-
-    Args:
-        model: The root of the model.
-
-    Attributes:
-        table: The rows that the terms refer to.
-        tensors: Tensors by name.
-    """
+    """Writes values of a user of ``model``: rows into :attr:`table`, and tensors by name into :attr:`tensors`."""
 
     def __init__(self, model: Envoy) -> None:
         module = model._module
@@ -132,12 +124,7 @@ class ValueWriter:
 
 
 def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> list[Any]:
-    """Return the values of the rows of a table. Runs no code but that of the Python modules that are imported.
-
-    Args:
-        model: The root of the model whose parts stand for those that were written.
-        table: The rows.
-        tensors: Tensors by name.
+    """Return the values of the rows of a table, with parts of ``model``. It runs no code but that of imported Python modules.
 
     Raises:
         ValueError: If the model lacks a part, or a device is missing.

@@ -1,12 +1,11 @@
 """Models that read images and text, from transformers.
 
-Where an image stands in a prompt, its text has a token of its own; the model's processor repeats it, once for each vector the
-image becomes, and turns the pixels into tensors. So a prompt with images cannot be tokenized like any other: text and images go to
-the processor together, and from there on the ids are ids (see :mod:`.inputs`).
+A prompt has a token of its own for each image. The model's processor repeats it for each vector of the image, and turns the pixels into
+tensors. So text and images go to the processor together; after that the ids are treated as in :mod:`.inputs`.
 
-What the processor makes of images has no fixed shape. Most families list all images of a batch, or all their patches, in the
-first dimension, so those of several invokes are put one behind the other; some have a row for each prompt and pad the number of
-images. Images of different sizes are padded with zeros, which is how processors mark what is no image.
+The tensors of images have no fixed shape. Most families list all images of a batch, or all their patches, in the first dimension, so
+those of several invokes are concatenated; some have a row for each prompt and pad the number of images. Images of different sizes are
+padded with zeros, as processors do.
 """
 
 from __future__ import annotations
@@ -146,10 +145,7 @@ class VisionLanguageModel(LanguageModel):
         return super()._tracer(function, *args, **kwargs)
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run another module in place of the model, to see which sizes follow from the number of prompts.
-
-        Models compare the number of image tokens with that of the images, which fakes do not have. So both parts run apart.
-        """
+        """Run a copy of the model on fakes. It compares numbers of image tokens, which fakes lack, so images and text run apart."""
         _read_images(module, kwargs)
         return module(**_without_images(kwargs))
 
@@ -271,14 +267,7 @@ def _or_blank(rows: torch.Tensor | None, like: torch.Tensor | None, text: Mappin
 
 
 def _one_behind_the_other(above: Any, below: Any, rows_above: int = 0, rows_below: int = 0) -> Any:
-    """Return both along the first dimension, all others padded with zeros to the larger size.
-
-    Args:
-        above: A tensor or a list; None where an invoke has no images.
-        below: Likewise.
-        rows_above: How many rows of zeros stand for None.
-        rows_below: Likewise.
-    """
+    """Return two tensors or lists concatenated, other dimensions padded with zeros; for None there are as many rows of zeros as given."""
     if not isinstance(above, torch.Tensor) and not isinstance(below, torch.Tensor):
         return [*(above or []), *(below or [])] if isinstance(above or below, Sequence) else (above or below)
     like = below if above is None else above

@@ -1,12 +1,11 @@
 """``tracer.cache()``: the activations of many modules in one object.
 
-A cache looks at values as they leave their location, after the blocks of the run have had their turn, so it holds what the
-model went on with. It reads as ``cache["model.transformer.h.0"].output`` or ``cache.model.transformer.h[0].output``.
+A cache observes values as they leave their location, after the blocks of the run have edited them, so it has what the model computed
+with. It reads as ``cache["model.transformer.h.0"].output`` or ``cache.model.transformer.h[0].output``.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..tracing import save
+from ..tracing.errors import did_you_mean
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -40,14 +40,6 @@ class CacheEntry:
     def __init__(self, path: str) -> None:
         self.path = path
         self._values: dict[str, list[Any]] = {"input": [], "output": []}
-
-    def add(self, key: str, value: Any) -> None:
-        """Append what the module was given or returned at one call."""
-        self._values[key].append(value)
-
-    def seen(self, key: str) -> int:
-        """Return how many values there are of the module's ``"input"`` or ``"output"``."""
-        return len(self._values[key])
 
     def __len__(self) -> int:
         return max(map(len, self._values.values()))
@@ -78,56 +70,25 @@ class CacheEntry:
     @property
     def input(self) -> Any:
         """The first argument of the module; None if inputs are not kept."""
-        inputs = self.inputs
-        if inputs is None:
-            return None
-        if any(not args and not kwargs for args, kwargs in _listed(inputs)):
+        calls = self._values["input"]
+        if any(not args and not kwargs for args, kwargs in calls):
             raise ValueError(f"`{self.path}` was called without arguments, so it has no `.input`.")
-        first = [args[0] if args else next(iter(kwargs.values())) for args, kwargs in _listed(inputs)]
-        return first if isinstance(inputs, list) else first[0]
+        first = [args[0] if args else next(iter(kwargs.values())) for args, kwargs in calls]
+        return first[0] if len(first) == 1 else first or None
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(values)} {key}" for key, values in self._values.items() if values)
         return f"CacheEntry({self.path}: {counts or 'empty'})"
 
 
-class CacheCalls(list[CacheEntry]):
-    """The entries of a module that ran several times, one for each call; ``output``, ``inputs`` and ``input`` are lists of theirs.
-
-    Args:
-        entry: What was kept of all calls.
-    """
+class CacheCalls(list[CacheEntry], CacheEntry):
+    """The entry of a module that ran several times, which is also the list of the entries of its calls."""
 
     def __init__(self, entry: CacheEntry) -> None:
-        super().__init__(entry)
-        self._entry = entry
+        list.__init__(self, entry)
+        self.__dict__.update(vars(entry))
 
-    @property
-    def path(self) -> str:
-        """The module's path."""
-        return self._entry.path
-
-    @property
-    def output(self) -> Any:
-        """What the module returned at each call; None if outputs are not kept."""
-        return self._entry.output
-
-    @property
-    def inputs(self) -> Any:
-        """All arguments of each call, as ``(args, kwargs)``; None if inputs are not kept."""
-        return self._entry.inputs
-
-    @property
-    def input(self) -> Any:
-        """The first argument of each call; None if inputs are not kept."""
-        return self._entry.input
-
-    def __repr__(self) -> str:
-        return repr(self._entry)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    __repr__ = CacheEntry.__repr__
 
 
 def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
@@ -159,10 +120,8 @@ def paths_to_cache(modules: Any, known: Sequence[str], aliases: Mapping[str, str
                 f"{type(module).__name__}."
             )
         if path not in known:
-            near = difflib.get_close_matches(path, known, n=3)
-            hint = f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
             named = module if isinstance(module, str) else path
-            raise ValueError(f"tracer.cache(): no module of this model has the path {named!r}.{hint}")
+            raise ValueError(f"tracer.cache(): no module of this model has the path {named!r}.{did_you_mean(path, known)}")
         paths.append(path)
     return paths
 
@@ -173,8 +132,8 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
     Args:
         paths: The modules to keep.
         aliases: Path by further name of a module, for renamed modules.
-        device: Where tensors are kept; ``None`` leaves them where they are.
-        dtype: What floating point tensors are kept as; ``None`` keeps theirs.
+        device: Device for the kept tensors; ``None`` for theirs.
+        dtype: Dtype for the kept floating point tensors; ``None`` for theirs.
         detach: Whether tensors are detached from autograd.
         keys: What is kept of each module: ``"output"``, ``"input"`` or both.
 
@@ -213,14 +172,14 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
             run.observe(f"{path}.{key}", partial(self.observe, path, key), mediator)
 
     def missed(self) -> list[str]:
-        """Return the paths of modules of which something is to be kept, and nothing has been seen."""
-        return [path for path, entry in self._entries.items() if not any(entry.seen(key) for key in self._keys)]
+        """Return the paths of the modules that were not called."""
+        return [path for path, entry in self._entries.items() if not len(entry)]
 
     def observe(self, path: str, key: str, value: Any) -> None:
         """Keep a copy of ``value``, which is at ``<path>.<key>`` now."""
         if not len(self._entries[path]):  # comes behind those that ran before
             self._entries[path] = self._entries.pop(path)
-        self._entries[path].add(key, pytree.tree_map(self._kept, value))
+        self._entries[path]._values[key].append(pytree.tree_map(self._kept, value))
 
     def _kept(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -231,7 +190,7 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         return kept.to(device=self._device, dtype=dtype, copy=True)
 
     def save(self) -> Cache:
-        """Return the cache, which is saved without further ado.
+        """Return the cache, which is saved already.
 
         Raises:
             ValueError: Outside a trace.
@@ -274,7 +233,7 @@ class _CacheView:
         return _CacheView(self._cache, f"{self._path}.{name}")
 
     def save(self) -> _CacheView:
-        """Return this position; its cache is saved without further ado."""
+        """Return this position, whose cache is saved already."""
         return save(self)
 
     def __getitem__(self, index: int | str) -> _CacheView:

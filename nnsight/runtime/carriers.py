@@ -1,12 +1,11 @@
-"""Objects that carry rows in their attributes, such as the key-value cache of a transformers model.
+"""Carriers: objects with rows in their attributes, such as the key-value cache of a transformers model.
 
-A tree of tuples, lists and dicts can be taken apart and put together again; an object like a ``DynamicCache`` cannot: the
-model holds on to this very object and goes on filling it. So an invoke is given a shallow *copy* of it, with views of its
-rows in the attributes, and what it assigns there is written back into the attributes of the original.
+Tuples, lists and dicts can be rebuilt from other items. An object like a ``DynamicCache`` cannot, because the model keeps a reference to it
+and fills it. So an invoke gets a shallow *copy* of it, with views of its rows in the attributes, and what it assigns there is written back
+to the attributes of the original.
 
-Carriers are: caches of transformers and the layers they consist of, instances of dataclasses, and instances of classes made
-known with :func:`register_carrier`. Containers known to ``torch.utils._pytree`` need nothing of this; any other object passes
-through whole.
+Carriers are caches of transformers and their layers, instances of dataclasses, and instances of classes that :func:`register_carrier`
+registers. Containers of ``torch.utils._pytree`` are no carriers; any other object is given whole.
 """
 
 from __future__ import annotations
@@ -116,21 +115,18 @@ def on_tensors(value: Any, function: OnTensor, place: str = "") -> Any:
 
 
 def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, place: str = "") -> Any:
-    """Bring what an invoke left of its copy into the whole.
+    """Write what an invoke changed in its copy of a carrier back to the whole; return the whole, or its replacement.
 
     Args:
         location: For messages.
-        whole: The carrier of the whole batch (or what an attribute of it holds).
-        given: The invoke's copy as it was when it got it.
-        left: The invoke's copy now, or what it put in its place.
+        whole: The carrier of the whole batch (or what an attribute of it holds), which is changed in place.
+        given: The invoke's copy as it got it.
+        left: The invoke's copy after its turn, or what it put in its place.
         put: Joins a replacement with the rows of the others.
         place: Of ``whole`` inside the carrier.
 
-    Returns:
-        What belongs in the place of ``whole``: ``whole`` itself, changed in place, if it is a carrier.
-
     Raises:
-        ReplacementShapeError: If ``left`` is built differently.
+        ReplacementShapeError: If ``left`` has another structure.
     """
     if isinstance(given, torch.Tensor):
         return whole if left is given else put(place, whole, given, left)

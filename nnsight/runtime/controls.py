@@ -1,4 +1,4 @@
-"""What a block says to its run through its tracer, beside asking for values."""
+"""Methods of tracers by which a block controls its run."""
 
 from __future__ import annotations
 

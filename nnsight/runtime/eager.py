@@ -11,12 +11,7 @@ from .report import Report
 
 
 class EagerDriver:
-    """Runs a model with its blocks, module by module.
-
-    Args:
-        function: The call to make, usually the root module's.
-        instrumentation: Interception of the modules whose locations can be waited for.
-    """
+    """Calls ``function``, usually the root module, with its modules intercepted by ``instrumentation``."""
 
     def __init__(self, function: Callable[..., Any], instrumentation: Instrumentation) -> None:
         self.function = function

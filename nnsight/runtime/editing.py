@@ -1,12 +1,10 @@
 """Edits: blocks that run in every later trace of a model.
 
-``with model.edit() as edited:`` does not run the model. Its block is kept, with the values its variables have now, and each
-trace of ``edited`` runs it before the blocks of the trace, as if it stood at the top of every one of them. A plain call,
-``edited(x)``, is a run without other blocks.
+``with model.edit() as edited:`` does not run the model. Its block is kept, with the present values of its variables, and each trace of
+``edited`` runs it before the blocks of the trace. A plain call, ``edited(x)``, is a run without other blocks.
 
-An edit belongs to the model that has it, and must not keep it alive: a model whose edits lead back to it would wait for the
-cycle collector, with all its weights. So what stands for that model in the block is not a value but a name to be filled
-in when the block runs. For the same reason an edit can be handed to another model, :meth:`Edit.of`.
+An edit has no reference to the model that has it, because such a cycle would keep the weights until the cycle collector runs. So a variable
+that holds the model is kept as a name, and bound when the block runs. This is also how an edit is given to another model, :meth:`Edit.of`.
 """
 
 from __future__ import annotations
@@ -25,23 +23,14 @@ from .controls import RunControls
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A block that is kept.
+    """A block that is kept."""
 
-    Attributes:
-        block: Its code.
-        scope: The values its variables had when it was defined.
-        module_globals: The globals of the user's module.
-        source: Its text.
-        target: The model that has it, and what the block's ``as`` name stands for. A weak reference: the edit belongs to it.
-        roots: Variables that stand for that model too.
-    """
-
-    block: Block
-    scope: Scope
-    module_globals: dict[str, Any]
-    source: Excerpt
-    target: weakref.ref[Any]
-    roots: frozenset[str] = frozenset()
+    block: Block  # its code
+    scope: Scope  # the values its variables had when it was defined
+    module_globals: dict[str, Any]  # the globals of the user's module
+    source: Excerpt  # its text
+    target: weakref.ref[Any]  # the model that has it, and what the block's `as` name stands for. A weak reference: the edit belongs to it
+    roots: frozenset[str] = frozenset()  # variables that stand for that model too
 
     def function(self) -> Callable[[], None]:
         """Return the block as a function for one run, on variables of its own."""
@@ -57,13 +46,9 @@ class Edit:
 
 
 class EditingTracer(RunControls, Tracer):
-    """The context manager of ``model.edit()``.
+    """The context manager of ``model.edit()``, which adds its block to ``edits`` of the model ``edited``.
 
     ``as edited`` binds the edited model, ``as (tracer, edited)`` a tracer as well.
-
-    Args:
-        edits: Where the block goes.
-        edited: The model that has the edit; what ``as`` binds.
     """
 
     def __init__(self, edits: list[Edit], edited: Any) -> None:

@@ -44,7 +44,7 @@ def passed_message(location: str, occurrence: int, visited: str | None) -> str:
 
 
 def uncounted_message(location: str) -> str:
-    """Explain a request for an operation that nobody watched when the run passed it."""
+    """Explain a request for an operation that was not intercepted when the run passed it."""
     function, _, operation = location.rpartition(".source.")
     return (
         f"`{location}` cannot be served in this run: `{function}` had already run when the block first mentioned its "
@@ -64,14 +64,7 @@ def uncaptured_message(location: str) -> str:
 
 
 def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
-    """Explain a request that was still waiting when the model had finished.
-
-    Args:
-        location: What was waited for.
-        occurrence: Which passage of it.
-        calls: How many there were.
-        visited: Where the block stopped last.
-    """
+    """Explain a request that still waited when the model had finished, after ``calls`` occurrences of its location."""
     if location.startswith("barrier("):
         cause = "not all of its participants called it; every invoke that takes part has to"
     elif location.endswith(".grad"):

@@ -1,16 +1,13 @@
-"""Gradients: a block that runs along with a backward pass.
+"""Gradients: a block that runs together with a backward pass.
 
-``with loss.backward():`` defers its body like a trace. In the body ``tensor.grad`` is a location: reading it waits until the
-backward pass has the gradient of the loss with respect to that tensor, assigning replaces what flows on. The locations
-are offered by tensor hooks, which exist for the time of the pass.
+``with loss.backward():`` defers its body like a trace. In the body ``tensor.grad`` is a location: reading it waits until the backward pass
+has the gradient of the loss with respect to that tensor, and assigning replaces the gradient. Tensor hooks, which are removed after the
+pass, offer the locations. The compiled block has a call in place of ``tensor.grad``; elsewhere tensors keep their attribute, and
+``loss.backward()`` without ``with`` is torch's own.
 
-``loss.backward()`` without ``with`` is torch's own. ``tensor.grad`` in the body is rewritten when the block is compiled, so
-tensors keep their ordinary attribute everywhere else.
-
-Such a block may also stand outside of traces, and helper functions may call ``hidden.save()``. No run is sure to be active in these places,
-so tensors have the two methods from the first wrapped model on (:func:`add_tensor_methods`), and not for the time of a run. Apart
-from that, each change of the class would make Python look up all attributes of tensors anew, and from version 3.13 on it stops to
-cache them after a thousand changes.
+Such blocks, and helper functions that call ``hidden.save()``, can be outside of runs. So tensors have the two methods from the first
+wrapped model on (:func:`add_tensor_methods`). Adding them for each run would also cost: a change of the class empties Python's cache of
+tensor attributes, and from version 3.13 on it is given up after a thousand changes.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ _plain_backward: Callable[..., Any] = torch.Tensor.backward
 
 
 class Gradient:
-    """What ``tensor`` stands for in ``tensor.grad`` inside a backward block."""
+    """The object in place of ``tensor`` in ``tensor.grad`` inside a backward block."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         object.__setattr__(self, "_tensor", tensor)
@@ -91,12 +88,12 @@ _seen_as = WeakIdKeyDictionary()
 
 
 def stand_for(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Look for the gradient of ``tensor`` at ``other``, of which it is a view that the user has in its place."""
+    """Take the gradient of ``tensor``, a view that a user has in place of ``other``, from ``other``."""
     _seen_as[tensor] = other
 
 
 def refuse(tensor: torch.Tensor) -> None:
-    """Raise an error when the gradient of ``tensor``, as it is now, is asked for, because autograd would not see all of it."""
+    """Raise an error if the gradient of ``tensor`` in its present version is requested: autograd would miss a part of it."""
     _seen_as[tensor] = tensor._version
 
 
@@ -131,8 +128,6 @@ def gradient_of(value: Any) -> Any:
 class _BackwardInterleaver(Interleaver):
     """The run of one backward pass; its only locations are gradients."""
 
-    __slots__ = ("_edges", "_loss", "hooks", "locations")
-
     def __init__(self, mediators: list[Mediator], loss: torch.Tensor) -> None:
         super().__init__(mediators)
         self.hooks: list[Any] = []
@@ -141,7 +136,7 @@ class _BackwardInterleaver(Interleaver):
         self._edges: set[tuple[Any, int]] | None = None
 
     def offer_gradient(self, location: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Offer a gradient to the block; a pass of another run through the same tensor, a weight, say, goes on undisturbed."""
+        """Offer a gradient to the block, unless it is of another run, whose pass reaches the same tensor."""
         return self.handle(location, _own(gradient)) if active_interleaver() is self else None
 
     def check_flows_through(self, tensor: torch.Tensor) -> None:
@@ -233,13 +228,13 @@ def _run_along(loss: torch.Tensor, block: Callable[[], None], info: Any, flow: C
 def differentiate(
     loss: torch.Tensor, tensors: Sequence[torch.Tensor], block: Callable[[], None], gradient: torch.Tensor | None, **how: Any
 ) -> None:
-    """Run ``block`` along with a backward pass that goes as far as ``tensors`` and accumulates nothing, in no weight either.
+    """Run ``block`` with a backward pass from ``loss`` to ``tensors``, which accumulates no gradient.
 
     Args:
         loss: Where the pass begins.
-        tensors: Those whose gradients ``block`` asks for.
-        block: What runs along.
-        gradient: That of ``loss``; needed if it has several entries.
+        tensors: The tensors whose gradients ``block`` requests.
+        block: The block.
+        gradient: The gradient of ``loss``; needed if it has several entries.
         **how: ``retain_graph`` and ``create_graph``, as for :func:`torch.autograd.grad`.
     """
 

@@ -1,12 +1,11 @@
 """The turn-taking between a model and the blocks written against it.
 
-A *driver* walks the model and calls :meth:`Interleaver.handle` with the value at each location. ``handle`` gives the
-value to every mediator that waits there, lets each run until it waits for something else, and returns what they
-made of the value. Everything a block can do to a run (read, edit in place, replace) happens inside this call, so a
-feature implemented here works under every driver: eager modules, the taps of a captured graph, an inference engine.
+A *driver* walks the model and calls :meth:`Interleaver.handle` with the value at each location. ``handle`` gives the value to every
+mediator that waits there, lets each run until it waits for something else, and returns the value as they left it. All effects of a block on
+a run (reads, edits, replacements) happen inside this call, so a feature implemented here works under every driver: eager modules, the taps
+of a captured graph, an inference engine.
 
-One interleaver is one run. The active one lives in a context variable and never on the model, so two threads can
-trace one model at once and each sees its own run.
+One interleaver is one run. The active one is in a context variable and never on the model, so two threads can trace one model at once.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ if TYPE_CHECKING:
     from .cache import Cache
     from .mediator import Mediator
 
-#: The run of this thread and context; for those who set it.
+#: The run of this thread and context, to be set.
 active_run: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", default=None)
 
 #: The run of this thread and context, or ``None``. Bound method: called once for every module call of a run.
 active_interleaver = active_run.get
 
-
-#: What a block waits for that goes on at whatever location occurs next with a certain number.
+#: The location of a block that waits for a step: whichever location occurs next with a certain number.
 ANYWHERE = ""
 
-#: Behind a location: what the model has returned by then, for blocks that were shown what stands for it.
+#: Appended to the location of an output: the returned value, for blocks that were given a deferred output there.
 RETURNED = " (returned)"
 
 
@@ -43,18 +41,18 @@ def split_requester(requester: str) -> tuple[str, int | None]:
 
 
 class Waited(dict[str, int]):
-    """How many wait at each location; one that is not in it has nobody to offer a value to."""
+    """Number of waiting mediators and observers by location. A driver offers values at these locations only."""
 
     __slots__ = ()
 
     def add(self, location: str) -> None:
-        """Note that one more waits at ``location``."""
+        """Count one more at ``location``."""
         self[location] = self.get(location, 0) + 1
         if location == ANYWHERE:
             self.__class__ = Everywhere
 
     def remove(self, location: str) -> None:
-        """Note that one of those who wait at ``location`` does not any more."""
+        """Count one less at ``location``."""
         self[location] -= 1
         if not self[location]:
             del self[location]
@@ -63,7 +61,7 @@ class Waited(dict[str, int]):
 
 
 class Everywhere(Waited):
-    """The same while somebody may wait at any location."""
+    """The same while a block waits for a step, which any location can begin."""
 
     __slots__ = ()
 
@@ -82,56 +80,28 @@ class Interleaver:
         on_blocks_done: Called once no block has code left to run, while the model may still have to.
 
     Attributes:
-        waited: Number of mediators waiting, by location. A driver needs to call :meth:`handle` only for these.
+        waited: Number of mediators waiting, by location. A driver calls :meth:`handle` for these.
         counts: How often the run has passed each location. A driver counts the others itself.
         current: The mediator whose code is running, or ``None`` while the model runs.
         at: The location and occurrence that is being handled.
         ready: Mediators that can go on as soon as the running one waits.
-        failure: What a block raised, kept in case the model's own code swallows it on the way out.
+        failure: What a block raised, kept in case the model's own code catches it.
         tracer: As given, while the run lasts.
-        reshaped: Replacements by a tensor of another shape, described; the likely cause if the model fails.
-        observers: What looks at values as they leave a location, with the mediator whose rows it sees.
-        caches: The caches that keep values of this run, with the mediator whose rows they keep.
-        skips: What blocks want the modules whose input is being handled to return without running, by input location.
+        observers: Functions that see values as they leave a location, each with the mediator whose rows it sees.
+        caches: The caches of this run, each with the mediator whose rows it keeps.
+        skips: Values that modules return without running, by the location of the module's input and by mediator.
         offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
         tree: The modules whose locations occur in this run, if they are those of one model.
-        recorder: What makes data of the blocks, if they are to run elsewhere; see :mod:`nnsight.remote.record.recorder`.
-        returns: Whether what the model returns goes to somebody else than blocks that wait for it.
-        output_location: Where the value passes that the run returns, if nothing but its one block can change it behind that place.
-            The block then gets the result there, and what it makes of it can be part of a graph.
-        promises: What a driver owes to blocks that were shown an output before the model had returned it, see
-            :mod:`nnsight.fx.recording.deferred_outputs`; ``None`` if the driver keeps no promises.
-        uncounted: Paths of functions whose operations the run passed before anybody had asked for one of them.
+        recorder: Records the blocks as data, if they run elsewhere; see :mod:`nnsight.remote.record.recorder`.
+        returns: Whether the caller uses what the model returns; otherwise only blocks do.
+        output_location: The location at which the run's result passes, if only its one block can change it after that. The block then
+            gets the result there, and its operations on the result can be part of a graph.
+        promises: Deferred outputs that blocks were given, see :mod:`nnsight.fx.recording.deferred_outputs`; ``None`` under a driver
+            without them.
+        uncounted: Paths of functions whose operations the run passed before a block mentioned one of them.
         check_location: Set by a driver that knows which locations can still come; called with the location of a request.
-        check_replacement: Set by a driver that must refuse some replacements: called with location, the model's value
-            and the replacement.
+        check_replacement: Called with location, the model's value and the replacement; raises to refuse it.
     """
-
-    __slots__ = (
-        "_on_blocks_done",
-        "_token",
-        "at",
-        "caches",
-        "check_location",
-        "check_replacement",
-        "counts",
-        "current",
-        "failure",
-        "mediators",
-        "observers",
-        "offer",
-        "output_location",
-        "promises",
-        "ready",
-        "recorder",
-        "reshaped",
-        "returns",
-        "skips",
-        "tracer",
-        "tree",
-        "uncounted",
-        "waited",
-    )
 
     def __init__(
         self,
@@ -145,7 +115,6 @@ class Interleaver:
         self.tree: Any = None
         self.recorder: Any = None
         self.failure: BaseException | None = None
-        self.reshaped: list[str] = []
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
         self.caches: list[tuple[Mediator, Cache]] = []
         self.skips: dict[str, dict[Mediator, Any]] = {}
@@ -191,13 +160,15 @@ class Interleaver:
         Args:
             location: Name of the point the run has reached, without occurrence number.
             value: What the model has there.
-            iterate: Whether the passage has to be numbered; false for a location that may have its number, as in ``x.i2``.
+            iterate: False if ``location`` may include its occurrence, as in ``x.i2``.
 
         Returns:
             The value with which the model continues.
         """
         if not iterate:
-            location = self._numbered(location)
+            location, given = split_requester(location)
+            if given is not None:
+                self.counts[location] = given
         occurrence = self.counts.get(location, 0)
         self.counts[location] = occurrence + 1
         if location not in self.waited:
@@ -220,10 +191,7 @@ class Interleaver:
         return value
 
     def handle_returned(self, location: str, value: Any) -> Any:
-        """Offer what a call of the model has returned to the mediators that wait for it, at the ``location`` of its output.
-
-        The location has been handled; they have seen a value that stood for this one.
-        """
+        """Offer the returned output at ``location`` to the mediators that got a deferred output there and wait for the value."""
         outer, occurrence = self.at, self.counts[location] - 1
         self.at = (location, occurrence)
         for mediator in self.mediators:
@@ -234,27 +202,17 @@ class Interleaver:
         return value
 
     def begin_step(self, location: str) -> None:
-        """Let those go on who wait for what begins with the next passage of ``location``, and are not to be given its value."""
-        passage = location, self.counts.get(location, 0)
-        outer, self.at = self.at, passage
+        """Let the mediators go on that wait for the step that the next occurrence of ``location`` begins, without its value."""
+        begun = location, self.counts.get(location, 0)
+        outer, self.at = self.at, begun
         for mediator in self.mediators:
-            if mediator.awaits_step and mediator.waits_at(*passage):
+            if mediator.awaits_step and mediator.waits_at(*begun):
                 mediator.proceed()
                 self.run_ready()
         self.at = outer
 
-    def _numbered(self, provider: str) -> str:
-        """Return the location that ``provider`` names, which is at the passage whose number it may have."""
-        location, occurrence = split_requester(provider)
-        if occurrence is not None:
-            self.counts[location] = occurrence
-        return location
-
     def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
-        """Let ``observer`` look at each value that leaves ``location`` from now on.
-
-        It sees the rows of ``mediator``, by default the running one.
-        """
+        """Call ``observer`` with each later value that leaves ``location``: the rows of ``mediator``, by default the running one."""
         mediator = mediator or self.current
         assert mediator is not None
         self.observers.setdefault(location, []).append((mediator, observer))
@@ -262,16 +220,13 @@ class Interleaver:
 
     def check_request(self, location: str) -> None:
         """Raise if this run can never offer ``location``."""
-        if self.uncounted and location.rpartition(".source.")[0] in self.uncounted and location not in self.counts:
+        if self.uncounted and location.rpartition(".source.")[0] in self.uncounted:
             raise OutOfOrderError(uncounted_message(location))
         if self.check_location is not None:
             self.check_location(location)
 
     def take_skip(self, location: str) -> tuple[Any, ...]:
-        """Return the value a module is to return without running, in a tuple, or an empty tuple.
-
-        Args:
-            location: Location of the module's input, which has just been handled.
+        """Return, in a tuple, the value that the module whose input is at ``location`` returns unrun; an empty tuple if it runs.
 
         Raises:
             ValueError: If some invokes skip the module and others, in the same batch, do not.
@@ -307,7 +262,7 @@ class Interleaver:
             self.ready.pop(0).proceed()
 
     def is_waited(self, location: str) -> bool:
-        """Whether somebody waits for the passage of ``location`` that comes next."""
+        """Whether a block or an observer waits for the next occurrence of ``location``."""
         if location not in self.waited:
             return False
         if location in self.observers:
@@ -325,9 +280,7 @@ class Interleaver:
             self._on_blocks_done = None
 
     def finish(self) -> None:
-        """End the blocks after the model has returned.
-
-        A block that waits inside a loop over occurrences has simply reached the last one: it ends with a warning.
+        """End the blocks after the model has returned; a block that waits in a loop over occurrences ends with a warning.
 
         Raises:
             OutOfOrderError: At the user's line, for a block that still waits for a location.

@@ -17,23 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Invoke:
-    """A block that waits for its run.
+    """A block that waits for its run."""
 
-    Attributes:
-        function: The block, ready to run.
-        block: What it was compiled from.
-        args: Its input; without any the block sees the whole batch.
-        kwargs: Its input, by name.
-        publish: Shows the variables of the block to the others.
-        explain: Says in an error of the block what the other invokes have to do with it.
-    """
-
-    function: Callable[[], None]
-    block: Block
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    publish: Callable[[], None] | None = None
-    explain: Callable[[BaseException], None] | None = None
+    function: Callable[[], None]  # the block, ready to run
+    block: Block  # what it was compiled from
+    args: tuple[Any, ...]  # its input; without any the block sees the whole batch
+    kwargs: dict[str, Any]  # its input, by name
+    publish: Callable[[], None] | None = None  # shows the variables of the block to the others
+    explain: Callable[[BaseException], None] | None = None  # says in an error of the block what the other invokes have to do with it
 
     @property
     def has_input(self) -> bool:
@@ -66,13 +57,7 @@ class Invoker(Tracer):
 
 
 def explain_unbound(block: Block, invoked: list[Block], error: BaseException) -> None:
-    """Say in ``error`` of an invoke that the variable it misses is one that another invoke assigns.
-
-    Args:
-        block: That of the invoke.
-        invoked: Those of all invokes of the trace.
-        error: What it raised.
-    """
+    """Add to the ``error`` of the invoke of ``block`` that the variable it misses is assigned in one of the ``invoked`` blocks."""
     if not isinstance(error, NameError):
         return
     name = error.name

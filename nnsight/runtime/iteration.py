@@ -1,21 +1,20 @@
 """Loops over the occurrences of locations, as in generation, where every module runs once per token.
 
-``tracer.iter[...]`` yields step numbers and, before each, points the block at that occurrence: the first request of the
-step waits for it, later ones take whatever comes next. It can be written as a ``for`` loop, or as a ``with`` block
-that runs once for each step.
+``tracer.iter[...]`` yields step numbers. Before each it sets the occurrence that the block asks for: the first request of the step waits
+for that one, later requests take the next one. It is a ``for`` loop, or a ``with`` block that runs once for each step.
 
-A loop without an end does not know how many steps there are. Each step but step 0 waits until something of it occurs, that is until
-any location occurs for the time that the step says: nothing of the step can be missed before, and there would be nothing to ask for.
-Where the model finishes first, the loop is ended, with a warning. A location that occurs more often than the one the body asks for
-(a module that several layers share) begins a step, too; the body then waits for what does not come, and is ended there.
-A step in which the body asks nothing of the model, as in ``if step == 2: ...``, waits for
-the end of the call of the model in a generation, and elsewhere for the location that the loop waited for last; where there
-is none, nothing tells how many steps there are, and the loop ends with a warning.
+The number of steps of a loop without an end is not known. So each step but step 0 waits until any location occurs for the time that the
+step says. If the model finishes first, the loop is ended, with a warning. A location that occurs more often than the one the body asks
+for (a module that several layers share) begins a step, too; the block is then ended where the body waits.
+A step in which the body asks nothing of the model, as in ``if step == 2: ...``, waits for the end of the call of the model in a
+generation, and elsewhere for the location that the loop waited for last. Without such a location the loop ends with a warning.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
+import types
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -57,18 +56,18 @@ class IteratorTracer(Tracer):
 
     def __iter__(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
-        before, visited = mediator.begin_loop()
+        before, visited = begin_loop(mediator), mediator.visited
         is_open = isinstance(self._steps, itertools.count)
         try:
             for step in self._steps:
                 if is_open and step:
-                    mediator.await_step(step)
-                mediator.point_at(step)
+                    await_step(mediator, step)
+                point_at(mediator, step)
                 requests = mediator.requests
                 yield step
                 if mediator.requests > requests or not is_open:
                     continue
-                if not mediator.keep_pace(step, visited):  # an endless loop that never waits for the model would never end
+                if not keep_pace(mediator, step, visited):  # an endless loop that never waits for the model would never end
                     warnings.warn(
                         f"The loop over tracer.iter[...] has no end, and ended after step {step}, in which its body asked nothing "
                         "of the model: nothing tells how many steps there are. Bound the loop, as in `tracer.iter[:3]`.",
@@ -77,7 +76,7 @@ class IteratorTracer(Tracer):
                     )
                     return
         finally:
-            mediator.end_loop(before)
+            end_loop(mediator, before)
 
     def run(self) -> None:
         """Run the body of the ``with`` block once for each step; the target of ``as`` is the step."""
@@ -97,6 +96,71 @@ class Iterations:
         raise TypeError(
             "Choose the steps of tracer.iter by an index, as in `tracer.iter[:3]`; `tracer.iter[:]` is all."
         )
+
+
+# Dynamo calls these functions instead of tracing them, in an edit inside a function that a user compiles.
+
+
+def begin_loop(mediator: Mediator) -> int | None:
+    """Note that a block enters a loop over occurrences; return the occurrence that its requests ask for by now."""
+    mediator.loops += 1
+    return mediator.iteration
+
+
+def point_at(mediator: Mediator, step: int) -> None:
+    """Let requests of a block ask for the occurrence ``step``."""
+    mediator.iteration = step
+
+
+def end_loop(mediator: Mediator, before: int | None) -> None:
+    """Note that a block has left a loop; its requests ask again for ``before``."""
+    mediator.loops -= 1
+    mediator.iteration = before
+
+
+def await_step(mediator: Mediator, step: int) -> None:
+    """Let the model run until the step begins.
+
+    A location that occurs more often than there are steps does not begin one, unless the block asks for it.
+    """
+    run, location = mediator.interleaver, mediator.disregarded
+    assert run is not None
+    if run.recorder is not None or not getattr(run.tracer, "awaits_steps", False) or (run.at is not None and run.at[1] >= step):
+        return
+    if location is not None and _is_named(location.split(".")[-2]):
+        mediator.disregarded = None
+    mediator.wait_for_step(step)
+
+
+def _is_named(name: str) -> bool:
+    """Whether the code that is running has an attribute of this ``name``."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and name not in frame.f_code.co_names:
+        frame = frame.f_back
+    return frame is not None
+
+
+def keep_pace(mediator: Mediator, step: int, visited: object) -> bool:
+    """Let the model run through a step in which the block has asked for nothing.
+
+    Args:
+        mediator: The block.
+        step: The occurrence.
+        visited: The visit before the loop.
+
+    Returns:
+        Whether the end of the step is known: in a generation, and if the loop has waited for a location before.
+    """
+    run = mediator.interleaver
+    assert run is not None
+    location = getattr(run.tracer, "pace", None)
+    if location is None and mediator.visited is not visited and mediator.visited is not None:
+        location = mediator.visited[0]
+    if location is None or run.recorder is not None:
+        return False
+    if run.counts.get(location, 0) <= step:
+        mediator.request(location)
+    return True
 
 
 def _numbers(steps: Steps) -> Iterable[int]:

@@ -1,32 +1,29 @@
 """One block while it runs.
 
-A mediator runs the function of a block in a greenlet. Asking for a location switches to the model's greenlet,
-which goes on until it offers that location and switches back; so exactly one of model and block runs at a time, on
-one thread, and the state torch keeps per thread is theirs together. The exceptions are modes: a block under
-``torch.no_grad()`` must not switch gradients off in the model that runs while it waits, so each side keeps its own
-(:mod:`~nnsight.runtime.switching.sides`).
+A mediator runs the function of a block in a greenlet. A request for a location switches to the model's greenlet, which runs until it offers
+that location and switches back. So exactly one of model and block runs at a time, on one thread, and they share what torch keeps per
+thread. The exceptions are modes: ``torch.no_grad()`` in a block must not affect the model while the block waits, so model and block have
+mode contexts of their own (:mod:`~nnsight.runtime.switching.sides`).
 
-While the model is stopped at a location, that stop is a *visit*: reading the location again, or replacing it, needs no
-switch.
+While the model is stopped at a location, the block *visits* it: reading the location again, or replacing it, needs no switch.
 """
 
 from __future__ import annotations
 
 import contextvars
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
-from ..tracing.errors import user_position_now, user_position_of
-from .errors import OutOfOrderError, SkipException, passed_message, replacement_message
+from ..tracing.errors import user_position_of
+from .errors import OutOfOrderError, SkipException, passed_message
 from .interleaver import ANYWHERE, RETURNED, split_requester
 from .rows.batching import BatchGroup, View
 from .switching.checkpointing import CheckpointVisit, checkpoint_hooks
-from .switching.loops import Loops
 from .switching.sides import Sides
 from .switching.workers import borrow
 
@@ -34,46 +31,31 @@ if TYPE_CHECKING:
     from .interleaver import Interleaver
 
 
-#: What a block asks for that waits for a value only.
+#: The request of a block that waits for a value only.
 _VALUE = ("value",)
 
 
-class Mediator(Loops):
+class Mediator:
     """Runs ``intervention`` against one run.
 
     Args:
         intervention: The function of a block, without arguments.
         info: The captured block, if it is one.
-        name: Tells the blocks of a run apart.
+        name: Identifies the block in its run.
         batch_group: The rows that belong to this block; all by default.
         publish: Called whenever the block gives up its turn, to show its variables to others.
         explain: Called with what the block raised, to add to its message what the trace knows about the cause.
 
     Attributes:
         waiting: Location and occurrence the block waits for, or ``None``.
-        asks: What it waits to do: ``"value"`` or ``"barrier"``; ``"swap"`` or ``"skip"`` with the value.
-        iteration: Occurrence that requests ask for; ``None`` asks for the next one, whichever it is. A step of a
-            loop over occurrences is pinned for its first request only: modules that are called less often than others
-            would else never reach it.
+        asks: Kind of its request: ``"value"`` or ``"barrier"``; ``"swap"`` or ``"skip"`` with the value.
+        iteration: Occurrence that requests ask for; ``None`` for the next one. A step of a loop over occurrences sets it for its first
+            request only, because modules that are called less often than others may never reach that number.
         loops: How many loops over occurrences the block is in.
+        requests: How often the block has asked for a location.
+        visited: Location and occurrence of the latest visit.
+        disregarded: A location whose occurrences begin no step.
     """
-
-    __slots__ = (
-        "_error",
-        "_explain",
-        "_location",
-        "_on_leave",
-        "_publish",
-        "_sides",
-        "_value",
-        "_view",
-        "asks",
-        "batch_group",
-        "info",
-        "intervention",
-        "name",
-        "requests",
-    )
 
     def __init__(
         self,
@@ -96,11 +78,11 @@ class Mediator(Loops):
         self.iteration: int | None = 0
         self.loops = 0
         self.requests = 0
-        self._visited: tuple[str, int] | None = None
+        self.visited: tuple[str, int] | None = None
         self._sides = Sides()
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
-        self._disregarded: str | None = None  # at which no step begins
+        self.disregarded: str | None = None
         self._location: str | None = None  # of the current visit
         self._occurrence = 0
         self._value: Any = None
@@ -112,16 +94,16 @@ class Mediator(Loops):
     def start(self, interleaver: Interleaver) -> None:
         """Run the block up to its first request."""
         self.interleaver = interleaver
-        self._disregarded = getattr(interleaver.tracer, "surplus", None)
+        self.disregarded = getattr(interleaver.tracer, "surplus", None)
         worker = self._greenlet = borrow()
         worker.gr_context = contextvars.copy_context()
         self._turn(worker.switch, self._main)
 
     def waits_at(self, location: str, occurrence: int) -> bool:
-        """Whether the block waits for this passage of ``location``."""
+        """Whether the block waits for this occurrence of ``location``."""
         if self.waiting is None or self.waiting[1] != occurrence:
             return False
-        return self.waiting[0] == location or (self.waiting[0] == ANYWHERE and location != self._disregarded)
+        return self.waiting[0] == location or (self.waiting[0] == ANYWHERE and location != self.disregarded)
 
     @property
     def awaits_step(self) -> bool:
@@ -135,13 +117,13 @@ class Mediator(Loops):
             self._resume(location)
             return value
         self._stop_waiting()
-        if location == self._disregarded:
-            self._disregarded = None
+        if location == self.disregarded:
+            self.disregarded = None
         group = self.batch_group
         view = self._view = None if group is None else group.view(location, occurrence, value)
         self._location, self._occurrence = location, occurrence
         self._value = value if view is None else view.value
-        self._visited = (location, occurrence)
+        self.visited = (location, occurrence)
         if self.iteration == occurrence != 0:
             self.iteration = None
         self._resume(location)
@@ -153,11 +135,11 @@ class Mediator(Loops):
 
     @property
     def whole_value(self) -> Any:
-        """The value of the whole batch where the model stands for this block, with what the block has made of its rows."""
+        """The value of the whole batch at the current visit, with the block's changes to its rows."""
         return self._value if self._view is None else self._view.widen(self._value)
 
     def _resume(self, location: str) -> None:
-        """Let the block run on at ``location``; autograd keeps what it computes there, inside a checkpoint of the model as well."""
+        """Let the block run on at ``location``; autograd keeps the tensors of the block also inside a checkpoint of the model."""
         assert self._greenlet is not None
         if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
             self._turn(self._greenlet.switch)
@@ -170,13 +152,30 @@ class Mediator(Loops):
     @property
     def last_visited(self) -> str | None:
         """The location of the latest visit, with its occurrence, for messages."""
-        return None if self._visited is None else "{}.i{}".format(*self._visited)
+        return None if self.visited is None else "{}.i{}".format(*self.visited)
 
     def proceed(self) -> None:
         """Run on after something other than a location was waited for."""
         self._stop_waiting()
         assert self._greenlet is not None
         self._turn(self._greenlet.switch)
+
+    def leave_loop(self) -> None:
+        """End the block in the loop where it waits for an occurrence that does not come."""
+        assert self.waiting is not None and self._greenlet is not None
+        location, occurrence = self.waiting
+        if self.awaits_step:
+            location = "model.input" if self.visited is None else self.visited[0]
+        position = user_position_of(self._greenlet.gr_frame)
+        self._stop_waiting()
+        self._go(self._greenlet.throw, GreenletExit)
+        warnings.warn_explicit(
+            f"The loop ended at `{location}.i{occurrence}`, which did not occur: the model had finished. What the loop "
+            "did so far is kept; the rest of this step and the code after the loop were not run. Bound the loop, as in "
+            "`tracer.iter[:3]`, or put what follows into an invoke of its own.",
+            UserWarning,
+            *position,
+        )
 
     def throw(self, error: BaseException) -> None:
         """Raise ``error`` in the block, at the line where it waits."""
@@ -204,7 +203,7 @@ class Mediator(Loops):
         assert interleaver is not None and worker is not None
         previous, interleaver.current = interleaver.current, self
         here = getcurrent()
-        if worker.parent is not here:  # this time another block plays the model's part
+        if worker.parent is not here:  # another block called the model
             worker.parent = here
         try:
             self._go(switch, *arguments)
@@ -215,11 +214,11 @@ class Mediator(Loops):
             raise interleaver.failure
 
     def keep_error(self) -> bool:
-        """Keep what the block raised, :attr:`_error`, so that it does not end the run; return whether it is kept."""
+        """Keep the error of the block, so that it does not end the run; return whether it is kept."""
         return False
 
     def _go(self, switch: Callable[..., Any], *arguments: Any) -> None:
-        """Switch to the block and back, each side with its own modes."""
+        """Switch to the block and back; model and block have their own modes."""
         model = self._sides.begin()
         try:
             switch(*arguments)
@@ -261,7 +260,7 @@ class Mediator(Loops):
         return self._value
 
     def _has_result_early(self) -> bool:
-        """Go to where the result passes before it is returned, if there is such a place; whether all of it is there already."""
+        """Wait where the result passes before it is returned, if there is such a location; whether all of it is there already."""
         interleaver = self.interleaver
         location = None if interleaver is None else interleaver.output_location
         if interleaver is None or location is None:
@@ -272,14 +271,11 @@ class Mediator(Loops):
             self._switch_to_model(location, 0)
         if any(hasattr(type(leaf), "is_opaque") for leaf in pytree.tree_leaves(self._value)):
             return False
-        self._location, self._visited = "result", ("result", 0)
+        self._location, self.visited = "result", ("result", 0)
         return True
 
     def request(self, location: str) -> Any:
-        """Return the value at ``location``, letting the model run until it gets there.
-
-        Args:
-            location: With a number, as in ``x.i2``, it is that passage, else the one that :attr:`iteration` says.
+        """Return the value at ``location``, letting the model run until then. Without a number as in ``x.i2``, :attr:`iteration` holds.
 
         Raises:
             OutOfOrderError: If the model has passed the location, or finishes without reaching it.
@@ -298,17 +294,10 @@ class Mediator(Loops):
         assert interleaver is not None and self._location is not None
         if interleaver.check_replacement is not None:
             interleaver.check_replacement(self._location, self._value, value)
-        if isinstance(value, torch.Tensor) and isinstance(self._value, torch.Tensor) and value.shape != self._value.shape:
-            where = "{}:{}: ".format(*user_position_now())
-            interleaver.reshaped.append(where + replacement_message(self._location, tuple(value.shape), tuple(self._value.shape)))
         self._value = value
 
     def skip(self, location: str, value: Any) -> None:
-        """Let a module return ``value`` instead of running.
-
-        Args:
-            location: Of the module's input; as for :meth:`request`.
-            value: What the module returns.
+        """Let the module whose input is at ``location`` return ``value`` instead of running.
 
         Raises:
             OutOfOrderError: If the module already runs or has run.
@@ -339,7 +328,7 @@ class Mediator(Loops):
         self._on_leave.append(transform)
 
     def _send_views_back(self) -> None:
-        """Make the value of the visit what blocks left in the views they were given of it."""
+        """Apply the functions of :meth:`on_leave`."""
         for transform in self._on_leave:
             self._value = transform()
         self._on_leave.clear()
@@ -349,13 +338,30 @@ class Mediator(Loops):
         self._value = value
 
     def pause(self, reason: str) -> None:
-        """Let the others run until somebody calls :meth:`proceed`; ``reason`` names what is waited for."""
+        """Let the others run until :meth:`proceed` is called; ``reason`` stands for a location in messages."""
         self._switch_to_model(reason, 0, ("barrier",))
 
     def wait_for_return(self) -> None:
-        """Wait until the model has returned the output at which it is stopped; the block stays there and has what was returned."""
+        """Wait until the model has returned the deferred output of this visit; the visit then has the returned value."""
         assert self._location is not None
         self._switch_to_model(self._location + RETURNED, self._occurrence)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until any location occurs for the time that ``step`` says."""
+        self._switch_to_model(ANYWHERE, step)
+
+    def advance(self, steps: int) -> None:
+        """Let requests ask for the occurrence ``steps`` after the one they ask for now, which may be that of the latest visit.
+
+        Raises:
+            TypeError: If ``steps`` is no int.
+            ValueError: If it is negative: the model does not go back.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(f"next() takes an int, not {type(steps).__name__}.")
+        if steps < 0:
+            raise ValueError(f"next() cannot count from the end or backwards (got {steps}): the model does not go back.")
+        self.iteration = (self._occurrence if self.iteration is None else self.iteration) + steps
 
     def _is_at(self, location: str) -> bool:
         """Whether the model is stopped at ``location``, at the occurrence that requests ask for."""
@@ -363,7 +369,7 @@ class Mediator(Loops):
         return self._location == location and (self.iteration is None or self.iteration == self._occurrence)
 
     def next_occurrence(self, location: str) -> int:
-        """Return the number of the passage of ``location`` that a request would get now."""
+        """Return the occurrence of ``location`` that a request would get."""
         return self._occurrence if self.stands_at(location) else self._next_occurrence(location)
 
     def stands_at(self, location: str) -> bool:

@@ -1,4 +1,4 @@
-"""Running a model on fakes to see which sizes follow from the number of rows.
+"""Running a model on fakes to find which sizes follow from the number of rows.
 
 Two runs on :mod:`~nnsight.runtime.rows.fakes`, with two numbers of rows, are compared. The numbers are primes that divide no size of the
 model and its input, so that a multiple of them is no coincidence. A generation is run up to the end of the first forward pass.
@@ -9,12 +9,13 @@ layers, mostly) and three turn the symbol into a number. Neither happens with tw
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .carriers import is_carrier, on_tensors
 from .interleaver import Everywhere, Interleaver, active_run
-from .modules.interception import Instrumentation
+from .modules.tree import ModuleTree
 from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
 from .rows.fakes import Guesses, fake_argument, fake_modules, isolated, quiet_fakes
 from .rows.row_order import MIXED, RowOrder, outer_of
@@ -35,31 +36,16 @@ counts: Counter[str] = Counter()
 #: Kinds of input that are remembered for one model.
 _KINDS = 64
 
-
-class Modules(Protocol):
-    """What probing asks of the tree of modules."""
-
-    root: torch.nn.Module
-    version: int
-    paths: dict[torch.nn.Module, str]
-
-    @property
-    def opened(self) -> int: ...
-
-    def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation: ...
+#: Calls a root module, ``call(root, args, kwargs)``.
+Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class ProbedInput:
-    """A leaf of the arguments.
+    """A leaf of the arguments."""
 
-    Attributes:
-        dim: The dimension with the rows, if any.
-        kind: What of it can decide how the model runs, to be compared.
-    """
-
-    dim: int | None
-    kind: Any
+    dim: int | None  # the dimension with the rows, if any
+    kind: Any  # what of it can decide how the model runs, to be compared
 
 
 @dataclass
@@ -67,14 +53,14 @@ class Seen:
     """What was seen in a run with ``rows`` rows.
 
     Attributes:
-        rows: Their number.
         values: For each location its occurrences: shape, and how often the batch is repeated in a dimension, by leaf.
         carried: The same for tensors in carriers, by class and attribute.
     """
 
-    rows: int
+    rows: int  # their number
     values: dict[str, list[dict[str, tuple[tuple[int, ...], int]]]] = field(default_factory=dict)
     carried: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    error: Exception | None = None  # what ended the run early
 
 
 class _Finished(BaseException):
@@ -82,9 +68,7 @@ class _Finished(BaseException):
 
 
 class _Probe(Interleaver):
-    """A run that looks at all locations."""
-
-    __slots__ = ("_root", "seen")
+    """A run that records the shapes at all locations."""
 
     def __init__(self, root_path: str, seen: Seen) -> None:
         super().__init__([])
@@ -120,20 +104,18 @@ _Known = list[tuple[pytree.TreeSpec, tuple[Any, ...], BatchDims]]
 _cache: weakref.WeakKeyDictionary[torch.nn.Module, tuple[tuple[int, int], _Known]] = weakref.WeakKeyDictionary()
 
 
-def find_batch_dims(
-    modules: Modules, call: Callable[..., Any] | None, joined: Any, parts: Sequence[Any], sizes: Sequence[int]
-) -> BatchDims:
+def find_batch_dims(modules: ModuleTree, call: Call | None, joined: Any, parts: Sequence[Any], sizes: Sequence[int]) -> BatchDims:
     """Return what is known of the dimensions of ``modules``; probe them if they are run this way for the first time.
 
     Args:
         modules: The modules and the locations they have.
-        call: How the run calls the root module, ``call(root, args, kwargs)``, if not simply with the arguments.
+        call: How the run calls the root module, if not simply with the arguments.
         joined: The arguments of the run, ``(args, kwargs)``.
         parts: The arguments of each invoke.
         sizes: The number of rows of each invoke.
     """
     leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
-    inputs = describe_inputs(joined, leaves, structure, parts, sizes)
+    inputs = describe_inputs(joined, leaves, parts, sizes)
     now = (modules.version, modules.opened)
     version, known = _cache.get(modules.root, (None, []))
     if version != now:
@@ -143,33 +125,23 @@ def find_batch_dims(
     for other_structure, other_kind, dims in known:
         if other_kind == kind and other_structure == structure:
             return dims
-    dims = _find(modules, call, joined, inputs, sum(sizes))
+    dims = _probed(modules, call, joined, inputs, sum(sizes))
     del known[_KINDS:]
     known.insert(0, (structure, kind, dims))
     return dims
 
 
-def describe_inputs(
-    joined: Any, leaves: Sequence[Any], structure: pytree.TreeSpec, parts: Sequence[Any], sizes: Sequence[int]
-) -> list[ProbedInput]:
+def describe_inputs(joined: Any, leaves: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> list[ProbedInput]:
     """Return, for each of the ``leaves`` of ``joined``, along which dimension the leaves of ``parts`` were joined in it."""
-    flat = [pytree.tree_flatten(part, is_leaf=is_carrier) for part in parts]
     total, positional = sum(sizes), len(pytree.tree_leaves(joined[0], is_leaf=is_carrier))
-    own: Sequence[Sequence[Any]]
-    if all(other == structure for _, other in flat):
-        own = [part_leaves for part_leaves, _ in flat]
-    else:
-        by_path = [
-            dict(zip(leaf_paths(part), found, strict=True)) for part, (found, _) in zip(parts, flat, strict=True)
-        ]
-        own = [[part.get(path) for path in leaf_paths(joined)] for part in by_path]
+    by_path = [dict(zip(leaf_paths(part), pytree.tree_leaves(part, is_leaf=is_carrier), strict=True)) for part in parts]
     inputs = []
-    for number, leaf in enumerate(leaves):
+    for number, (path, leaf) in enumerate(zip(leaf_paths(joined), leaves, strict=True)):
         if not isinstance(leaf, torch.Tensor):
             is_option = leaf is None or isinstance(leaf, bool) or (isinstance(leaf, str) and number >= positional)
             inputs.append(ProbedInput(None, leaf if is_option else type(leaf)))
             continue
-        pieces = [part[number] for part in own]
+        pieces = [part.get(path) for part in by_path]
         dim: int | None
         if all(isinstance(piece, torch.Tensor) and piece.dim() == leaf.dim() for piece in pieces):
             dim = next((dim for dim in range(leaf.dim()) if _is_joined(leaf, pieces, sizes, dim)), None)
@@ -181,17 +153,14 @@ def describe_inputs(
 
 def _is_joined(leaf: torch.Tensor, parts: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
     entries, rest = divmod(leaf.shape[dim], max(sum(sizes), 1))
-    return (
-        not rest
-        and entries > 0
-        and all(part.shape[dim] == entries * size for part, size in zip(parts, sizes, strict=True))
-    )
+    matching = all(part.shape[dim] == entries * size for part, size in zip(parts, sizes, strict=True))
+    return matching and entries > 0 and not rest
 
 
-def _find(
-    modules: Modules, call: Callable[..., Any] | None, joined: Any, inputs: Sequence[ProbedInput], total: int
-) -> BatchDims:
-    seen, error = probe(modules, call, joined, inputs, total)
+def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int) -> BatchDims:
+    """Return what two runs with two numbers of rows show."""
+    first, second = probe(modules, call, joined, inputs, total)
+    error = first.error or second.error
     if error is not None:
         logger.warning(
             "The batch dimensions of %s could not all be found out, because it does not run on fake tensors (%s: %s). With "
@@ -201,16 +170,12 @@ def _find(
             error,
         )
     dims = BatchDims()
-    if seen is not None:
-        first, second = seen
-        dims.carried.update(_compare(first.carried, second.carried, first, second))
-        for location in first.values.keys() & second.values.keys():
-            found = [
-                Place(_compare(one, other, first, second))
-                for one, other in zip(first.values[location], second.values[location], strict=False)
-            ]
-            alike = all(place.rows == found[0].rows for place in found)
-            dims.places[location] = (found[0],) if alike else tuple(found)
+    dims.carried.update(_compare(first.carried, second.carried, first, second))
+    for location in first.values.keys() & second.values.keys():
+        pairs = zip(first.values[location], second.values[location], strict=False)
+        found = [Place(_compare(one, other, first, second)) for one, other in pairs]
+        alike = all(place.rows == found[0].rows for place in found)
+        dims.places[location] = (found[0],) if alike else tuple(found)
     if call is not None:  # a generation returns what no forward pass does
         root = modules.paths[modules.root]
         for location in ("result", f"{root}.generator.output", f"{root}.generator.streamer.output"):
@@ -238,88 +203,72 @@ def _grows(size: int, grown: int, rows: int, more_rows: int) -> bool:
     return size > 0 and size % rows == 0 and grown % more_rows == 0 and size // rows == grown // more_rows
 
 
-def probe(
-    modules: Modules,
-    call: Callable[..., Any] | None,
-    joined: Any,
-    inputs: Sequence[ProbedInput],
-    total: int,
-) -> tuple[tuple[Seen, Seen] | None, Exception | None]:
-    """Return what two runs with two numbers of rows have seen, and the error that ended them early, if one did.
+def probe(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int) -> tuple[Seen, Seen]:
+    """Return what two runs with two numbers of rows have seen. If they fail with ``call``, the module alone is tried.
 
     Args:
         modules: The modules of the model.
-        call: How the run calls the model, ``call(root, args, kwargs)``, if not simply with the arguments.
+        call: How the run calls the root module, if not simply with the arguments.
         joined: The arguments, ``(args, kwargs)``.
         inputs: Which dimensions of them have the rows.
         total: How many rows they have.
     """
     leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
-    attempts = [call, None] if call is not None else [None]
     best: tuple[Seen, Seen] | None = None
-    error: Exception | None = None
     with isolated():
         counts["probes"] += 1
         try:
-            sizes = _primes(modules.root, leaves, total)
-            for attempt in attempts:
-                results = [_run(modules, attempt, leaves, structure, inputs, total, rows) for rows in sizes]
-                (first, error), (second, other) = results
-                error = error or other
+            few, more = itertools.islice(_primes(modules.root, leaves, total), 2)
+            for attempt in dict.fromkeys((call, None)):
+                first, second = (_run(modules, attempt, leaves, structure, inputs, total, rows) for rows in (few, more))
                 if best is None or len(first.values) > len(best[0].values):
-                    best = (first, second)
-                if error is None:
+                    best = first, second
+                if first.error is None and second.error is None:
+                    best[0].error = best[1].error = None
                     break
         except Exception as unexpected:  # a model that cannot be copied, say
-            error = unexpected
-    return best, error
+            best = best or (Seen(1, error=unexpected), Seen(1))
+    assert best is not None
+    return best
 
 
 def _run(
-    modules: Modules,
-    call: Callable[..., Any] | None,
+    modules: ModuleTree,
+    call: Call | None,
     leaves: list[Any],
     structure: pytree.TreeSpec,
     inputs: Sequence[ProbedInput],
     total: int,
     rows: int,
-) -> tuple[Seen, Exception | None]:
+) -> Seen:
     """Run a copy of the model with ``rows`` rows."""
     root, seen = modules.root, Seen(rows)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
     copies = fake_modules(root, mode, tensors[0].device if tensors else "cpu")
     by_path = {path: copies[module] for module, path in modules.paths.items() if module in copies}
-    probing = _Probe(modules.paths[root], seen)
-    token = active_run.set(probing)
+    token = active_run.set(_Probe(modules.paths[root], seen))
     try:
         with mode, Guesses(), RowOrder(rows), modules.intercept(by_path), quiet_fakes:
-            fakes = [
-                fake_argument(leaf, entry.dim, total, rows, mode) for leaf, entry in zip(leaves, inputs, strict=True)
-            ]
+            fakes = [fake_argument(leaf, entry.dim, total, rows, mode) for leaf, entry in zip(leaves, inputs, strict=True)]
             args, kwargs = pytree.tree_unflatten(fakes, structure)
-            model = copies[root]
             if call is None:
-                model(*args, **kwargs)
+                copies[root](*args, **kwargs)
             else:
-                call(model, args, kwargs)
+                call(copies[root], args, kwargs)
     except _Finished:
         seen.values["result"] = seen.values[f"{modules.paths[root]}.output"]
     except Exception as error:
-        return seen, error
+        seen.error = error
     finally:
         active_run.reset(token)
-    return seen, None
+    return seen
 
 
-def _primes(root: torch.nn.Module, leaves: Sequence[Any], total: int) -> list[int]:
-    """Return two numbers of rows that no size of the model can be mistaken for."""
+def _primes(root: torch.nn.Module, leaves: Sequence[Any], total: int) -> Iterator[int]:
+    """Yield numbers of rows that are no factor of a size of the model."""
     tensors = [*root.parameters(), *root.buffers(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
     sizes = {size for tensor in tensors for size in tensor.shape if size}
-    found: list[int] = []
-    number = max(total, 4)
-    while len(found) < 2:
-        number += 1
+    for number in itertools.count(max(total, 4) + 1):
         if all(number % other for other in range(2, int(number**0.5) + 1)) and all(size % number for size in sizes):
-            found.append(number)
-    return found
+            yield number

@@ -109,7 +109,7 @@ class Report:
         return "\n".join(lines)
 
 
-#: Where traces that start leave their reports, if somebody collects them.
+#: The list of :func:`collected_reports`.
 _collected: ContextVar[list[Report] | None] = ContextVar("nnsight_collected_reports", default=None)
 
 
@@ -125,7 +125,7 @@ def collected_reports() -> Iterator[list[Report]]:
 
 
 def trace_starts(report: Report) -> None:
-    """Hand ``report`` to whoever collects reports."""
+    """Add ``report`` to the list of :func:`collected_reports`."""
     reports = _collected.get()
     if reports is not None:
         reports.append(report)

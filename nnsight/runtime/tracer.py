@@ -25,13 +25,15 @@ from .iteration import running_mediator
 from .mediator import Mediator
 from .modules.eproperty import eproperty
 from .modules.mentions import Chains, mentioned_chains
-from .probing import Modules, find_batch_dims
+from .modules.tree import ModuleTree
+from .probing import find_batch_dims
 from .replacing import Replacements
 from .report import Report, trace_starts
 from .rows.batch_axes import BatchDims
 from .rows.batching import BatchGroup
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Prepared = tuple[Arguments, Mapping[Invoke, BatchGroup]]
 
 
 #: The operations each block mentions.
@@ -69,16 +71,10 @@ class Batchable(Protocol):
 class Named(Protocol):
     """What a trace asks of a model about names, and the edits that run in each of its traces."""
 
-    edits: list[Edit]
+    _edits: list[Edit]
+    _tree: ModuleTree
 
-    @property
-    def modules(self) -> Modules: ...
-
-    def location_paths(self) -> Iterable[str]: ...
-
-    def open_mentioned(self, chains: Chains) -> None: ...
-
-    def alias_paths(self) -> Mapping[str, str]: ...
+    def _alias_paths(self) -> Mapping[str, str]: ...
 
 
 class InterleavingTracer(RunControls, Tracer):
@@ -90,7 +86,7 @@ class InterleavingTracer(RunControls, Tracer):
         args: What the user passed as input.
         kwargs: Likewise, by name. With invokes, arguments of the call that all of them share.
         backend: Where the block runs; in this process by default.
-        named: Knows the names and the edits of the model.
+        named: The model, with its modules, names and edits.
 
     Attributes:
         report: What the run did.
@@ -164,12 +160,12 @@ class InterleavingTracer(RunControls, Tracer):
         include_output: bool = True,
         include_inputs: bool = False,
     ) -> Cache:
-        """Keep what modules return, and are given, from here on; saved without further ado.
+        """Keep what modules return, and are given, from here on. The cache is saved without ``.save()``.
 
         Args:
             modules: Envoys or paths of the modules; all by default.
-            device: Where tensors are kept; ``None`` leaves them where they are.
-            dtype: What floating point tensors are kept as; ``None`` keeps theirs.
+            device: Device for the kept tensors; ``None`` for theirs.
+            dtype: Dtype for the kept floating point tensors; ``None`` for theirs.
             detach: Whether tensors are detached from autograd.
             include_output: Keep what modules return.
             include_inputs: Keep all their arguments.
@@ -184,9 +180,9 @@ class InterleavingTracer(RunControls, Tracer):
             raise ValueError("tracer.cache() was asked to keep neither outputs nor inputs.")
         if model is None:
             raise ValueError("tracer.cache() was called on a tracer whose trace has ended: use the one of this block.")
-        paths = paths_to_cache(modules, list(model.location_paths()), model.alias_paths())
+        paths = paths_to_cache(modules, list(model._tree.names()), model._alias_paths())
         keys = ["input"] * include_inputs + ["output"] * include_output
-        made = Cache(paths, model.alias_paths(), device, dtype, detach, keys)
+        made = Cache(paths, model._alias_paths(), device, dtype, detach, keys)
         assert mediator.interleaver is not None
         made.attach(mediator.interleaver, mediator)
         return save(made)
@@ -205,7 +201,7 @@ class InterleavingTracer(RunControls, Tracer):
         self.invoked.append(invoke.block)
 
     def on_end(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when the run has ended, before saved names come home."""
+        """Call ``action`` when the run has ended, before saved names are bound in the user's frame."""
         self._at_end.append(action)
 
     def execute(self, function: Callable[[], None]) -> Any:
@@ -217,7 +213,7 @@ class InterleavingTracer(RunControls, Tracer):
         main = self.make_mediator(function, self.info, "trace")
         self._open_mentioned()
         interleaver = self.make_interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
-        interleaver.tree = None if self._model is None else self._model.modules
+        interleaver.tree = None if self._model is None else self._model._tree
         interleaver.returns, interleaver.output_location = False, self.output_location
         try:
             with interleaver:
@@ -241,7 +237,7 @@ class InterleavingTracer(RunControls, Tracer):
         """Run the model with its edits and no other block, on arguments as they are, and return what it returns.
 
         Args:
-            must_run: Whether the edits have to find what they ask for even if no module is called at all.
+            must_run: Whether a location of an edit that does not occur is an error even if no module is called.
 
         Raises:
             ValueError: If an edit stops the run, so that there is nothing to return.
@@ -251,8 +247,8 @@ class InterleavingTracer(RunControls, Tracer):
         self._entered = True
         self._open_mentioned()
         interleaver = self.make_interleaver(self._edits(), self)
-        interleaver.tree = self._model.modules
-        token = saves.set({})  # as in a trace, an edit may save what it likes, though its names do not come home
+        interleaver.tree = self._model._tree
+        token = saves.set({})  # an edit may save as in a trace, though its names are not bound
         try:
             with interleaver:
                 return self._run(driver, interleaver, args, kwargs, must_run)
@@ -269,7 +265,7 @@ class InterleavingTracer(RunControls, Tracer):
 
     def _edits(self) -> list[Mediator]:
         """Return the edits of the model as blocks of a run."""
-        edits = [] if self._model is None else self._model.edits
+        edits = [] if self._model is None else self._model._edits
         return [self.make_mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
 
     def _open_mentioned(self) -> None:
@@ -277,9 +273,9 @@ class InterleavingTracer(RunControls, Tracer):
         if self._model is None:
             return
         if self.info is not None and self.scope is not None and self._frame is not None:
-            open_mentioned(self._model.open_mentioned, self.info, self.scope, self._frame.f_globals)
-        for edit in self._model.edits:
-            open_mentioned(self._model.open_mentioned, edit.block, edit.scope, edit.module_globals)
+            open_mentioned(self._model._tree.open_mentioned, self.info, self.scope, self._frame.f_globals)
+        for edit in self._model._edits:
+            open_mentioned(self._model._tree.open_mentioned, edit.block, edit.scope, edit.module_globals)
 
     def _run(
         self,
@@ -294,8 +290,8 @@ class InterleavingTracer(RunControls, Tracer):
             output = driver(interleaver, args, kwargs, self.report)
         except Exception as error:
             if error is not interleaver.failure:
-                if interleaver.reshaped and not isinstance(error, ReplacementShapeError):
-                    raise ReplacementShapeError("\n".join(interleaver.reshaped)) from error
+                if replacements.reshaped and not isinstance(error, ReplacementShapeError):
+                    raise ReplacementShapeError("\n".join(replacements.reshaped)) from error
                 if replacements.odd:
                     error.add_note("A block may be the cause:\n" + "\n".join(replacements.odd))
             raise
@@ -315,28 +311,26 @@ class InterleavingTracer(RunControls, Tracer):
         kwargs: dict[str, Any],
     ) -> Arguments:
         """Return the arguments of the model; start the invokes on their rows."""
-        with_input = [invoke for invoke in invokes if invoke.has_input]
-        if not with_input:
-            if not args and not kwargs:
-                raise ValueError(
-                    "The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`, or open "
-                    "`with tracer.invoke(x):` inside the block."
-                )
-            prepared = model._prepare_input(*args, **kwargs)
-            groups: dict[Invoke, BatchGroup | None] = {}
-        else:
-            prepared, groups = self._join(model, with_input, kwargs)
+        prepared, groups = self._arguments(model, invokes, args, kwargs)
         for number, invoke in enumerate(invokes):
-            rows = groups.get(invoke)
-            mediator = self.make_mediator(
-                invoke.function, None, f"invoke {number}", rows, publish=invoke.publish, explain=invoke.explain
-            )
-            interleaver.add(mediator)
-        return prepared[0], prepared[1]
+            options = {"publish": invoke.publish, "explain": invoke.explain}
+            interleaver.add(self.make_mediator(invoke.function, None, f"invoke {number}", groups.get(invoke), **options))
+        return prepared
 
-    def _join(
-        self, model: Batchable, invokes: list[Invoke], shared: dict[str, Any]
-    ) -> tuple[Arguments, dict[Invoke, BatchGroup | None]]:
+    def _arguments(self, model: Batchable, invokes: list[Invoke], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        """Return the arguments of the model, and the rows of each invoke."""
+        with_input = [invoke for invoke in invokes if invoke.has_input]
+        if with_input:
+            return self._join(model, with_input, kwargs)
+        if not args and not kwargs:
+            raise ValueError(
+                "The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`, or open "
+                "`with tracer.invoke(x):` inside the block."
+            )
+        args, kwargs = model._prepare_input(*args, **kwargs)[:2]
+        return (args, kwargs), {}
+
+    def _join(self, model: Batchable, invokes: list[Invoke], shared: dict[str, Any]) -> Prepared:
         """Join the inputs of ``invokes``, and the arguments they share, to one batch; return it and the rows of each."""
         first = invokes[0]
         if len(invokes) == 1:
@@ -353,8 +347,8 @@ class InterleavingTracer(RunControls, Tracer):
         assert batched is not None
         batched = (batched[0], {**batched[1], **shared})
         call = getattr(model, "_call_on", None)
-        dims = BatchDims() if self._model is None else find_batch_dims(self._model.modules, call, batched, parts, sizes)
-        groups: dict[Invoke, BatchGroup | None] = {}
+        dims = BatchDims() if self._model is None else find_batch_dims(self._model._tree, call, batched, parts, sizes)
+        groups: dict[Invoke, BatchGroup] = {}
         start = 0
         for invoke, size in zip(invokes, sizes, strict=True):
             groups[invoke] = BatchGroup(start, size, sum(sizes), dims)

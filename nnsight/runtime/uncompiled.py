@@ -1,9 +1,8 @@
 """Code of this package in a function that a user has compiled with ``torch.compile``.
 
-Dynamo can trace a call of a model into the function around it, see :mod:`nnsight.fx.inlining`. What it cannot trace it
-leaves to Python, and then compiles the functions that are called from there, one by one. Blocks and the code that runs them are
-nothing to compile: they look at the frames of their callers, and wait in greenlets. So their code objects are
-marked, once, and dynamo leaves them, and what they call, alone. The mark costs nothing where there is no dynamo.
+Dynamo can trace a call of a model into the function around it, see :mod:`nnsight.fx.inlining`. Other code it leaves to Python, and compiles
+the functions that are called there. Blocks and the code that runs them must not be compiled: they look at the frames of their callers, and
+wait in greenlets. So their code objects are marked, and dynamo skips them and what they call.
 """
 
 from __future__ import annotations
@@ -22,20 +21,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 
 
-def uncompiled(function: F) -> F:
+def uncompiled(function: F, callees: Any = _SKIP) -> F:
     """Mark a function that dynamo must run as Python, with all that it calls. It can still be traced into another."""
-    eval_frame.set_code_exec_strategy(_code(function), eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+    code = getattr(function, "__wrapped__", function).__code__
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(_SKIP, callees))
     return function
 
 
 def uncompiled_itself(function: F) -> F:
     """Mark a function that dynamo must run as Python, but not what it calls."""
-    eval_frame.set_code_exec_strategy(_code(function), eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
-    return function
-
-
-def _code(function: Any) -> Any:
-    return getattr(function, "__wrapped__", function).__code__
+    return uncompiled(function, _DEFAULT)
 
 
 def leave_to_python(what: str) -> None:

@@ -1,16 +1,12 @@
 """Capture of a ``with`` block: from the user's frame to a function that can be called later.
 
-Four steps, one module each:
-
-* :mod:`~nnsight.tracing.source` finds the source text behind a frame and the ``with`` statement in it, also where the text
-  is in no file (:mod:`~nnsight.tracing.unfiled`), and checks that it is the right one (:mod:`~nnsight.tracing.fitting`);
+* :mod:`~nnsight.tracing.source` finds the source text of a frame and the ``with`` statement in it, also if the text
+  is in no file (:mod:`~nnsight.tracing.unfiled`), and checks that the code fits it (:mod:`~nnsight.tracing.fitting`);
 * :mod:`~nnsight.tracing.block` compiles the body of that statement to a function over a shared scope;
-* :mod:`~nnsight.tracing.tracer` is the context manager: it skips the body, runs the function, and
-  pushes saved values back into the user's frame;
-* :mod:`~nnsight.tracing.saving` and :mod:`~nnsight.tracing.errors` hold what ``.save()`` marks and how
-  tracebacks are shown.
+* :mod:`~nnsight.tracing.tracer` is the context manager: it skips the body, runs the function, and binds saved names in the user's frame;
+* :mod:`~nnsight.tracing.saving` has the marks of ``.save()``, and :mod:`~nnsight.tracing.errors` shortens tracebacks.
 
-Nothing in this layer imports torch: it knows Python frames, code objects and names, and nothing of models.
+Nothing in this layer imports torch.
 """
 
 from .block import Block, Scope

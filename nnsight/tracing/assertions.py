@@ -1,8 +1,7 @@
 """Assertions in blocks of test modules.
 
-pytest rewrites the ``assert`` statements of the modules it collects, so that a failure shows the values compared. A block is
-compiled from its text, where they are plain, so they are rewritten again. A rewritten module can be told by the names that
-pytest puts into it, and the function used is pytest's own; where a version of pytest has none, assertions stay plain.
+pytest rewrites the ``assert`` statements of the modules it collects, so that a failure shows the values. A block is compiled from its text,
+so its assertions are rewritten here, by pytest's own function.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """A block as a function over a shared scope.
 
-The body of a ``with`` statement must run later, as often as its tracer likes, and still mean what it says:
-read the variables of the function around it, assign variables that later code of the same block (or a sibling
-block) reads, and be visible to comprehensions and nested functions. Python has exactly one construct with
-these properties, the closure. So the body is compiled as an inner function all of whose variables are free, and
-every variable is a cell in a :class:`Scope`.
+The body of a ``with`` statement runs later, any number of times, and reads and assigns variables of the function around it. So it is
+compiled as an inner function whose variables are all free, and every variable is a cell in a :class:`Scope`.
 
-* An outermost block gets fresh cells, filled from the user's frame.
-* A block inside a block gets the same cells. Sibling invokes, an iteration body and the block around them share
-  variables for that reason alone: there is nothing to copy.
+* An outermost block gets new cells, filled from the user's frame.
+* A block inside a block gets the same cells, so sibling invokes, an iteration body and the block around them share variables.
 
-The syntax tree is compiled where it stands, with the user's file name and positions, so tracebacks, debuggers and
-nested blocks (which look up *their* ``with`` statement in the same file) need no line arithmetic.
+The code has the user's file name and positions, so tracebacks, debuggers and nested blocks (which look up *their* ``with`` statement in the
+same file) need no line arithmetic.
 """
 
 from __future__ import annotations
-import __future__ as features
 
 import ast
 import copy
@@ -34,6 +29,7 @@ from typing import Any
 from .assertions import rewritten
 from .body import GRADIENT_NAME, RESULT_NAME, SAVE_NAME, Rewriter, refuse_jumps
 from .errors import BLOCK_NAME
+from .parsing import nested_code, parameters
 from .saving import save_method, saves
 from .source import WithSite, body_lines, find_with
 
@@ -41,10 +37,6 @@ SCOPE_NAME = "__nnsight_scope__"
 TRACER_NAME = "__nnsight_tracer__"
 #: Built-ins by which one gets at all variables, also at those that the block does not mention.
 _LOOKS_AROUND = {"breakpoint", "dir", "eval", "exec", "locals", "vars"}
-#: What ``from __future__ import ...`` leaves in the flags of a code object, and ``compile`` takes.
-_FUTURE_FLAGS = 0
-for _feature in features.all_feature_names:
-    _FUTURE_FLAGS |= getattr(features, _feature).compiler_flag
 _OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME, GRADIENT_NAME)
 
 #: What ``x`` is replaced by in ``x.grad``; set by the runtime, this layer knows no tensors.
@@ -62,21 +54,16 @@ def is_bound(cell: types.CellType) -> bool:
 
 @dataclass(eq=False)
 class Scope:
-    """The variables of a family of blocks, one cell each.
+    """The variables of a family of blocks, one cell each."""
 
-    Attributes:
-        cells: Cell by variable name.
-        inner: Names that blocks inside the one that opened the scope assign.
-    """
-
-    cells: dict[str, types.CellType] = field(default_factory=dict)
-    inner: frozenset[str] = frozenset()
+    cells: dict[str, types.CellType] = field(default_factory=dict)  # cell by variable name
+    inner: frozenset[str] = frozenset()  # names that blocks inside the one that opened the scope assign
 
     def branch(self, block: Block) -> Branch:
         """Return the scope of one of several blocks in here that take turns.
 
-        What ``block`` assigns is its own, so that blocks may use the same names; :meth:`Branch.publish` shows it to the others.
-        What it only reads is what others assign, or else what it is now: a loop variable keeps its value.
+        Variables that ``block`` assigns are its own, and :meth:`Branch.publish` shows them to the others. Variables that it only reads are
+        those that others assign, or have their present value, as a loop variable does.
         """
         cells: dict[str, types.CellType] = {}
         for name in block.shared:
@@ -115,7 +102,7 @@ class Scope:
                 self.cells[name].cell_contents = value
 
     def drop_unsaved(self, names: Iterable[str]) -> None:
-        """Unbind those of the variables ``names`` that would not come home anyway."""
+        """Unbind those of the variables ``names`` whose values are not saved."""
         marked = saves.get() or {}
         for name in names:
             cell = self.cells.get(name)
@@ -129,15 +116,10 @@ class Scope:
 
 @dataclass(eq=False)
 class Branch(Scope):
-    """The scope of a block that takes turns with others.
+    """The scope of a block that takes turns with others."""
 
-    Attributes:
-        around: The variables of all of them.
-        names: Those that this block assigns.
-    """
-
-    around: Scope = field(default_factory=Scope)
-    names: frozenset[str] = frozenset()
+    around: Scope = field(default_factory=Scope)  # the variables of all of them
+    names: frozenset[str] = frozenset()  # those that this block assigns
 
     def publish(self) -> None:
         """Show the others what is bound here."""
@@ -159,28 +141,21 @@ class Block:
     """A compiled body, ready to be bound to a scope.
 
     Attributes:
-        code: Code object of the body; every variable of the block is free in it.
-        filename: The user's file.
-        line: First line of the ``with`` statement.
-        shared: Names of all variables of the block.
-        stored: Those that it assigns.
-        inner: Those that ``with`` statements in it assign.
         target: Name bound by ``as`` in the statement, or names if it is a tuple of them; ``None`` for anything else.
-        body: Its syntax tree, as it was compiled.
     """
 
-    code: types.CodeType
-    filename: str
-    line: int
-    shared: tuple[str, ...]
-    stored: frozenset[str]
-    inner: frozenset[str]
+    code: types.CodeType  # code object of the body; every variable of the block is free in it
+    filename: str  # the user's file
+    line: int  # first line of the `with` statement
+    shared: tuple[str, ...]  # names of all variables of the block
+    stored: frozenset[str]  # those that it assigns
+    inner: frozenset[str]  # those that `with` statements in it assign
     target: str | tuple[str, ...] | None
-    body: tuple[ast.stmt, ...] = ()
+    body: tuple[ast.stmt, ...] = ()  # its syntax tree, as it was compiled
 
     @property
     def source(self) -> list[str]:
-        """The lines of the body; empty where the text is not to be had any more."""
+        """The lines of the body; empty if the text cannot be read any more."""
         lines = linecache.getlines(self.filename)
         return body_lines(lines, self.line)[1] if lines else []
 
@@ -298,8 +273,8 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
     Args:
         site: The statement.
         local: Variables of the code around it; ``None`` at module level, where they are globals.
-        in_function: Whether that code is a function, in which a name assigned and not local was declared global.
-        flags: Flags of that code, for the features it imports from ``__future__``.
+        in_function: Whether that code is a function. There, an assigned name that is not local was declared global.
+        flags: Flags of that code.
 
     Raises:
         SyntaxError: If the body contains a statement that cannot be deferred.
@@ -363,23 +338,8 @@ def _local_names(frame: types.FrameType) -> set[str] | None:
 
 def _function_code(body: list[ast.stmt], free: list[str], site: WithSite, flags: int) -> types.CodeType:
     """Compile ``body`` as a function in which the names ``free`` are variables of a function around it."""
-    parameters = ast.arguments(
-        posonlyargs=[], args=[ast.arg(name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
-    )
-    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    inner = ast.FunctionDef(name=BLOCK_NAME, args=nothing, body=body, decorator_list=[], type_params=[])
-    outer = ast.FunctionDef(name=BLOCK_NAME, args=parameters, body=[inner], decorator_list=[], type_params=[])
-    top: ast.stmt = outer
-    if site.class_name is not None:  # private names (``self.__x``) are mangled with the class around them
-        top = ast.ClassDef(name=site.class_name, bases=[], keywords=[], body=[outer], decorator_list=[], type_params=[])
-    module = ast.Module(body=[top], type_ignores=[])
-    for node in (inner, outer, top):
-        ast.copy_location(node, site.node)
-    ast.fix_missing_locations(module)
-    code = compile(module, site.filename, "exec", flags & _FUTURE_FLAGS, dont_inherit=True)
-    for _ in range(2 if site.class_name is None else 3):
-        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return code
+    function = ast.FunctionDef(name=BLOCK_NAME, args=parameters(), body=body, decorator_list=[], type_params=[])
+    return nested_code(ast.copy_location(function, site.node), free, site.class_name, site.filename, flags)
 
 
 def names_of(code: types.CodeType) -> tuple[set[str], set[str]]:

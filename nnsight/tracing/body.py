@@ -1,8 +1,4 @@
-"""What the statements of a body become when it is compiled as a function, and which cannot become anything.
-
-A body that is a function of its own may not contain what refers to the function around it: those statements are rewritten
-where another spelling means the same, and refused where there is none.
-"""
+"""Statements of a body that refer to the function around it: they are rewritten, or refused, because the body is a function of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +12,11 @@ GRADIENT_NAME = "__nnsight_gradient__"
 
 
 class Rewriter(ast.NodeTransformer):
-    """Adapts a body to being the body of a closure.
+    """Rewrites a body so that it can be the body of a closure.
 
-    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`. ``tracer.result()`` means
-    the same as ``tracer.result``. ``x.grad`` asks what ``x`` stands for in a backward pass. ``super()`` gets the arguments
-    that Python takes from the function around it. Annotated assignments lose their annotation: Python does not allow one
-    on a variable of an enclosing function; ``nonlocal`` is what all variables of a block are.
+    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`, ``tracer.result()`` becomes
+    ``tracer.result``, and ``x.grad`` looks ``x`` up in a backward pass. ``super()`` gets its arguments. Annotated assignments lose their
+    annotation, and ``nonlocal`` statements are dropped, because all variables of a block are nonlocal.
     """
 
     def __init__(self, first_argument: str | None) -> None:

@@ -1,21 +1,20 @@
 """Errors of the tracing layer, and tracebacks that show the user's code.
 
-A block runs later than where it is written, under several frames of this package. The frames of the
-block itself carry the user's file and line (the block is compiled from the user's own syntax tree), so
-a readable traceback is the original one with this package's frames taken out. ``CONFIG.APP.DEBUG`` leaves
-them in.
+A block runs later than where it is written, under several frames of this package. Its own frames have the user's file and line, because it
+is compiled from the user's syntax tree. So a readable traceback is the original one without this package's frames. ``CONFIG.APP.DEBUG``
+keeps them.
 
-An exception gets an entry for each frame it leaves, so the frames between the block and the user's ``with`` add theirs
-after anything that this package can do about it, save one: a trace function of the user's frame is told of the exception
-when it has arrived there. :func:`show_only_users_frames` sets one for that moment. So what ``except`` clauses, loggers,
-notebooks and test runners see is the same.
+An exception gets an entry for each frame it leaves, so the frames between the block and the user's ``with`` add theirs last. But a trace
+function of the user's frame is called with the exception when it arrives there: :func:`show_only_users_frames` sets one for that moment.
+``except`` clauses, loggers, notebooks and test runners then see the same traceback.
 """
 
 from __future__ import annotations
 
+import difflib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ PACKAGE_DIRECTORY = str(Path(__file__).resolve().parent.parent) + "/"
 BLOCK_NAME = "__nnsight_block__"
 
 #: Packages whose frames only carry the run (module calls, compiled graphs), never the cause of an error.
-_CARRIERS = ("/torch/nn/modules/module.py", "/torch/_dynamo/eval_frame.py", "/torch/_dynamo/external_utils.py")
+_CALLERS = ("/torch/nn/modules/module.py", "/torch/_dynamo/eval_frame.py", "/torch/_dynamo/external_utils.py")
 
 #: Where torch computes on fake tensors, as in scans and in what records a block for a server.
 _FAKES = "/_subclasses/fake_tensor.py"
@@ -39,22 +38,21 @@ class WithBlockNotFoundError(Exception):
 
 def is_internal(code: types.CodeType) -> bool:
     """Whether ``code`` belongs to this package rather than to the user or to a library."""
-    filename = code.co_filename
-    return filename.startswith(PACKAGE_DIRECTORY) and not filename.startswith(PACKAGE_DIRECTORY + "demo/")
+    return code.co_filename.startswith(PACKAGE_DIRECTORY)
 
 
 def clean_traceback(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Return ``traceback`` without the frames that only carried the run.
 
-    Frames of this package, of the module-call machinery of torch and of its fake tensors are dropped. When the error came out of a
-    block, the frames of the model that had stopped for it are dropped too.
+    Frames of this package and of the machinery of torch are dropped. If the error came out of a block, the frames of the model that had
+    stopped for it are dropped too.
     """
     kept: list[types.TracebackType] = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if code.co_name == BLOCK_NAME and not (kept and kept[0].tb_frame.f_code.co_name == BLOCK_NAME):
             kept.clear()
-        if not is_internal(code) and not code.co_filename.endswith(_CARRIERS):
+        if not is_internal(code) and not code.co_filename.endswith(_CALLERS):
             kept.append(traceback)
         traceback = traceback.tb_next
     result: types.TracebackType | None = None
@@ -134,6 +132,12 @@ def show_only_users_frames(error: BaseException, frame: types.FrameType) -> None
 
 def ignore_new_frames(frame: types.FrameType, event: str, argument: Any) -> None:
     """Trace nothing: a trace function for the time in which only one frame is traced."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return a sentence that names similar ``candidates``, with a blank before it; nothing if there are none."""
+    near = difflib.get_close_matches(name, list(candidates), n=3)
+    return f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
 
 
 def user_position_now(skip: str | tuple[str, ...] = "\0") -> tuple[str, int]:

@@ -1,8 +1,7 @@
 """A ``with`` statement as text, from which its block can be compiled again in another process.
 
-A code object belongs to one version of Python and cannot be read, so the text is what is kept. To compile it, the text is
-put into :mod:`linecache` at the same line of a file that exists only there. Tracebacks and the blocks inside the block then
-find their lines as in any other file.
+To compile it, the text is put into :mod:`linecache` at the same line of a file that exists only there, in which tracebacks and inner
+blocks find their lines.
 """
 
 from __future__ import annotations
@@ -22,23 +21,14 @@ from .source import WithSite, find_with
 
 @dataclass(frozen=True)
 class Excerpt:
-    """One item of a ``with`` statement, as text.
+    """One item of a ``with`` statement, as text."""
 
-    Attributes:
-        text: The whole lines of the statement; empty if they could not be read.
-        filename: The file it was written in.
-        line: Its first line there.
-        item: Which context manager of the header the block belongs to.
-        class_name: Name of the class around it, for private names.
-        flags: Compiler flags of the file, for what it imports from ``__future__``.
-    """
-
-    text: str
-    filename: str
-    line: int
-    item: int
-    class_name: str | None
-    flags: int
+    text: str  # the whole lines of the statement; empty if they could not be read
+    filename: str  # the file it was written in
+    line: int  # its first line there
+    item: int  # which context manager of the header the block belongs to
+    class_name: str | None  # name of the class around it, for private names
+    flags: int  # compiler flags of the file, for what it imports from `__future__`
 
     @classmethod
     def of(cls, frame: types.FrameType) -> Excerpt:
@@ -54,10 +44,7 @@ class Excerpt:
         return f"{self.filename}:{self.line}"
 
     def block(self, variables: Iterable[str]) -> Block:
-        """Compile the body.
-
-        Args:
-            variables: Names of the variables of the code around it.
+        """Compile the body, given the names of the variables of the code around it.
 
         Raises:
             SyntaxError: If the text is not a ``with`` statement of this version of Python.

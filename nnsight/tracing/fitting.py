@@ -1,12 +1,9 @@
 """Whether instructions can come from a text.
 
-Text is looked up by the name of a file, and that file may have been edited since it was compiled, or, for code without a
-file, may be another text altogether. Extents that agree prove little: ``h[5]`` and ``h[6]`` have the same. So each instruction
-that reads or binds a variable, reads an attribute, loads a constant or computes is compared with what is written where it
-says it comes from.
-
-Compilers differ in what they place where, and test runners rewrite assertions. So only what is certainly a contradiction
-counts: two different names, values of one type that differ, another operator.
+A file may have been edited since it was compiled, and code without a file may come from another text. So each instruction that reads or
+binds a variable, reads an attribute, loads a constant or computes is compared with the text at its position. Compilers differ in the
+positions they give, and test runners rewrite assertions. So only certain contradictions count: two different names, values of one type
+that differ, another operator.
 """
 
 from __future__ import annotations

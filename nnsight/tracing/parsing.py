@@ -1,16 +1,25 @@
-"""Parsing Python in several threads.
+"""Parsing Python, and making functions of parts of syntax trees.
 
-CPython 3.11 and 3.12 count how deep a syntax tree is in a place that all threads share. If another thread parses while a tree is
-being made, which a garbage collection can lead to, the count is off at the end, and a ``SystemError`` is raised for text that has no
-fault. Nothing but that count is harmed, so it is tried again.
+CPython 3.11 and 3.12 count the depth of a syntax tree in a place that all threads share. If another thread parses while a tree is made,
+which a garbage collection can cause, the count is wrong at the end, and text without a fault raises a ``SystemError``. Nothing but that
+count is harmed, so :func:`parse` tries again.
 """
 
 from __future__ import annotations
+import __future__ as features
 
 import ast
+import types
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 #: How often a text is parsed before its ``SystemError`` is believed.
 _ATTEMPTS = 20
+
+#: What ``from __future__ import ...`` leaves in the flags of a code object, and ``compile`` takes.
+_FUTURE_FLAGS = 0
+for _feature in features.all_feature_names:
+    _FUTURE_FLAGS |= getattr(features, _feature).compiler_flag
 
 
 def parse(text: str, filename: str = "<unknown>") -> ast.Module:
@@ -25,3 +34,45 @@ def parse(text: str, filename: str = "<unknown>") -> ast.Module:
         except SystemError:
             continue
     return ast.parse(text, filename)
+
+
+def parameters(names: Iterable[str] = ()) -> ast.arguments:
+    """Return the parameters of a function definition, without defaults."""
+    return ast.arguments(posonlyargs=[], args=[ast.arg(name) for name in names], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def nested_code(
+    statement: ast.stmt, free: Collection[str], class_name: str | None, filename: str, flags: int, imported: Iterable[str] = ()
+) -> types.CodeType:
+    """Compile a function definition, or a statement that returns a lambda, inside another function; return the code of the inner one.
+
+    Args:
+        statement: The statement.
+        free: Variables of the outer function.
+        class_name: Name of the class around it, with which private names (``self.__x``) are mangled.
+        filename: The file that tracebacks show.
+        flags: Flags of the code in whose place the result is used, for the features imported from ``__future__``.
+        imported: Names that the file imports; their attributes are called by other instructions.
+    """
+    body = [statement]
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.name not in free:
+        body.insert(0, ast.copy_location(ast.Global([statement.name]), statement))  # a function that calls itself looks there
+    top: ast.stmt = ast.FunctionDef(name="around", args=parameters(free), body=body, decorator_list=[], type_params=[])
+    if class_name is not None:
+        ast.copy_location(top, statement)
+        top = ast.ClassDef(name=class_name, bases=[], keywords=[], body=[top], decorator_list=[], type_params=[])
+    imports: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in imported]
+    module = ast.fix_missing_locations(ast.Module(body=[*imports, ast.copy_location(top, statement)], type_ignores=[]))
+    code = compile(module, filename, "exec", flags & _FUTURE_FLAGS, dont_inherit=True)
+    for _ in range(2 if class_name is None else 3):
+        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return code
+
+
+def with_cells(function: types.FunctionType, cells: Sequence[types.CellType], code: types.CodeType | None = None) -> Any:
+    """Return a copy of ``function`` with other free variables, and maybe other code."""
+    made = types.FunctionType(code or function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
+    made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__
+    made.__dict__.update(function.__dict__)
+    return made

@@ -1,14 +1,11 @@
-"""What survives a trace: the objects marked by ``.save()``.
+"""The objects that survive a trace: those marked by ``.save()``.
 
-A mark is kept on the run, not on the object: a table from object identity to the object, held in a context
-variable, so that two threads tracing at once do not see each other's marks. The outermost tracer opens the table
-and, when it ends, rebinds in the user's frame every name whose value is marked.
+The marks are a table from identity to object in a context variable, so two threads that trace at once have their own. The outermost tracer
+opens the table. When it ends, it binds every name whose value is marked in the user's frame.
 
-``.save()`` works on *every* object (``list().save()``, ``hidden.shape[-1].save()``). Inside a block the call is rewritten
-when the block is compiled, to :func:`save_method`: nothing has to be attached to the object. Helper functions
-outside any block are not rewritten; for them the method is mounted on the built-in containers and numbers. It is not
-mounted on ``object``, where it would appear on every class of the process: libraries that list the attributes of
-classes, or define a method ``save`` of their own, trip over it.
+``.save()`` works on *every* object (``list().save()``, ``hidden.shape[-1].save()``): the compiled block calls :func:`save_method` instead.
+Helper functions outside of blocks are not compiled, so the method is mounted on the built-in containers and numbers for them. It is not
+mounted on ``object``, because libraries list the attributes of classes, or define a method ``save`` of their own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """From a frame to the ``with`` statement it is executing.
 
-The interpreter knows where it is better than any line-based guess: every instruction carries the extent of
-the syntax it was compiled from. While ``__enter__`` runs, the caller's current instruction is the one that
-enters the context manager, so its extent names one ``with`` statement, and counting such instructions names
-one item of it (``with a() as x, b() as y``).
-
-The text, on the other hand, is looked up by a mere name, and may have changed since it was compiled. So it is compared
-with the instructions: each has the extent of a name, a constant or an operator, and what it does must be what is written
-there. A statement that does not fit is reported instead of running other lines than those the user started.
+Every instruction has the extent of the syntax it was compiled from. While ``__enter__`` runs, the caller's current instruction is the one
+that enters the context manager, so its extent identifies a ``with`` statement, and the number of such instructions an item of it
+(``with a() as x, b() as y``). The text is looked up by file name and may have changed since it was compiled, so it is compared with the
+instructions (:mod:`.fitting`); a statement that does not fit is an error.
 """
 
 from __future__ import annotations
@@ -33,23 +29,14 @@ _CACHE = dis.opmap["CACHE"]
 
 @dataclass(frozen=True)
 class WithSite:
-    """One item of one ``with`` statement.
+    """One item of one ``with`` statement."""
 
-    Attributes:
-        filename: File of the statement.
-        node: The statement.
-        item: Index of the item whose context manager is being entered.
-        class_name: Name of the class whose body lexically encloses the statement, for private names.
-        first_argument: Name of the first parameter of the function around it, which ``super()`` reads.
-        in_test: Whether pytest has rewritten the assertions of the module.
-    """
-
-    filename: str
-    node: ast.With
-    item: int
-    class_name: str | None
-    first_argument: str | None = None
-    in_test: bool = False
+    filename: str  # file of the statement
+    node: ast.With  # the statement
+    item: int  # index of the item whose context manager is being entered
+    class_name: str | None  # name of the class whose body lexically encloses the statement, for private names
+    first_argument: str | None = None  # name of the first parameter of the function around it, which `super()` reads
+    in_test: bool = False  # whether pytest has rewritten the assertions of the module
 
 
 _trees: dict[str, tuple[tuple[str, ...], ast.Module]] = {}
@@ -176,13 +163,9 @@ def _recovered_site(frame: types.FrameType) -> WithSite | None:
 
 
 def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
-    """Return the number of the first line of a block in ``source``, and its lines.
+    """Return number of the first line, and the lines, of the body of the ``with`` statement that begins at ``line`` of ``source``.
 
-    Of a body on the line of its ``with`` the first line begins at its first statement.
-
-    Args:
-        source: A text, or its lines, with the ends of the lines.
-        line: Where its ``with`` statement begins; the first line is 1.
+    If the body is on the line of its ``with``, the first line begins at its first statement.
 
     Raises:
         WithBlockNotFoundError: If no ``with`` statement begins there.
@@ -192,11 +175,7 @@ def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
     tree = _parsed(text)
     found = [] if tree is None else [node for node, _, _ in _with_statements(tree) if node.lineno == line]
     if not found:
-        context = "".join(
-            f"  {'->' if number == line else '  '} {number}: {lines[number - 1].rstrip()}\n"
-            for number in range(max(1, line - 2), min(len(lines), line + 2) + 1)
-        )
-        raise WithBlockNotFoundError(f"No `with` statement begins at line {line} of the source.\n{context}")
+        raise WithBlockNotFoundError(f"No `with` statement begins at line {line} of the source.\n{_context(lines, line)}")
     node = found[0]
     statement = node.body[0]
     first = statement.lineno
@@ -219,12 +198,14 @@ def calls_for_with(frame: types.FrameType) -> bool:
     return offset < len(code) and dis.opname[code[offset]] == _ENTER_INSTRUCTION
 
 
+def _context(lines: list[str], line: int) -> str:
+    """Return the lines around ``line``, which is marked."""
+    numbers = range(max(1, line - 2), min(len(lines), line + 2) + 1)
+    return "".join(f"  {'->' if number == line else '  '} {number}: {lines[number - 1].rstrip()}\n" for number in numbers)
+
+
 def _diagnostic(frame: types.FrameType, filename: str, line: int) -> str:
-    first = max(1, line - 2)
-    context = "".join(
-        f"  {'->' if number == line else '  '} {number}: {linecache.getline(filename, number).rstrip()}\n"
-        for number in range(first, line + 3)
-    )
+    context = _context(linecache.getlines(filename), line)
     instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     cause = (
         "The file was probably edited after it was loaded: reload it and run again."

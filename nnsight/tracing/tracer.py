@@ -1,13 +1,11 @@
 """The context manager of a deferred block.
 
-``with`` cannot skip its body by itself, so ``__enter__`` arms the interpreter's tracing on the caller's frame: the
-very next instruction after entering raises a private exception, which ``__exit__`` swallows. Tracing is on for
-that one instruction only and what was there before (a debugger, coverage) is put back. Then ``__exit__`` hands the
-compiled body to a backend, which decides where and when it runs, and finally rebinds saved names in the user's
-frame.
+``__enter__`` sets a trace function on the caller's frame, which raises a private exception at the next instruction; ``__exit__`` catches
+it. So the body never runs in place. The trace function of a debugger or of coverage is restored after that one instruction. Then
+``__exit__`` gives the compiled body to a backend, which decides where and when it runs, and binds saved names in the user's frame.
 
-What follows from this: the body never runs in place, a second context manager in the same header is entered around
-the deferred body only, and the header's arguments are evaluated exactly once, at the usual time.
+A second context manager in the same header is entered around the deferred body, and the header's arguments are evaluated once, at the usual
+time.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ _HERE = ExecutionBackend()
 
 
 def _noted(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``execute`` of a tracer, noting that a backend has come to it."""
+    """Return ``execute`` of a tracer, which then notes that it was called."""
 
     @functools.wraps(execute)
     def noted(self: Tracer, function: Callable[[], None]) -> Any:
@@ -174,10 +172,8 @@ class Tracer:
     def capture(self) -> Block:
         """Find and compile the block that is being entered, set :attr:`info` and :attr:`scope`, and return the former.
 
-        A subclass may override it, to look at the block before anything runs.
-
         Raises:
-            WithBlockNotFoundError: If the source of the block is not to be had.
+            WithBlockNotFoundError: If the source of the block cannot be found.
             SyntaxError: If the block contains a statement that cannot be deferred.
             ValueError: If the tracer is not being entered by a ``with`` statement.
         """
@@ -195,10 +191,9 @@ class Tracer:
         return None
 
     def run(self) -> None:
-        """Call the backend inside a table of saves, then bring saved names home.
+        """Call the backend inside a table of saves, then bind saved names in the user's frame, also if the block failed.
 
-        Saved names come home also when the block failed: what was saved before the error is not lost. A backend that returns
-        without having run the block may run it later: until then the tracer stays open.
+        A backend that returns without having run the block may run it later: until then the tracer stays open.
         """
         assert self.info is not None and self.scope is not None and self._frame is not None
         frame, scope = self._frame, self.scope
@@ -217,12 +212,12 @@ class Tracer:
             raise
         finally:
             try:
-                self._bring_home(frame, scope, values)
+                self._bind_saved(frame, scope, values)
             finally:
                 if token is not None:
                     saves.reset(token)
 
-    def _bring_home(self, frame: types.FrameType, scope: Scope, values: dict[str, Any] | None) -> None:
+    def _bind_saved(self, frame: types.FrameType, scope: Scope, values: dict[str, Any] | None) -> None:
         assert self.info is not None
         if not self.owns_scope:
             return

@@ -1,19 +1,12 @@
-"""Source text that is in no file.
+"""Source text that is in no file: of statements typed at a prompt, of ``python -c``, of strings given to ``exec``.
 
-Python compiles text and forgets it: a statement typed at the prompt, the argument of ``python -c``, a script piped
-into the interpreter, a string given to ``exec``. Tracebacks do without it, a deferred block cannot. (Notebooks, doctest and
-Python 3.13's own prompt keep their text in :mod:`linecache`, where it is found like that of any file.)
+Python compiles such text and forgets it, and a deferred block needs it. :func:`candidates` yields the texts that it might be, most likely
+first: what was entered at prompts (:func:`watch_prompts` records it), the arguments of the interpreter, standard input if that is a file,
+strings in variables of the functions that are running, and the cells that IPython runs for ``%%time`` and the like.
 
-The text is usually still somewhere, and :func:`candidates` yields the texts it might be, most likely first:
-
-* what was entered at prompts, which :func:`watch_prompts` has noted down;
-* the argument of ``-c``, in ``sys.orig_argv``;
-* standard input, when it is a file that can be read again;
-* strings in the variables of the functions that are running: whoever calls ``exec`` mostly has the text in one;
-* what notebook cells that start with ``%%time`` and the like hand to IPython.
-
-None of these is trusted. The caller takes a text only if the code that runs could have been compiled from it, see
-:mod:`nnsight.tracing.source`. What comes through a pipe, and strings that nobody holds any more, stay out of reach.
+The caller takes a text only if the code that runs can have been compiled from it, see :mod:`nnsight.tracing.source`. Text that came
+through a pipe, and strings that no variable holds, are not found. (Notebooks, doctest and the prompt of Python 3.13 keep their text in
+:mod:`linecache`, where it is found as the text of a file is.)
 """
 
 from __future__ import annotations
@@ -49,38 +42,15 @@ def candidates(frame: types.FrameType) -> Iterator[str]:
         return
     yield from reversed(_entered)
     if filename == "<string>":
-        command = command_text(sys.orig_argv)
-        if command is not None:
-            yield command
+        for argument in sys.orig_argv:
+            yield argument
+            yield argument.partition("c")[2]  # as in `-Ictext`
     if filename == "<stdin>":
         script = _standard_input()
         if script is not None:
             yield script
     yield from _held_by_callers(frame.f_back, frame.f_lineno)
     yield from _arguments_of_cell_magics()
-
-
-def command_text(arguments: list[str]) -> str | None:
-    """Return the argument of ``-c`` among the arguments of the interpreter, or ``None``."""
-    pending = iter(arguments[1:])
-    for argument in pending:
-        if argument == "--check-hash-based-pycs":
-            next(pending, None)
-            continue
-        if not argument.startswith("-") or argument in ("-", "--"):
-            return None  # the script, or standard input
-        if argument.startswith("--"):
-            continue
-        for position, option in enumerate(argument[1:], 2):
-            if option not in "cmWX":
-                continue
-            value = argument[position:] or next(pending, None)  # these take the rest, or the next argument
-            if option == "c":
-                return value
-            if option == "m":
-                return None
-            break
-    return None
 
 
 def _standard_input() -> str | None:
@@ -123,10 +93,10 @@ def _arguments_of_cell_magics() -> Iterator[str]:
 
 
 def watch_prompts() -> None:
-    """Note down what is entered at the prompts of this process from now on.
+    """Record what is entered at the prompts of this process from here on.
 
-    :class:`code.InteractiveInterpreter` gets each statement as a string. The interpreter's own prompt does not before
-    Python 3.13: it asks a C function for lines, which is replaced by one that asks it in turn and keeps the answer.
+    :class:`code.InteractiveInterpreter` gets each statement as a string. Before Python 3.13 the interpreter's own prompt reads lines by a C
+    function, which is replaced by one that calls it and keeps the line.
     """
     plain = code.InteractiveInterpreter.runsource
     if not hasattr(plain, "__wrapped__"):

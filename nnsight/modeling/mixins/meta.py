@@ -1,12 +1,11 @@
 """Models whose weights are loaded when they are needed.
 
-A model by name begins on the *meta device*: all modules are there, so it can be printed, addressed, edited and scanned, and its
-tensors have sizes and no memory. :meth:`MetaMixin.dispatch` loads the weights; the first run does so by itself.
+A model by name begins on the *meta device*: its tensors have sizes and no memory, and it can be printed, addressed, edited and scanned.
+:meth:`MetaMixin.dispatch`, or the first run, loads the weights.
 
-Loading makes new modules (it may choose other classes, spread them over devices, quantise them), so dispatch puts new modules below
-the same envoys. What was done to the lazy model before is done to the loaded one: modules that were added, replaced or
-removed, hooks, training mode, and weights that were frozen. Wrappers that share the lazy model, such as the copies that ``edit()``
-makes, are all dispatched with the first of them.
+Loading makes new modules (perhaps of other classes, on several devices, or quantised), and the envoys get these modules. Changes of the
+lazy model are repeated on the loaded one: modules that were added, replaced or removed, hooks, training mode, and frozen weights. Wrappers
+that share the lazy model, such as the copies of ``edit()``, are dispatched together.
 """
 
 from __future__ import annotations
@@ -28,36 +27,16 @@ from .loadable import LoadableMixin
 
 #: Methods of modules that read or change weights, so that they are for the loaded model only.
 _ABOUT_WEIGHTS = frozenset(
-    {
-        "_apply",
-        "apply",
-        "bfloat16",
-        "cpu",
-        "cuda",
-        "double",
-        "float",
-        "half",
-        "load_state_dict",
-        "push_to_hub",
-        "resize_token_embeddings",
-        "save_pretrained",
-        "share_memory",
-        "state_dict",
-        "to",
-        "type",
-        "xpu",
-    }
+    (
+        *("_apply", "apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "load_state_dict", "push_to_hub"),
+        *("resize_token_embeddings", "save_pretrained", "share_memory", "state_dict", "to", "type", "xpu"),
+    )
 )
 
 #: Where a module keeps its hooks, by number.
 _HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 
 
@@ -67,7 +46,7 @@ class LoadingError(OSError):
 
 @contextlib.contextmanager
 def naming(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Let errors say which model was to be loaded."""
+    """Name the model in errors of its loading."""
     try:
         yield
     except (TypeError, ImportError) as error:  # an option that the model does not have, a package that is missing
@@ -79,23 +58,14 @@ def naming(name: str | os.PathLike[str]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _ModuleAsMade:
-    """A module of the lazy model as it was made, to see later what was done to it.
+    """A module of the lazy model as it was made, to see later what was done to it."""
 
-    Attributes:
-        path: Its path in the model.
-        module: The module.
-        children: Its children.
-        training: Its mode.
-        frozen: Names of its own parameters that do not require gradients.
-        hooks: The hooks in each of its tables.
-    """
-
-    path: str
-    module: torch.nn.Module
-    children: dict[str, torch.nn.Module | None]
-    training: bool
-    frozen: set[str]
-    hooks: dict[str, set[int]]
+    path: str  # its path in the model
+    module: torch.nn.Module  # the module
+    children: dict[str, torch.nn.Module | None]  # its children
+    training: bool  # its mode
+    frozen: set[str]  # names of its own parameters that do not require gradients
+    hooks: dict[str, set[int]]  # the hooks in each of its tables
 
     @classmethod
     def of(cls, path: str, module: torch.nn.Module) -> _ModuleAsMade:
@@ -105,21 +75,13 @@ class _ModuleAsMade:
 
 @dataclass(eq=False)
 class _Weights:
-    """What all wrappers of one model know about its weights.
+    """What all wrappers of one model know about its weights."""
 
-    Attributes:
-        dispatched: Whether they are loaded.
-        args: Arguments of ``_load``, until then.
-        kwargs: Likewise, by name.
-        made: The lazy model as it was made, until then.
-        lock: Held while they are loaded.
-    """
-
-    dispatched: bool
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    made: list[_ModuleAsMade] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    dispatched: bool  # whether they are loaded
+    args: tuple[Any, ...] = ()  # arguments of `_load`, until then
+    kwargs: dict[str, Any] = field(default_factory=dict)  # likewise, by name
+    made: list[_ModuleAsMade] = field(default_factory=list)  # the lazy model as it was made, until then
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while they are loaded
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"}
@@ -166,7 +128,7 @@ class MetaMixin(LoadableMixin):
     def dispatch(self) -> None:
         """Load the weights, unless they are loaded. Envoys stay the same objects and get the modules with weights.
 
-        Threads that come here at once load once. If loading fails, the model stays lazy and can be used as before.
+        Threads that dispatch at once load once. If loading fails, the model stays lazy and usable.
 
         Raises:
             LoadingError: If the weights cannot be read.

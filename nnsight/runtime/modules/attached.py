@@ -1,7 +1,6 @@
-"""What is attached to modules and changes what a call of them does: hooks, and the ``forward`` of their classes.
+"""Hooks of modules and the ``forward`` of their classes, which compiled code has as they were at the capture.
 
-Code that was compiled of a model has hooks in it as they were then, and ``torch.compile`` does not look at them again (nor at the
-methods of a class). A model that is traced eagerly and compiled has to do the same in both, so they are looked at here.
+``torch.compile`` does not check them again. So a change is detected here, and the model captured anew.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _KINDS_FOR_ALL = tuple(f"_global{kind}" for kind in _KINDS)
 
 
 class Attached:
-    """The hooks of ``modules`` and those for all modules, and the ``forward`` of the classes, as they are when this is made."""
+    """The present hooks of ``modules`` and of all modules, and the ``forward`` of the classes."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = list(modules)
@@ -26,19 +25,16 @@ class Attached:
         self._look()
 
     def changed(self) -> bool:
-        """Whether something is different now; what is there now is what the next call compares with."""
-        registered = self._handles != RemovableHandle.next_id  # somewhere, or nothing was; it may have been removed
-        if not registered and self._forwards_are_known() and self._hooks_are_known():
-            return False
+        """Whether something has changed since the last call."""
         before = self._forwards, self._hooks
-        self._look()
+        is_known = (
+            self._handles == RemovableHandle.next_id  # no hook was registered, though some may have been removed
+            and all(members.get("forward") is known for members, known in zip(self._classes, self._forwards, strict=True))
+            and all(list(self._owners[number].get(kind) or ()) == known for number, kind, known in self._hooks)
+        )
+        if not is_known:
+            self._look()
         return before != (self._forwards, self._hooks)
-
-    def _forwards_are_known(self) -> bool:
-        return all(members.get("forward") is known for members, known in zip(self._classes, self._forwards, strict=True))
-
-    def _hooks_are_known(self) -> bool:
-        return all(list(self._owners[number].get(kind) or ()) == known for number, kind, known in self._hooks)
 
     def _look(self) -> None:
         self._handles = RemovableHandle.next_id

@@ -1,17 +1,16 @@
-"""Properties whose value lives in a running model.
+"""Properties whose value is in a running model.
 
-An :class:`eproperty` looks like an attribute and acts as a request: reading it waits until the run offers the
-location ``<path>.<key>`` of its owner and returns the value there; assigning to it replaces that value. Owners are
-anything that :class:`IEnvoy` describes: envoys (``.output``, ``.input``), tracers (``.result``), or a user's own class.
+Reading an :class:`eproperty` waits until the run offers the location ``<path>.<key>`` of its owner and returns the value there; assigning
+to it replaces that value. An owner is what :class:`IEnvoy` describes: an envoy (``.output``, ``.input``), a tracer (``.result``), or an
+object of a user's class.
 
-The decorated function is a stub: it gives the property its name and docstring, and its body does not run. Several
-properties can share one key to show different views of one value; ``preprocess`` and ``postprocess`` convert
-between the model's value and the view, and ``transform`` sends an edited view back.
+The decorated function is a stub: it gives the property its name and docstring, and its body does not run. Several properties can share one
+key to show different views of one value: ``preprocess`` and ``postprocess`` convert between the model's value and the view, and
+``transform`` sends an edited view back.
 
-A decorator between ``eproperty`` and the stub can prepare the request, by registering a hook for instance: what it makes of
-the stub is called with the owner before each request that waits. Such a hook offers its value with :meth:`eproperty.provide`.
-Modules and operations need no preparation, as all their calls are intercepted; the ``requires_...`` of this module only mark
-what a stub is about.
+A decorator between ``eproperty`` and the stub can prepare the request, for instance by registering a hook: its wrapper of the stub is
+called with the owner before each request that waits. Such a hook offers its value with :meth:`eproperty.provide`. Modules and operations
+need no preparation, because all their calls are intercepted; the ``requires_...`` of this module only mark stubs.
 """
 
 from __future__ import annotations
@@ -42,20 +41,8 @@ def requires_output(stub: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a stub whose value is the output of a module. Every module call is intercepted, so nothing is registered."""
     return stub
 
-
-def requires_input(stub: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a stub whose value is the input of a module; see :func:`requires_output`."""
-    return stub
-
-
-def requires_operation_output(stub: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a stub whose value is the output of an operation of ``.source``; see :func:`requires_output`."""
-    return stub
-
-
-def requires_operation_input(stub: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a stub whose value is the input of an operation of ``.source``; see :func:`requires_output`."""
-    return stub
+#: The same for the input of a module, and for output and input of an operation of ``.source``.
+requires_input = requires_operation_output = requires_operation_input = requires_output
 
 
 class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``property``

@@ -1,17 +1,14 @@
-"""Interception of module calls, for as long as a run is active and not a moment longer.
+"""Interception of module calls, only while a run is active.
 
-A module call is intercepted around ``Module._call_impl``, the method through which every call of a module goes. From
-there one sees exactly what the caller passes and what the caller receives, forward hooks of the user and of other
-libraries included. The interception is an attribute on the instance that shadows the method, so installing and
-removing it is a dictionary write, there is nothing to unwind in the right order, and a module outside of a run has
-no trace of it.
+A call is intercepted around ``Module._call_impl``, through which every call of a module goes, so the interception sees what the caller
+passes and receives, with the effects of all forward hooks. It is an attribute on the instance that shadows the method: installing and
+removing it is a dictionary write, in any order, and a module outside of a run has no trace of it.
 
-Calls are *counted* for every module of the tree while a run is active, and *handed over* only where a block waits:
-without counts, a request for a module that has already run could not be told from one for a module that
-will run again, and the wrong occurrence would be served silently. Counting costs a fraction of a microsecond per call.
+All calls of modules of the tree are *counted* while a run is active, and *offered* only where a block waits. Without counts, a request for
+a module that has already run would be served with a later occurrence. Counting costs a fraction of a microsecond per call.
 
-Runs of several threads share the interception (the first installs it, the last removes it) and nothing else: the
-intercepted call looks up the run of its own context and passes straight through where there is none.
+Runs of several threads share the interception (the first installs it, the last removes it) and nothing else: the intercepted call looks up
+the run of its own context and is an ordinary call if there is none.
 """
 
 from __future__ import annotations

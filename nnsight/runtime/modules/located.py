@@ -1,4 +1,4 @@
-"""What modules and operations have in common for a block: a call with a path, whose values can be read and edited."""
+"""The common base of modules and operations: a call with a path, whose values a block can read and edit."""
 
 from __future__ import annotations
 

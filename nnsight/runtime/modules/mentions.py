@@ -1,8 +1,7 @@
-"""Which operations a block will ask for.
+"""The operations that a block mentions.
 
-A compiled model has to be captured with the operations in it before the block gets to them. So the code of a block, and of the
-functions it calls, is searched for names behind ``.source``. An operation whose name is only put together at run time becomes known when
-the block gets there, which is too late for that run.
+A compiled model must be captured with operations before the block requests them. So the code of a block, and of the functions it calls, is
+searched for names behind ``.source``. An operation whose name is made at run time becomes known too late for that run.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ _OPERATION_NAME = re.compile(r"_\d+$")
 
 
 def mentioned_chains(code: types.CodeType, functions: Callable[[str], Any]) -> Chains:
-    """Return the operations that a block, and the functions it calls, mention.
-
-    Args:
-        code: The block.
-        functions: Returns what a name of the block stands for.
-    """
+    """Return the operations that the ``code`` of a block, and the functions it calls, mention; ``functions`` resolves names."""
     found: set[tuple[str, ...]] = set()
     seen: set[types.CodeType] = set()
     pending = [(code, functions)]

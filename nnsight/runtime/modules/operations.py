@@ -1,16 +1,13 @@
 """Operations: the calls inside a Python function, as locations of their own.
 
-Between the input and the output of a module lies its ``forward``, ordinary Python that calls submodules, methods and functions. To stop a
-run at such a call, the function is compiled a second time from its own syntax tree, with each ``f(x)`` in it turned into ``operation(f,
-x)``, where ``operation`` intercepts the call exactly as the call of a module is intercepted
+To stop a run at a call inside ``forward``, that function is compiled a second time from its syntax tree, with each ``f(x)`` turned into
+``operation(f, x)``. Such an ``operation`` intercepts the call as the call of a module is intercepted
 (:func:`~nnsight.runtime.modules.interception.intercepted`). Positions stay those of the file, so tracebacks and debuggers show the user's
 model.
 
-An operation is named after what is called, dots as underscores, and numbered in the order of evaluation, an inner call
+An operation is named after what is called, with underscores for dots, and numbered in the order of evaluation, an inner call
 before the one around it: in ``self.c_proj(x.view(y))`` there are ``x_view_0`` and ``self_c_proj_0``. The function that an
-operation calls can be looked into in turn.
-
-The rewritten functions belong to one tree of modules and are installed for the time of a run.
+operation calls can be looked into in turn. The rewritten functions belong to one tree of modules and are installed for the time of a run.
 """
 
 from __future__ import annotations
@@ -25,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ...tracing.block import is_bound
+from ...tracing.parsing import with_cells
 from ..interleaver import active_interleaver
 from .interception import TracedCall, intercepted, is_compiling
 from .listing import OPERATION, Operation, SourceError, listing_of
@@ -34,11 +33,7 @@ _ORIGINAL = "__nnsight_original__"
 
 
 def layers_of(function: Any, what: str) -> list[types.FunctionType]:
-    """Return ``function`` and, innermost last, the functions that its decorators wrapped.
-
-    Args:
-        function: Any callable.
-        what: How messages name it.
+    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped.
 
     Raises:
         SourceError: If it is no Python function.
@@ -66,17 +61,13 @@ def _replaced_cell(layer: types.FunctionType, old: Any, new: Any) -> types.Funct
     if not positions:
         raise SourceError(f"A decorator of `{old.__qualname__}` keeps it where it cannot be replaced.")
     cells = [types.CellType(new) if index in positions else cell for index, cell in enumerate(closure)]
-    made = types.FunctionType(layer.__code__, layer.__globals__, layer.__name__, layer.__defaults__, tuple(cells))
-    made.__kwdefaults__ = layer.__kwdefaults__
-    made.__dict__.update(layer.__dict__, __wrapped__=new)
+    made = with_cells(layer, cells)
+    made.__wrapped__ = new
     return made
 
 
 def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+    return cell.cell_contents if is_bound(cell) else None
 
 
 class Operations:
@@ -128,12 +119,7 @@ class Operations:
         # Dynamo keeps what it compiled on the code object: each module has its own.
         code = listing.code.replace(co_name=listing.code.co_name)
         closure = tuple(cells[name] for name in code.co_freevars)
-        made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__dict__.update(function.__dict__)
-        made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__
-        made.__annotations__ = function.__annotations__
-        return made
+        return with_cells(function, closure, code)
 
     def _operation(self, path: str) -> Callable[..., Any]:
         """Return what an operation calls in place of the function."""

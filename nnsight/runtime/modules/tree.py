@@ -1,8 +1,8 @@
 """The modules of one wrapped model, by path, and what a run needs of them.
 
-All envoys of a model share one :class:`ModuleTree`. It holds modules, and envoys weakly if at all, so an envoy tree is free of
-reference cycles and goes away with its last user. The tree notices when somebody replaces, adds or removes a
-submodule after wrapping, so that a run never intercepts modules that are no longer part of the model.
+All envoys of a model share one :class:`ModuleTree`. It refers to envoys weakly, so an envoy tree has no reference cycles and is freed with
+its last user. The tree detects submodules that were replaced, added or removed after wrapping, so that runs intercept the modules that the
+model has.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModuleTree:
         self._instrumentation = None
 
     def replace_root(self, root: torch.nn.Module) -> list[Envoy]:
-        """Take ``root`` for the model from now on; return the root envoys, which are to mirror it."""
+        """Make ``root`` the model; return the root envoys, which must mirror it."""
         if _trees.get(id(self.root)) is self:
             _trees[id(root)] = _trees.pop(id(self.root))
         self.root = root
@@ -117,12 +117,7 @@ class ModuleTree:
     # -- operations ------------------------------------------------------------------------------------------------
 
     def open_source(self, path: str, run: Interleaver | None = None) -> None:
-        """Let runs stop at the operations of the function at ``path``, a module's or an operation's.
-
-        Args:
-            path: Path of the module or operation.
-            run: The run in which a block asks for it, if one does.
-        """
+        """Let runs, and the ``run`` in which a block asks for it, stop at the operations of the function at ``path``."""
         with self._opening:  # another thread that asks for the same goes on when it is installed
             self._open_source(path, run)
 
@@ -136,14 +131,8 @@ class ModuleTree:
         if outermost != path:
             self._operations.open(outermost)
         self._replace_forward(self.instrumentation, outermost, module)
-        passed = 0 if run is None else run.counts.get(f"{path}.input", 0)
-        if run is not None and passed:
+        if run is not None and run.counts.get(f"{path}.input", 0):
             run.uncounted.add(path)
-            if path == outermost:
-                for operation in listing_of(layers_of(forward_of(module)[1], path)[-1]).operations.values():
-                    if operation.certain:
-                        run.counts[f"{path}.source.{operation.name}.input"] = passed
-                        run.counts[f"{path}.source.{operation.name}.output"] = passed
 
     def operations(self, traced_call: TracedCall) -> Operations:
         """Return the operations that are watched now, for another way of tracing them."""

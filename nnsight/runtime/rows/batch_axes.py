@@ -1,23 +1,19 @@
 """Which dimension of a tensor has the rows of the batch.
 
-Sizes do not tell: ``[2, 768]`` may be two prompts or two experts, ``[6, 2, 768]`` may have its two prompts in the middle. So the model is
-asked. :mod:`~nnsight.runtime.probing` runs it twice on fake tensors, with two other numbers of rows; the dimension that grows with the rows
-has them, and a tensor in which none grows belongs to all invokes. This is done once for a model and a kind of input; from then on a
+Sizes do not tell: ``[2, 768]`` may be two prompts or two experts, ``[6, 2, 768]`` may have its two prompts in the middle. So
+:mod:`~nnsight.runtime.probing` runs the model twice on fake tensors, with two other numbers of rows. The dimension that grows with the rows
+has them, and a tensor without such a dimension belongs to all invokes. This is done once for a model and a kind of input; after that a
 location costs a look-up.
 
-What follows:
-
-* A dimension may hold several entries of each row, such as the ``[batch * sequence]`` of a router; see :class:`Rows` for their
-  order.
-* Of two dimensions that both have the rows (scores of every row against every row), the first is narrowed.
+* A dimension may have several entries for each row, such as the ``[batch * sequence]`` of a router; :class:`Rows` has their order.
+* If two dimensions grow with the rows (scores of every row against every row), the first is narrowed.
 * Sizes are taken from the tensor at hand, so sequences and beams may grow. A tensor whose size is no multiple of the number of rows
   is given whole.
-* A place that the probe did not see (an optional argument, say) has rows if its first dimension has their number. This is also the
-  rule for everything where the model cannot be probed, which is logged on ``nnsight.runtime``.
+* Where the probe saw nothing (an optional argument, or a model that does not run on fakes), the first dimension has the rows if it has
+  their number.
 
-How the inputs of the invokes were joined is found by comparing them with the result of ``_batch``: a joined dimension has as
-many entries as those of the invokes together. ``_batch`` may join along any dimension. If it builds something with another
-structure, its tensors are judged by their first dimension.
+The arguments of the invokes are compared with what ``_batch`` has joined: a joined dimension has as many entries as those of the invokes
+together. If ``_batch`` builds another structure, the first dimensions of its tensors are judged by their size.
 """
 
 from __future__ import annotations
@@ -37,20 +33,16 @@ class Rows:
     """Where the rows of a tensor are.
 
     Attributes:
-        dim: The dimension.
-        rank: How many dimensions the tensor has; ``None`` where the place was not probed.
-        exact: Whether the dimension has one entry for each row.
-        outer: How often the batch is repeated in ``dim``: entry ``i`` belongs to row ``i // inner % rows``. 1 where a row's entries
-            lie side by side, as in ``x.flatten(0, 1)`` of ``[batch, sequence]``; 2 in ``cat([x, x])``; the length in
-            ``x.flatten(0, 1)`` of ``[sequence, batch]``.
-        inner: How many entries of a row lie side by side.
+        outer: How often the batch is repeated in ``dim``: entry ``i`` belongs to row ``i // inner % rows``. It is 1 where a row's entries
+            lie side by side, as in ``x.flatten(0, 1)`` of ``[batch, sequence]``; 2 in ``cat([x, x])``; the length in ``x.flatten(0, 1)``
+            of ``[sequence, batch]``.
     """
 
-    dim: int
-    rank: int | None = None
+    dim: int  # the dimension
+    rank: int | None = None  # how many dimensions the tensor has; `None` where the place was not probed
     outer: int = 1
-    inner: int = 1
-    exact: bool = False
+    inner: int = 1  # how many entries of a row lie side by side
+    exact: bool = False  # whether the dimension has one entry for each row
 
     def fit(self, tensor: torch.Tensor, count: int) -> bool:
         """Whether ``tensor`` can have ``count`` rows here."""
@@ -98,13 +90,11 @@ class Place:
     """What is known of one occurrence of a location.
 
     Attributes:
-        rows: By the path of a leaf, where its rows are; ``None`` if it has none.
-        otherwise: The rule for leaves that are not among them.
         known: The answers for structures that were asked for lately.
     """
 
-    rows: dict[str, Rows | None]
-    otherwise: Rows = FIRST
+    rows: dict[str, Rows | None]  # by the path of a leaf, where its rows are; `None` if it has none
+    otherwise: Rows = FIRST  # the rule for leaves that are not among them
     known: list[tuple[pytree.TreeSpec, tuple[Rows | None, ...]]] = field(default_factory=list)
 
     def of(self, value: Any, structure: pytree.TreeSpec) -> tuple[Rows | None, ...]:
@@ -124,11 +114,10 @@ class BatchDims:
 
     Attributes:
         places: For each location its occurrences in one forward pass; one, if they agree.
-        carried: Rows of tensors in carriers, by class and attribute.
     """
 
     places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
-    carried: dict[str, Rows | None] = field(default_factory=dict)
+    carried: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in carriers, by class and attribute
 
     def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
         """Return where the rows of each leaf of ``value`` are, ``None`` for a leaf without.

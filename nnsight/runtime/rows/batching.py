@@ -1,11 +1,9 @@
 """Several inputs in one forward pass: each invoke sees its own rows.
 
-The inputs of all invokes run as one batch. A :class:`BatchGroup` is the stretch of rows that belongs to one invoke. At each
-location the invoke gets the value narrowed to these rows; the rows are views, so in-place edits reach the model by
-themselves, and a replacement is put back between the rows of the others. Narrowing and putting back are ordinary tensor operations:
-compiled, they become part of the graph.
-
-Which dimension of a tensor has the rows, if any, is not guessed from sizes but found out, see :mod:`~nnsight.runtime.rows.batch_axes`.
+The inputs of all invokes run as one batch. A :class:`BatchGroup` has the range of rows of one invoke. At each location the invoke gets the
+value narrowed to these rows. They are views, so in-place edits change the model's value; a replacement is put between the rows of the
+others. These are ordinary tensor operations, which become part of a compiled graph. :mod:`~nnsight.runtime.rows.batch_axes` finds the
+dimension that has the rows.
 """
 
 from __future__ import annotations
@@ -21,6 +19,18 @@ from torch.utils import _pytree as pytree
 from ..carriers import is_carrier, on_tensors, write_back
 from ..errors import ReplacementShapeError
 from .batch_axes import BatchDims, Rows
+
+
+class RowSequence:
+    """Base of lists and arrays with an item, or several, for each row; pytree must take them for leaves."""
+
+    def part(self, items: slice) -> Any:
+        """Return some items, as an object of this class."""
+        raise NotImplementedError
+
+    def put_items(self: Any, items: slice, part: Any) -> None:
+        """Replace some items."""
+        self[items] = part
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,11 @@ class BatchGroup:
         """Return ``whole`` as this group sees it."""
         return View(self, location, occurrence, whole)
 
+    def items_of(self, sequence: Any) -> slice:
+        """Return which items are those of this group; all if they cannot be told."""
+        each, rest = divmod(len(sequence), self.total)
+        return slice(None) if rest else slice(self.start * each, (self.start + self.size) * each)
+
     def rows_of(self, tensor: torch.Tensor, found: Rows | None) -> Rows | None:
         """Return where the rows of ``tensor`` are, ``None`` if it has none; ``found`` is what its location says."""
         return found if found is not None and found.fit(tensor, self.total) else None
@@ -64,7 +79,7 @@ class BatchGroup:
         return rows.merge(split.narrow(dim, self.start, self.size), added)
 
     def put(self, location: str, tensor: torch.Tensor, rows: Rows, given: torch.Tensor, new: Any) -> torch.Tensor:
-        """Return ``tensor`` with ``new`` in place of the rows of this group, of which ``given`` was the view.
+        """Return ``tensor`` with ``new`` in place of ``given``, the rows of this group.
 
         Raises:
             ReplacementShapeError: If ``new`` does not fit.
@@ -83,17 +98,7 @@ class BatchGroup:
 
 
 class View:
-    """What one invoke is given of the value at a location.
-
-    Args:
-        group: Its rows.
-        location: Where the model is.
-        occurrence: How often it has passed there.
-        whole: The value of the whole batch.
-
-    Attributes:
-        value: The value of the group's rows.
-    """
+    """The value at a location as one invoke gets it: :attr:`value` has the rows of ``group`` in ``whole``."""
 
     def __init__(self, group: BatchGroup, location: str, occurrence: int, whole: Any) -> None:
         self._group = group
@@ -104,7 +109,7 @@ class View:
         self._rows: list[Rows | None] = []
         self._given: list[Any] = []  # apart from `value`, whose containers the block may fill anew
         given = []
-        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # what is one tensor for the model is one for the block
+        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # a tensor that occurs twice is one tensor for the block, too
         for leaf, place in zip(self._leaves, found, strict=True):
             rows = None
             if isinstance(leaf, torch.Tensor):
@@ -117,6 +122,9 @@ class View:
                 take = partial(_take_once, group, {})
                 kept = on_tensors(leaf, take)
                 given.append(on_tensors(leaf, take))
+            elif isinstance(leaf, RowSequence):
+                kept = leaf.part(group.items_of(leaf))
+                given.append(kept)
             else:
                 kept = leaf
                 given.append(leaf)
@@ -126,10 +134,7 @@ class View:
         self.value = whole if unchanged else pytree.tree_unflatten(given, self._structure)
 
     def widen(self, left: Any) -> Any:
-        """Return the value of the whole batch with what the invoke changed in its rows.
-
-        Args:
-            left: What the invoke left: :attr:`value` where it replaced nothing.
+        """Return the value of the whole batch with ``left``, the invoke's value after its turn, in its rows.
 
         Raises:
             ReplacementShapeError: If a replacement does not fit in place of the invoke's rows.
@@ -142,7 +147,7 @@ class View:
             )
         changed = False
         leaves = list(self._leaves)
-        made: dict[tuple[int, int, int], torch.Tensor] = {}  # and the other way round
+        made: dict[tuple[int, int, int], torch.Tensor] = {}  # and for the model
         for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
             whole, rows = leaves[index], self._rows[index]
             if rows is not None:
@@ -155,6 +160,13 @@ class View:
                     leaves[index] = made[key]
             elif is_carrier(whole):
                 leaves[index] = write_back(self._location, whole, given, new, self._put_in_carrier)
+            elif isinstance(whole, RowSequence):
+                if len(new) != len(given):
+                    raise ReplacementShapeError(
+                        f"This invoke has {len(given)} items at `{self._location}` and left {len(new)}: an invoke may not change how "
+                        "many rows it has."
+                    )
+                whole.put_items(self._group.items_of(whole), new)
             elif given is not new:
                 leaves[index] = new
             changed = changed or leaves[index] is not whole

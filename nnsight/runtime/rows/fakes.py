@@ -1,12 +1,11 @@
 """Fakes of a model and its arguments: tensors with sizes and types and no values.
 
-The model is *copied*, with fakes for its tensors: what a run of the copy does to buffers, to caches or to attributes happens to the
-copy. Hooks of libraries that build models with hooks are copied with it, hooks of the user are not, and do not run. :func:`isolated`
-puts back random number generators, and keeps recorders of calls out.
+The model is *copied*, with fakes for its tensors, so a run of the copy changes no buffer, cache or attribute of the model. Hooks of
+libraries that build models with hooks are copied too; hooks of the user are not, and do not run. :func:`isolated` keeps random number
+generators as they are, and recorders of calls out.
 
-Fakes have no values. Where a model asks for one, :class:`Guesses` makes a number one, a truth value false, and gives one entry to what
-has as many entries as a condition holds for: the sizes of what follows are what counts. What a model checks (``torch._check_tensor_all``)
-holds.
+Where a model asks a fake for its value, :class:`Guesses` answers: a number is one, a truth value is false, what a model checks
+(``torch._check_tensor_all``) holds, and a condition that selects entries holds for one.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...shared_changes import SharedChange
+from ...tracing.parsing import with_cells
 from ..carriers import on_tensors
 
 #: Warning filters and random number generators belong to the process.
@@ -161,11 +161,8 @@ def _about_copies(function: types.FunctionType, memo: dict[int, Any]) -> types.F
                 cells[index] = types.CellType(copy.deepcopy(content, memo))
     if all(one is other for one, other in zip(cells, function.__closure__ or (), strict=True)):
         return function
-    code, name = function.__code__, function.__name__
-    made = types.FunctionType(code, function.__globals__, name, function.__defaults__, tuple(cells))
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    return made
+    copied: types.FunctionType = with_cells(function, cells)
+    return copied
 
 
 def _belongs(hook: Any) -> bool:
@@ -176,8 +173,22 @@ def _belongs(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
+def same_generators() -> Iterator[None]:
+    """Leave the random number generators of torch, Python and numpy as they are."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
+
+
+@contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Keep recorders of calls out, and random number generators and warnings as they are."""
+    """Keep recorders of calls out, and leave random number generators and warnings as they are."""
     with _lock, contextlib.ExitStack() as stack:
         device = torch.get_default_device()
         while torch._C._len_torch_function_stack():
@@ -185,14 +196,7 @@ def isolated() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         if device.type != "cpu":
             stack.enter_context(device)
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(same_generators())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        python, numpy = random.getstate(), sys.modules.get("numpy")
-        state = None if numpy is None else numpy.random.get_state()
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(state)
+        yield

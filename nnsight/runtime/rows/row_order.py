@@ -1,8 +1,8 @@
-"""In which order a dimension holds the entries of the rows, followed through the operations of a run on fakes.
+"""The order in which a dimension has the entries of the rows, followed through the operations of a run on fakes.
 
-A size of six tokens times two rows does not tell whether the tokens of a row lie side by side (``[batch, sequence]``, flattened) or the
-rows of a token do (``[sequence, batch]``, flattened), and neither does a batch that was doubled. Both come from operations that rearrange:
-views, ``cat``, ``repeat``, ``repeat_interleave``. All others keep the order of what they are given, except that sorting mixes the rows.
+The size 12 of six tokens times two rows does not tell whether the tokens of a row lie side by side (``[batch, sequence]``, flattened) or
+the rows of a token do (``[sequence, batch]``, flattened), or whether a batch was doubled. Views, ``cat``, ``repeat`` and
+``repeat_interleave`` change the order, sorting mixes the rows, and all other operations keep the order of their inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def outer_of(tensor: torch.Tensor) -> int:
 
 
 class RowOrder(TorchDispatchMode):
-    """Follows the order of the rows, of which there are ``rows``, a number that divides no other size."""
+    """Follows the order of the rows; their number ``rows`` divides no other size."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -1,11 +1,8 @@
-"""Visits inside an activation checkpoint, of which torch knows nothing when it computes the inside again.
+"""Visits inside an activation checkpoint, which torch recomputes without the block.
 
-``torch.utils.checkpoint`` keeps no tensors of a part of the model, and runs that part again in the backward pass. By then the run whose
-block looked into it is over. So two things are different there:
-
-* What the block computes is not computed again, so autograd keeps its tensors as it does anywhere else.
-* What is computed again is the model without the block's edits, and so are the gradients. Nothing fails, hence a warning. A compiled
-  trace has no such problem: of a part that a block touches, autograd keeps the tensors.
+``torch.utils.checkpoint`` keeps no tensors of a part of the model, and runs that part again in the backward pass, when the run with the
+block is over. So autograd keeps the tensors that the block computes there. The model's part is recomputed without the block's edits, with
+wrong gradients: an edit raises a warning. In a compiled trace autograd keeps the tensors of a part that a block visits.
 """
 
 from __future__ import annotations
@@ -34,13 +31,7 @@ def checkpoint_hooks() -> Any:
 
 
 class CheckpointVisit:
-    """A visit of a location inside an activation checkpoint.
-
-    Args:
-        location: The location.
-        value: What the model has there.
-        position: File and line of the block where it waits for the location.
-    """
+    """A visit of a location inside an activation checkpoint; ``position`` is file and line of the block that waits for it."""
 
     def __init__(self, location: str, value: Any, position: tuple[str, int]) -> None:
         self.location, self._position = location, position
@@ -72,6 +63,6 @@ class CheckpointVisit:
 
 
 def _state(value: Any) -> list[Any]:
-    """Return what is equal as long as ``value`` has the same tensors, and nobody has written to them."""
+    """Return identities and versions of the tensors in ``value``."""
     leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return [(id(leaf), 0 if leaf.is_inference() else leaf._version) for leaf in leaves]

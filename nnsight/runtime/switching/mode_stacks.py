@@ -1,7 +1,7 @@
 """What torch keeps for each thread as stacks: function modes (``torch.device`` is one), dispatch modes, hooks of saved tensors.
 
-Entering such a mode pushes it, leaving it pops whatever is on top. A model and its blocks share a thread, so a block that is
-inside ``with torch.device("cuda"):`` while the model has its turn must find its mode again, and the model must not find it.
+A model and its blocks share a thread. If a block waits inside ``with torch.device("cuda"):``, its mode is taken off the stack for the
+model's turn and pushed again for its own.
 """
 
 from __future__ import annotations
@@ -29,17 +29,11 @@ from torch._C._autograd import (
 
 
 class ModeStacks(NamedTuple):
-    """The stacks of a thread at one time, the innermost mode last.
+    """The stacks of a thread at one time, the innermost mode last."""
 
-    Attributes:
-        functions: Modes that see torch functions.
-        dispatch: Modes that see operators.
-        hooks: Pairs of functions that pack and unpack what autograd saves.
-    """
-
-    functions: tuple[Any, ...] = ()
-    dispatch: tuple[Any, ...] = ()
-    hooks: tuple[Any, ...] = ()
+    functions: tuple[Any, ...] = ()  # modes that see torch functions
+    dispatch: tuple[Any, ...] = ()  # modes that see operators
+    hooks: tuple[Any, ...] = ()  # pairs of functions that pack and unpack what autograd saves
 
     @staticmethod
     def now() -> ModeStacks:
@@ -72,9 +66,9 @@ class ModeStacks(NamedTuple):
         return None
 
     def apart_from(self, others: ModeStacks) -> tuple[ModeStacks, ModeStacks]:
-        """Return the modes that somebody has entered inside of ``others``, and the stacks without them.
+        """Return the modes that were entered inside of ``others``, and the stacks without them.
 
-        What ``torch.set_default_device`` puts on the stack is not entered but set, for all of the program.
+        The mode of ``torch.set_default_device`` is a setting of the program, and stays.
         """
         known = (*others.functions, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
         functions = _split(self.functions, known)

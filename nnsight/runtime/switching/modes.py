@@ -1,9 +1,4 @@
-"""The modes that torch keeps for each thread, and that decide what an operation does: grad mode, inference mode, autocast.
-
-A model and its blocks take turns on one thread, and each side has modes of its own: what a block switches on with
-``with torch.autocast(...)`` is for what the block computes, and not for the layers that the model runs before the block's next
-location.
-"""
+"""Modes of a thread that decide what an operation does: grad mode, inference mode, autocast."""
 
 from __future__ import annotations
 
@@ -63,19 +58,12 @@ def _autocast_now() -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a thread at one time.
+    """The modes of a thread at one time."""
 
-    Attributes:
-        grad: Whether gradients are enabled.
-        inference: Whether inference mode is on.
-        autocast: Whether autocast has its cache, then device and dtype of each that is on; empty if none is.
-        dispatch: The dispatch keys that are added to and left out of each call.
-    """
-
-    grad: bool
-    inference: bool
-    autocast: tuple[Any, ...]
-    dispatch: tuple[Any, Any]
+    grad: bool  # whether gradients are enabled
+    inference: bool  # whether inference mode is on
+    autocast: tuple[Any, ...]  # whether autocast has its cache, then device and dtype of each that is on; empty if none is
+    dispatch: tuple[Any, Any]  # the dispatch keys that are added to and left out of each call
 
     @staticmethod
     def now() -> Modes:

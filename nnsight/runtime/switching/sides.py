@@ -1,11 +1,10 @@
-"""Two sides, a model and a block, that take turns on one thread and have modes of their own.
+"""The mode contexts of a model and a block that take turns on one thread.
 
-What a block switches on with ``with torch.inference_mode():`` is for what the block computes, and not for the layers that the
-model runs before the block's next location. So when the block's turn ends, its modes are put aside and the model's are back; and
-when its next turn begins, it finds them as it left them. A block that switches nothing follows the model, save for the grad mode, which is
-the one that it began with.
+``with torch.inference_mode():`` in a block is for the block's operations, and not for the layers that the model runs before the block's
+next location. So at the end of the block's turn its modes are stored and the model's are set, and at its next turn they are set again. A
+block that sets no mode follows the model; only its grad mode stays the one it began with.
 
-Settings of the program, such as ``torch.set_default_dtype`` and those of ``torch.backends``, are no modes: they hold for both sides.
+Settings of the program, such as ``torch.set_default_dtype`` and those of ``torch.backends``, are no modes: both share them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from .mode_stacks import NO_MODES, ModeStacks
 from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
 
-#: Remembers, when it is entered, all that inference mode touches, and has it back when it is left, however they nest.
+#: Stores, when it is entered, all that inference mode changes, and restores it when it is left, in any order.
 _Inference = torch._C._InferenceMode
 
 
@@ -81,11 +80,9 @@ class Sides:
         return _Model(grad, inference, autocast, stacks, remembered)
 
     def end(self, model: _Model | bool, over: bool) -> None:
-        """Give the thread the modes of the model again.
+        """Give the thread the modes of the model again, which :meth:`begin` has returned.
 
-        Args:
-            model: What :meth:`begin` has returned.
-            over: Whether this was the block's last turn. What it has set then, and not only entered, stays set.
+        If the block is ``over``, function and dispatch modes that it has set, and not only entered, stay set.
         """
         if isinstance(model, bool):
             if _none_is_on():

@@ -1,20 +1,17 @@
 """The greenlets in which blocks run, each one block after the other.
 
-A new greenlet has the interpreter map memory for its frames and unmap it at its end, which costs more than all else that
-a short block does. So a thread keeps the greenlets that have finished a block, and lends them to later ones. Three things have
-to hold for a block not to notice:
+A new greenlet maps memory for its frames and unmaps it at its end, which costs more than the rest of a short block. So a thread keeps
+greenlets that have finished a block, and reuses them. Three conditions make a reused worker like a new one:
 
-* *Room.* A greenlet's stack begins where it was first switched to, and so does its count of Python's recursion depth. So a worker
-  is lent only to callers about as deep as the one it was made for; a block can then recurse as deep as in a new greenlet,
-  and switching copies no more of the stack.
-* *Context.* Between blocks a worker has no context variables; its borrower gives it a copy of its own.
-* *Footing.* torch collects up to 64 return addresses of the C stack whenever an operation fails, even if nobody asks for them.
-  The stack of a greenlet has no end to stop at: below its first frame lies whatever the model's side has there at that moment,
-  and a walk that takes those bytes for a frame now and then crashes the process, on a plain ``IndexError``. So a worker stands on
-  more C frames than such a walk visits: iterators, each of which asks the one inside it for its next item.
+* *Room.* A greenlet's stack, and its count of Python's recursion depth, begin where it was first switched to. So a worker is reused by
+  callers about as deep as its first one. A block can then recurse as deep as in a new greenlet, and switches copy no more of the stack.
+* *Context.* Between blocks a worker has no context variables; each block gets a copy of its caller's.
+* *Footing.* torch collects up to 64 return addresses of the C stack whenever an operation fails. Below the first frame of a greenlet are
+  arbitrary bytes of the model's stack, and a walk that takes them for a frame can crash the process, on a plain ``IndexError``. So a
+  worker stands on more C frames than such a walk visits: nested iterators, each of which asks the one inside it for its next item.
 
-Only the first greenlet of a thread gets used workers, as it alone lives as long as they do: a worker that waits holds the one
-it gave the turn back to. Blocks that are started in a block, or in a greenlet of the user, run in new ones.
+Only the first greenlet of a thread reuses workers, because a waiting worker keeps a reference to the greenlet it gave the turn back to.
+Blocks that are started in a block, or in a greenlet of the user, run in new ones.
 """
 
 from __future__ import annotations

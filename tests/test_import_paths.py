@@ -54,6 +54,7 @@ def test_documented_paths_are_the_objects_themselves(module: str, name: str, hom
     assert name in found.__all__
 
 
+@pytest.mark.slow
 def test_documented_paths_are_attributes_without_an_import_of_their_own() -> None:
     """In a fresh process each: here, other tests have imported them."""
     paths = [
@@ -74,7 +75,7 @@ def test_documented_paths_are_attributes_without_an_import_of_their_own() -> Non
         "nnsight.remote.counts.counts",
         "nnsight.remote.protocol.ModelKey",
     ]
-    code = "import os, sys, torch, nnsight\n"
+    code = "import os, sys, torch, transformers.generation, nnsight\n"  # what is not ours, once for all
     code += "for path in sys.argv[1:]:\n"
     code += "    if os.fork() == 0: eval(path); os._exit(0)\n"
     code += "    if os.wait()[1]: sys.exit(path)\n"
@@ -120,7 +121,7 @@ def test_every_module_of_the_documented_paths_can_be_imported_first() -> None:
 
     names = [module.name for module in pkgutil.walk_packages(nnsight.intervention.__path__, "nnsight.intervention.")]
     assert len(names) >= 15
-    code = "import importlib, os, sys\n"
+    code = "import importlib, os, sys, torch, transformers.generation\n"  # what is not ours, once for all
     code += "for name in sys.argv[1:]:\n"
     code += "    if os.fork() == 0: importlib.import_module(name); os._exit(0)\n"
     code += "    if os.wait()[1]: sys.exit(name)\n"
@@ -156,9 +157,7 @@ except ImportError as error:
     ("use", "module"),
     [
         ("from nnsight import LanguageModel", "transformers"),
-        ("nnsight.LanguageModel", "transformers"),
         ("from nnsight import NNsight", "nnsight.modeling.base"),
-        ("from nnsight import fx", "nnsight.fx"),
         ("nnsight.fx", "nnsight.fx"),
     ],
 )

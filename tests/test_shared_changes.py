@@ -1,4 +1,4 @@
-"""Changes that hold while somebody needs them."""
+"""Changes of shared objects, which last as long as a context needs them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_the_interleaver_of_an_envoy_is_the_run_of_this_context(model: NNsight, 
 
 
 @both
-def test_iterate_requester_says_which_passage_is_meant(model: NNsight, compile: bool) -> None:
+def test_iterate_requester_says_which_occurrence_is_meant(model: NNsight, compile: bool) -> None:
     seen: list[str] = []
     with model.trace(X, compile=compile) as tracer:
         run = model.interleaver
@@ -142,16 +142,6 @@ def test_handle_with_a_numbered_location() -> None:
         run.finish()
         assert run.counts == {"a": 3}
     assert seen == ["two"]
-
-
-def test_the_runtime_does_not_need_the_adapter() -> None:
-    code = "import sys\nfrom nnsight.runtime import Interleaver, Mediator\nfrom nnsight.runtime.tracer import InterleavingTracer\n"
-    code += "assert InterleavingTracer.make_mediator is Mediator and InterleavingTracer.make_interleaver is Interleaver\n"
-    code += "assert not [name for name in sys.modules if name.startswith(('nnsight.compat', 'nnsight.envoy.envoy'))]\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    sources = pathlib.Path(runtime.__file__).parent.glob("*.py")
-    assert not [path.name for path in sources if re.search(r"^\s*(from|import) .*compat", path.read_text(), re.MULTILINE)]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------------
@@ -294,3 +284,27 @@ def test_a_module_that_a_cache_missed_is_warned_of(compile: bool) -> None:
         tracer.result  # noqa: B018
         model.interleaver.check_cache_full()
     assert torch.equal(cache["model.used"].output, model._module(X))
+
+
+# -- documented names --------------------------------------------------------------------------------------------------------
+
+INTERLEAVER = (
+    "mediators tracer batcher current defer_exceptions interleaving initialize cancel iterate_requester wrap_module handle "
+    "check_dangling_mediators check_cache_full __enter__ __exit__ __deepcopy__"
+)
+MEDIATOR = (
+    "intervention name idx info batch_group interleaver event_queue response_queue worker skip_container history user_cache "
+    "hooks iteration_tracker iteration all_stop args cross_invoker original_globals deferred_exception transform lock alive "
+    "frame MissedProviderError OutOfOrderError Value __enter__ __exit__ start cancel handle handle_value_event "
+    "handle_swap_event handle_exception_event handle_barrier_event handle_end_event handle_skip_event respond send request "
+    "swap stop skip end exception push pull set_user_cache remove_hooks __getstate__ __setstate__"
+)
+VALUE = "value lock has_value get wait put restore"
+
+
+def test_members_of_the_interleaver_and_its_mediators() -> None:
+    mediator = Mediator(lambda: None, None, "mine", None, 1)
+    run = Interleaver([mediator], None, None)
+    assert [name for name in INTERLEAVER.split() if not hasattr(run, name)] == []
+    assert [name for name in MEDIATOR.split() if not hasattr(mediator, name)] == []
+    assert [name for name in VALUE.split() if not hasattr(Mediator.Value(), name)] == []

@@ -47,7 +47,7 @@ def walk(blocks: list[Callable[[], Any]], *offers: tuple[str, Any]) -> list[Any]
     return results
 
 
-# -- the block's side -------------------------------------------------------------------------------------------------------
+# -- requests of a block -----------------------------------------------------------------------------------------------------
 
 
 @both
@@ -81,7 +81,7 @@ def test_requests_by_the_name_of_a_location(model: NNsight, compile: bool) -> No
 
 
 @both
-def test_a_number_asks_for_one_passage(model: NNsight, compile: bool) -> None:
+def test_a_number_asks_for_one_occurrence(model: NNsight, compile: bool) -> None:
     with model.trace(X, compile=compile):
         mediator = model.interleaver.current
         second = mediator.request("model.step.output.i1").clone().save()
@@ -218,7 +218,7 @@ def test_a_cancelled_block_sees_the_cancelation() -> None:
 
 
 @both
-def test_history_has_the_passages_so_far(model: NNsight, compile: bool) -> None:
+def test_history_has_the_occurrences_so_far(model: NNsight, compile: bool) -> None:
     mediators: list[Mediator] = []
     with model.trace(X, compile=compile):
         mediators.append(mediator := model.interleaver.current)

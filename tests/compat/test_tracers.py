@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight
+from nnsight import LanguageModel, NNsight
 from nnsight.intervention.backends.base import Backend
 from nnsight.intervention.envoy import eproperty
 from nnsight.intervention.interleaver import Interleaver, Mediator
@@ -339,3 +339,16 @@ def test_parse_finds_the_lines_of_a_block() -> None:
         Tracer.parse(source, 5)
     with pytest.raises(WithBlockNotFoundError, match="line 1 of the source"):
         Tracer.parse("with", 1)
+
+
+def test_a_backend_of_a_generation_and_of_a_session(lm: LanguageModel) -> None:
+    backend = Local()
+    with lm.generate("The Eiffel Tower", max_new_tokens=2, do_sample=False, compile=False, backend=backend) as tracer:
+        ids = tracer.result.save()
+    prepared = lm.tokenizer("The Eiffel Tower", return_tensors="pt")
+    assert torch.equal(ids, lm._module.generate(**prepared, max_new_tokens=2, do_sample=False))
+    with lm.session(backend=backend):
+        with lm.trace("The Eiffel Tower", compile=False):
+            logits = lm.lm_head.output.save()
+    assert backend.calls == 2
+    assert torch.equal(logits, lm._module(**prepared).logits)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import nnsight
 from nnsight import LanguageModel, demo
 
-from ..conftest import Hooks, Rows, both, close, same
+from ..conftest import Hooks, Rows
 
 ROME = "The Colosseum is in the city of"
 PARIS = "The Eiffel Tower is in the city of"
@@ -143,26 +143,3 @@ def _note(seen: dict[str, Any], path: str, value: Any) -> None:
 def zero_hidden(value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Edit for :func:`hooked`: the hidden state of a block becomes zero."""
     return torch.zeros_like(value[0]), value[1]
-
-
-__all__ = [
-    "HEADS",
-    "LAYERS",
-    "PARIS",
-    "ROME",
-    "WIDTH",
-    "Hooks",
-    "Tower",
-    "both",
-    "close",
-    "demo_model",
-    "encoded",
-    "hooked",
-    "ids",
-    "language_model",
-    "new_language_model",
-    "new_tower",
-    "same",
-    "tower",
-    "zero_hidden",
-]

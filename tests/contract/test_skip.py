@@ -110,18 +110,6 @@ def test_eagerly_nothing_inside_runs(model: Rows, net: Stack, a: torch.Tensor) -
     assert ran == ["first.inner", "first", "head", ""]
 
 
-def test_compiled_the_region_leaves_the_graph(model: Rows, a: torch.Tensor) -> None:
-    def linears(skip: bool) -> int:
-        with model.trace(a) as tracer:
-            hidden = model.first.output
-            if skip:
-                model.second.skip(hidden)
-            model.output.save()
-        return tracer.report.code.count("nn.linear(")
-
-    assert (linears(skip=False), linears(skip=True)) == (3, 2)
-
-
 def test_compiled_what_is_skipped_is_not_computed(net: Stack, a: torch.Tensor) -> None:
     """Weights that would poison the result are never used."""
     model = NNsight(net, compile={"backend": "eager"})
@@ -159,17 +147,6 @@ def test_a_condition_decides(model: Rows, net: Stack, compile: bool) -> None:
         same(out, net.head(first) if x.sum() > 0 else net(x))
 
 
-@both
-def test_other_models_are_not_affected_afterwards(model: Rows, net: Stack, a: torch.Tensor, compile: bool) -> None:
-    with model.trace(a, compile=compile):
-        hidden = model.first.output
-        model.second.skip(hidden)
-    with model.trace(a, compile=compile):
-        out = model.output.save()
-    same((out, model(a)), (net(a), net(a)))
-    assert_no_instrumentation(net)
-
-
 def test_layers_of_a_transformers_model(gpt2: Case) -> None:
     model, inputs = NNsight(gpt2.module, compile={"backend": "eager"}), gpt2.inputs()
     hooked = Hooks(gpt2.module)
@@ -178,15 +155,14 @@ def test_layers_of_a_transformers_model(gpt2: Case) -> None:
         hooked.output(f"transformer.h.{index}", lambda _: hooked.seen["hidden"])
     expected = hooked(**inputs).logits
 
-    def run(compile: bool, **options: Any) -> tuple[Any, Any]:
-        with model.trace(**inputs, **options, compile=compile) as tracer:
+    def run(compile: bool) -> tuple[Any, Any]:
+        with model.trace(**inputs, compile=compile) as tracer:
             hidden = model.transformer.h[0].output
             model.transformer.h[1].skip(hidden)
             model.transformer.h[2].skip(hidden)
             logits = model.output.logits.save()
         return logits, tracer
 
-    agree(lambda compile: run(compile, use_cache=False), expected)
     assert not torch.equal(expected, gpt2.module(**inputs).logits)
     # With a key-value cache the layers do something beside their output, which the model returns.
     agree(run, expected)
@@ -219,8 +195,9 @@ def test_layers_with_a_cache_of_keys_and_values(gpt2: Case) -> None:
     assert eager[2][1] == 0 < eager[2][0]
 
 
+@pytest.mark.slow
 def test_a_decoder_layer_with_cross_attention_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
-    """T5 adds a bias for each key, so torch.compile cannot follow a layer without keys in step 2. It is tried once, and told once."""
+    """T5 adds a bias for each key, so dynamo cannot follow a layer without keys in step 2. It tries once, and one warning says so."""
     net = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0)
     ).eval()  # fmt: skip
@@ -315,7 +292,7 @@ class KeepingBoth(Keeping):
 
 @pytest.mark.parametrize("kind", [Keeping, KeepingBoth])
 def test_a_state_that_is_made_anew_is_refused(kind: type[Keeping], a: torch.Tensor) -> None:
-    """What was stored before cannot be told from the graph; the error says what to do, and what it says helps."""
+    """The graph does not show what the module stored before. The error names a way out, which works."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), kind())
     model = NNsight(net, compile={"backend": "eager"})
     with pytest.raises(ValueError, match=r"`model.1` cannot be skipped in this compiled trace.*compile=False"), model.trace(a):
@@ -362,20 +339,6 @@ def test_an_empty_invoke_skips_for_all(model: Rows, net: Stack, a: torch.Tensor,
         return torch.cat([one, two]), tracer
 
     agree(run, net.head(net.first(torch.cat([a, b]))[0]))
-
-
-@both
-def test_a_module_skipped_by_one_of_two_invokes(
-    model: Rows, net: Stack, a: torch.Tensor, b: torch.Tensor, compile: bool
-) -> None:
-    with pytest.raises(ValueError, match=r"`model\.second` is skipped by some invokes and not by others"):
-        with model.trace(compile=compile) as tracer:
-            with tracer.invoke(a):
-                hidden = model.first.output
-                model.second.skip(hidden)
-            with tracer.invoke(b):
-                model.output.save()
-    assert_no_instrumentation(net)
 
 
 @both
@@ -441,11 +404,6 @@ def test_a_value_of_another_shape(model: Rows, a: torch.Tensor, compile: bool) -
         with model.trace(a, compile=compile):
             model.second.skip((torch.zeros(2, 3), None))
             model.output.save()
-
-
-def test_outside_of_a_trace(model: Rows) -> None:
-    with pytest.raises(ValueError, match=r"skip\(\) can be used inside the block of a trace only"):
-        model.second.skip(torch.zeros(2, 4))
 
 
 def test_a_model_that_fails_after_a_skip_says_so(model: Rows, a: torch.Tensor) -> None:

@@ -50,13 +50,6 @@ def patched(module: Any, replace: Any, x: torch.Tensor = X) -> torch.Tensor:
         handle.remove()
 
 
-def test_an_added_module_is_part_of_both(model: Rows) -> None:
-    assert model.sae._module is model._module.sae
-    assert model.sae.path == "model.sae"
-    assert model.sae.encoder.path == "model.sae.encoder"
-    assert "model.sae.decoder" in dict(model.named_modules())
-
-
 @both
 def test_a_plain_call_applies_the_module(model: Rows, compile: bool) -> None:
     with model.trace(X, compile=compile) as tracer:
@@ -205,19 +198,6 @@ def test_gradients_of_an_added_module(model: Rows, backend: str | None) -> None:
     (expected,) = torch.autograd.grad(patched(module, module.sae).pow(2).sum(), module.sae.encoder.weight)
     assert expected.abs().sum() > 0
     torch.testing.assert_close(found, expected)
-
-
-@both
-def test_a_module_added_between_traces_of_a_compiled_model(model: Rows, compile: bool) -> None:
-    with model.trace(X, compile=compile):
-        before = model.output.save()
-    model.first.adapter = torch.nn.Linear(6, 6)
-    with model.trace(X, compile=compile):
-        model.first.output = model.first.adapter(model.first.output)
-        out = model.output.save()
-    module = model._module
-    assert torch.equal(before, module(X))
-    assert torch.equal(out, patched(module, module.first.adapter))
 
 
 def test_outside_of_a_trace_a_call_is_the_modules(model: Rows) -> None:

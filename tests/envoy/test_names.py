@@ -1,4 +1,4 @@
-"""Names and classes of envoys: rename=, envoys=, and children that are called like something else."""
+"""Names and classes of envoys: rename=, envoys=, and children whose names are taken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import nnsight
 from nnsight import Envoy, NNsight
 from nnsight.runtime.modules.eproperty import eproperty
 
@@ -221,14 +220,6 @@ def test_a_further_name_follows_a_replaced_module() -> None:
     assert value.shape == expected.shape == (2, 4)
 
 
-def test_language_models_take_names() -> None:
-    model = nnsight.demo_model(rename={"transformer.h": "layers", "mlp": "feedforward"})
-    with model.trace("The Eiffel Tower is in the city of"):
-        one = model.layers[0].feedforward.output.clone().save()
-        two = model.transformer.h[0].mlp.output.clone().save()
-    assert torch.equal(one, two)
-
-
 # -- envoys -----------------------------------------------------------------------------------------------------------
 
 
@@ -244,34 +235,9 @@ class HeadsEnvoy(Envoy):
         by_head = value.view(value.shape[0], self._module.heads, -1)
         return [by_head[:, head] for head in range(self._module.heads)]  # autograd forbids edits of `unbind` views
 
-    @eproperty(key="output")
-    def stacked(self) -> Any:
-        """A copy ``[head, batch, width of a head]``; what is left in it goes back."""
-
-    @stacked.preprocess
-    def stacked(self, value: torch.Tensor) -> torch.Tensor:
-        return value.view(value.shape[0], self._module.heads, -1).transpose(0, 1).contiguous()
-
-    @stacked.transform
-    @staticmethod
-    def stacked(view: torch.Tensor) -> torch.Tensor:
-        return view.transpose(0, 1).reshape(view.shape[1], -1)
-
 
 class Marked(Envoy):
     """A class of one's own."""
-
-
-def without_head(value: torch.Tensor) -> torch.Tensor:
-    return torch.cat([value[:, :2], torch.zeros(2, 2)], 1)
-
-
-def test_one_class_for_all() -> None:
-    model = make(envoys=Marked)
-    below = model.modules()[1:]
-    assert below
-    assert all(type(envoy) is Marked for envoy in below)
-    assert type(model) is NNsight
 
 
 def test_a_class_for_each_type_of_module() -> None:
@@ -294,46 +260,6 @@ def test_the_class_attribute_is_the_default() -> None:
     assert type(NNsight(Net()).transformer.h[0].attn) is Envoy
 
 
-@both
-def test_heads_as_views(compile: bool, hooks: Any) -> None:
-    model = make(envoys={Attention: HeadsEnvoy})
-    with model.trace(X, compile=compile):
-        heads = model.transformer.h[1].attn.heads
-        first = heads[0].clone().save()
-        heads[1][:] = 0
-        out = model.output.save()
-    reference = hooks(model._module).output("transformer.h.1.attn", without_head)
-    reference.output("transformer.h.1.attn", reference.keep("attn"))
-    expected = reference(X)
-    assert torch.equal(out, expected)
-    assert not torch.equal(out, model._module(X))
-    assert torch.equal(first, reference.seen["attn"][:, :2])
-
-
-@both
-def test_heads_as_a_copy_sent_back(compile: bool, hooks: Any) -> None:
-    model = make(envoys={Attention: HeadsEnvoy})
-    with model.trace(X, compile=compile):
-        model.transformer.h[0].attn.stacked[1] = 0
-        out = model.output.save()
-    expected = hooks(model._module).output("transformer.h.0.attn", without_head)(X)
-    assert torch.equal(out, expected)
-    assert not torch.equal(out, model._module(X))
-
-
-@both
-def test_heads_in_an_edit(compile: bool, hooks: Any) -> None:
-    model = make(envoys={Attention: HeadsEnvoy})
-    with model.edit() as edited:
-        model.transformer.h[0].attn.stacked[1] = 0
-    with edited.trace(X, compile=compile):
-        seen = edited.transformer.h[0].attn.output.clone().save()
-        out = edited.output.save()
-    reference = hooks(model._module).output("transformer.h.0.attn", without_head)
-    assert torch.equal(out, reference(X))
-    assert torch.equal(seen[:, 2:], torch.zeros(2, 2)), "the block of the trace reads what the edit sent back"
-
-
 def test_added_modules_get_their_class() -> None:
     model = make(envoys={Attention: HeadsEnvoy})
     model.extra = FastAttention(4, 4)
@@ -342,20 +268,7 @@ def test_added_modules_get_their_class() -> None:
     assert type(model.transformer.h[0].extra) is HeadsEnvoy
 
 
-def test_names_and_classes_together() -> None:
-    model = make(envoys={Attention: HeadsEnvoy}, rename={"attn": "attention"})
-    assert type(model.transformer.h[0].attention) is HeadsEnvoy
-    with model.trace(X):
-        heads = model.transformer.h[0].attention.heads.save()
-    assert len(heads) == 2
-
-
-def test_unknown_options_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"unknown options \['renames'\]"):
-        NNsight(Net(), renames={})
-
-
-# -- children called like something else ------------------------------------------------------------------------------
+# -- children whose names are taken -----------------------------------------------------------------------------------
 
 
 class Odd(torch.nn.Module):
@@ -394,3 +307,9 @@ def test_a_further_name_for_a_child_called_output() -> None:
     model = NNsight(torch.nn.Sequential(Odd()), rename={"output": "dense"})
     assert model[0].dense is model[0].output
     assert model[0].dense.path == "model.0.output"
+
+
+def test_classes_of_envoys_by_component_of_a_path() -> None:
+    model = make(envoys={"mlp": Marked, "attn": HeadsEnvoy})
+    block = model.transformer.h[1]
+    assert (type(block.mlp), type(block.attn), type(block.mlp_norm)) == (Marked, HeadsEnvoy, Envoy)

@@ -225,17 +225,6 @@ def test_an_operation_in_a_loop_occurs_once_for_each_turn(
 
 
 @both
-def test_an_operation_in_a_comprehension(
-    model: NNsight, net: Net, x: torch.Tensor, reference: Reference, compile: bool
-) -> None:
-    expected = reference(net, x, torch, "mul", lambda call, out: out + 1.0 if call == 0 else out)
-    with model.trace(x, compile=compile):
-        model.layers[0].source.torch_mul_0.output += 1.0
-        out = model.output.save()
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-
-
-@both
 def test_skipping_an_operation(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
     with model.trace(x, compile=compile):
         model.layers[1].source.self_combine_0.skip(torch.ones(2, 3, 4))
@@ -249,6 +238,7 @@ def test_calls_of_submodules_are_operations_as_well_as_modules(
 ) -> None:
     with model.trace(x, compile=compile):
         given = model.layers[0].source.self_q_0.input.save()
+        assert compile or "forward" in vars(net.layers[0])
         inside = model.layers[0].q.output.save()
         returned = model.layers[0].source.self_q_0.output.save()
     torch.testing.assert_close(given, x, rtol=0, atol=0)
@@ -277,16 +267,6 @@ def test_a_decorated_forward_keeps_its_decorators(model: NNsight, net: Net, x: t
         outer = model.loud.output.save()
     assert torch.equal(inner, torch.full((2, 3, 4), 0.25))
     assert torch.equal(outer, torch.full((2, 3, 4), 0.5))
-
-
-@both
-def test_operations_belong_to_one_module_though_modules_share_code(
-    model: NNsight, net: Net, x: torch.Tensor, compile: bool
-) -> None:
-    with model.trace(x, compile=compile):
-        firsts = nnsight.save([layer.source.weigh_0.output for layer in model.layers])
-    assert not torch.equal(firsts[0], firsts[1])
-    torch.testing.assert_close(firsts[1], _weights(net.layers[1], net.layers[0](x)), rtol=0, atol=0)
 
 
 def _weights(layer: Attention, x: torch.Tensor) -> torch.Tensor:
@@ -340,50 +320,6 @@ def test_attention_weights_of_a_transformers_model(gpt2: Case, compile: bool) ->
     torch.testing.assert_close(inner, expected, rtol=0, atol=0)
 
 
-def test_in_generation_an_operation_occurs_once_for_each_token() -> None:
-    model = nnsight.demo_model()
-    with torch.no_grad():
-        with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
-            found: Any = [].save()
-            for _step in tracer.iter[:3]:
-                found.append(model.transformer.h[1].attn.source.self_c_proj_0.output)
-        with model.generate("The Eiffel Tower is in", max_new_tokens=3, do_sample=False) as tracer:
-            expected: Any = [].save()
-            for _step in tracer.iter[:3]:
-                expected.append(model.transformer.h[1].attn.c_proj.output)
-    assert [item.shape[1] for item in found] == [item.shape[1] for item in expected]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@both
-def test_invokes_see_their_rows_of_an_operation(compile: bool) -> None:
-    model = nnsight.demo_model(compile={"backend": "eager"})
-    alone = []
-    with torch.no_grad():
-        for prompt in ("The Eiffel Tower", "A dog and a cat are"):
-            with model.trace(prompt, compile=compile):
-                alone.append(model.transformer.h[1].attn.source.self_c_proj_0.output.save())
-        with model.trace(compile=compile) as tracer:
-            with tracer.invoke("The Eiffel Tower"):
-                first = model.transformer.h[1].attn.source.self_c_proj_0.output.save()
-            with tracer.invoke("A dog and a cat are"):
-                second = model.transformer.h[1].attn.source.self_c_proj_0.output.save()
-    torch.testing.assert_close(first[:, -alone[0].shape[1] :], alone[0])
-    torch.testing.assert_close(second[:, -alone[1].shape[1] :], alone[1])
-
-
-@both
-def test_an_edit_may_touch_operations(model: NNsight, net: Net, x: torch.Tensor, compile: bool) -> None:
-    with model.edit() as edited:
-        model.layers[0].source.F_gelu_0.output[:] = 0.0
-    with edited.trace(x, compile=compile):
-        out = edited.layers[0].source.torch_stack_0.output.save()
-    with model.trace(x, compile=compile):
-        plain = model.layers[0].source.torch_stack_0.output.save()
-    assert not torch.equal(out, plain)
-
-
 # -- when it is mentioned ------------------------------------------------------------------------------------------------
 
 
@@ -431,7 +367,7 @@ def test_operations_that_were_passed_uncounted_are_an_error_where_the_count_matt
             model.layers[0].output.save()
             getattr(model.layers[0].source, "F_gelu" + "_0").output.save()
     fresh = NNsight(Net())
-    with pytest.raises(OutOfOrderError, match="already passed"):
+    with pytest.raises(OutOfOrderError, match="Mention it before"):
         with fresh.trace(x):
             fresh.layers[0].output.save()
             getattr(fresh.layers[0].source, "weigh" + "_0").output.save()
@@ -461,37 +397,6 @@ def test_the_same_block_again_captures_and_records_nothing(model: NNsight, x: to
         model.layers[0].source.F_gelu_0.output.save()
     assert fx.counters.captures == 0
     assert fx.counters.recordings == 1
-
-
-def test_the_unedited_model_is_bit_identical_and_clean(model: NNsight, net: Net, x: torch.Tensor) -> None:
-    expected = net(x)
-    with model.trace(x, compile=False):
-        model.layers[0].source.weigh_0.output.save()
-        assert "forward" in vars(net.layers[0])
-    assert "forward" not in vars(net.layers[0])
-    assert torch.equal(net(x), expected)
-    assert torch.equal(model(x), expected)
-
-
-def test_threads_share_what_was_opened(net: Net, x: torch.Tensor) -> None:
-    model = NNsight(net)
-    expected = [_weights(net.layers[0], x * factor) for factor in range(4)]
-    found: dict[int, torch.Tensor] = {}
-
-    def work(factor: int) -> None:
-        with torch.no_grad():
-            for _ in range(20):
-                with model.trace(x * factor):
-                    weights = model.layers[0].source.weigh_0.output.save()
-                found[factor] = weights
-
-    threads = [threading.Thread(target=work, args=(factor,)) for factor in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for factor in range(4):
-        assert torch.equal(found[factor], expected[factor])
 
 
 def test_a_thread_waits_until_another_has_opened_what_both_ask_for(net: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,27 +442,13 @@ def test_a_submodule_has_its_own_source(model: NNsight) -> None:
         model.layers[0].source.self_q_0.source  # noqa: B018
 
 
-def test_a_c_function_has_no_source(model: NNsight, x: torch.Tensor) -> None:
+def test_what_is_no_function_of_python_has_no_source(model: NNsight) -> None:
     with pytest.raises(SourceError, match="C function"):
         model.layers[0].source.torch_matmul_0.source  # noqa: B018
+    with pytest.raises(SourceError, match="only functions"):
+        model.layers[0].source.range_0.source  # noqa: B018
     with pytest.raises(SourceError, match="known while the model runs"):
         list(model.layers[0].source.weigh_0.source)
-
-
-def test_a_class_and_an_object_cannot_be_looked_into(x: torch.Tensor) -> None:
-    class Boxed(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            size = torch.Size([2])
-            return x.new_zeros(size)
-
-    model = NNsight(Boxed())
-    with pytest.raises(SourceError, match="only functions"):
-        model.source.torch_Size_0.source  # noqa: B018
-
-
-def test_outside_of_a_trace_an_operation_has_no_value(model: NNsight) -> None:
-    with pytest.raises(ValueError, match="outside of interleaving"):
-        model.layers[0].source.F_gelu_0.output  # noqa: B018
 
 
 def test_code_from_a_string_has_no_source(x: torch.Tensor) -> None:
@@ -581,23 +472,6 @@ def test_a_forward_set_on_the_instance(x: torch.Tensor) -> None:
         out = model.loud.output.save()
     assert torch.equal(out, torch.zeros(2, 3, 4))
     assert net.loud.forward is forward
-
-
-def test_a_forward_that_changed_between_traces(net: Net, x: torch.Tensor) -> None:
-    model = NNsight(net)
-    with model.trace(x):
-        model.loud.source.torch_tanh_0.output.save()
-    type(net.loud)
-
-    class Other(Decorated):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x) + 1.0
-
-    net.loud.__class__ = Other
-    with model.trace(x):
-        tanh = model.loud.source.torch_tanh_0.output.save()
-        out = model.loud.output.save()
-    torch.testing.assert_close(out, tanh + 1.0, rtol=0, atol=0)
 
 
 def test_a_model_with_accelerate_hooks(x: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ import transformers
 
 from nnsight import LanguageModel, NNsight, demo_model, fx
 from nnsight.runtime.errors import ReplacementShapeError
-from nnsight.runtime.rows.batching import BatchGroup
 
 from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 
@@ -44,65 +43,6 @@ def small() -> Rows:
 @pytest.fixture
 def b() -> torch.Tensor:
     return torch.randn(3, 4)
-
-
-# -- groups of rows -----------------------------------------------------------------------------------------------
-
-
-def test_narrowing_gives_views_of_the_rows_and_leaves_the_rest() -> None:
-    whole = torch.arange(10.0).reshape(5, 2)
-    other = torch.ones(4, 5)
-    scalar = torch.tensor(1.0)
-    narrowed = BatchGroup(1, 2, 5).narrow({"rows": (whole, other), "more": [scalar, None, "text"]})
-    assert torch.equal(narrowed["rows"][0], whole[1:3])
-    assert narrowed["rows"][0].data_ptr() == whole[1].data_ptr()
-    assert narrowed["rows"][1] is other
-    assert narrowed["more"][0] is scalar and narrowed["more"][1:] == [None, "text"]
-
-
-def test_widening_without_a_replacement_is_the_value_itself() -> None:
-    whole = (torch.zeros(5, 2), None)
-    group = BatchGroup(1, 2, 5)
-    view = group.view("here", 0, whole)
-    view.value[0][:] = 1.0
-    assert view.widen(view.value) is whole
-    assert whole[0].sum(1).tolist() == [0, 2, 2, 0, 0]
-
-
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_widening_puts_replaced_rows_between_the_others(start: int) -> None:
-    whole = torch.zeros(5, 2)
-    group = BatchGroup(start, 2, 5)
-    found = group.view("here", 0, whole).widen(torch.ones(2, 2))
-    expected = torch.zeros(5, 2)
-    expected[start : start + 2] = 1.0
-    assert torch.equal(found, expected)
-    assert not whole.any(), "the model's own tensor is left alone"
-
-
-def test_widening_replaces_what_has_no_rows_as_a_whole() -> None:
-    whole = (torch.zeros(5, 2), torch.zeros(3))
-    group = BatchGroup(0, 2, 5)
-    view = group.view("here", 0, whole)
-    found = view.widen((view.value[0], torch.ones(3)))
-    assert found[0] is whole[0] and torch.equal(found[1], torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("replacement", "message"),
-    [
-        (torch.zeros(1, 2), "may not change how many rows"),
-        (torch.zeros(5, 2), "may not change how many rows"),
-        (7, "may not change how many rows"),
-        ((torch.zeros(2, 2),), "another structure"),
-    ],
-    ids=["fewer rows", "all rows", "number", "tuple"],
-)
-def test_widening_refuses_what_does_not_fit(replacement: Any, message: str) -> None:
-    whole = torch.zeros(5, 2)
-    group = BatchGroup(1, 2, 5)
-    with pytest.raises(ReplacementShapeError, match=message):
-        group.view("here", 0, whole).widen(replacement)
 
 
 # -- rows of a plain model ------------------------------------------------------------------------------------------
@@ -213,22 +153,6 @@ def test_an_empty_invoke_sees_all_rows_as_the_earlier_ones_left_them(
     agree(run, (expected[2:], edited, edited + 1.0, expected))
 
 
-def test_an_empty_invoke_before_the_others(small: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
-    expected = Hooks(small._module).output("first", lambda h: h + 1.0)(torch.cat([a, b]))
-
-    def run(compile: bool) -> tuple[Any, Any]:
-        with small.trace(compile=compile) as tracer:
-            with tracer.invoke():
-                small.first.output = small.first.output + 1.0
-            with tracer.invoke(a):
-                one = small.output.save()
-            with tracer.invoke(b):
-                two = small.output.save()
-        return (one, two), tracer
-
-    agree(run, (expected[:2], expected[2:]))
-
-
 def test_one_invoke_with_input_has_the_whole_batch(small: Rows, a: torch.Tensor) -> None:
     plain = NNsight(small._module, compile={"backend": "eager"})
     expected = Hooks(small._module).output("first", lambda h: h * 2.0)(a)
@@ -308,22 +232,6 @@ def test_a_replacement_that_does_not_fit_the_rows_is_refused(
     with small.trace(a, compile=compile):
         out = small.output.save()
     same(out, small._module(a))
-
-
-@both
-def test_plain_models_do_not_know_how_to_batch(small: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
-    plain = NNsight(small._module, compile={"backend": "eager"})
-    calls: list[Any] = []
-    handle = small._module.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(NotImplementedError, match="Batching is not implemented for NNsight"):
-        with plain.trace(compile=compile) as tracer:
-            with tracer.invoke(a):
-                plain.output.save()
-            with tracer.invoke(b):
-                plain.output.save()
-    handle.remove()
-    assert not calls, "the model has not run"
-    assert_no_instrumentation(small._module)
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
@@ -440,20 +348,6 @@ def test_an_invoke_may_have_its_input_by_name(demo: LanguageModel, compile: bool
     same(short, demo._module(**padded(demo, LONG, SHORT)).logits[1:, -1])
 
 
-def test_labels_of_shorter_prompts_are_ignored_where_they_are_padded(demo: LanguageModel) -> None:
-    rows = [demo.tokenizer(prompt)["input_ids"] for prompt in (LONG, MIDDLE)]
-    with demo.trace(compile=False) as tracer:
-        with tracer.invoke(LONG, labels=rows[0]):
-            pass
-        with tracer.invoke(MIDDLE, labels=rows[1]):
-            pass
-        with tracer.invoke():
-            loss = demo.output.loss.save()
-    arguments = padded(demo, LONG, MIDDLE)
-    labels = arguments["input_ids"].masked_fill(arguments["attention_mask"] == 0, -100)
-    same(loss, demo._module(**arguments, labels=labels).loss)
-
-
 @both
 def test_options_of_the_call_are_given_to_the_trace(demo: LanguageModel, compile: bool) -> None:
     with demo.trace(output_hidden_states=True, compile=compile) as tracer:
@@ -508,40 +402,3 @@ def test_a_bad_prompt_in_one_invoke(demo: LanguageModel, prompt: Any, error: Any
                 pass
 
 
-def test_text_needs_a_tokenizer_and_ids_do_not(demo: LanguageModel) -> None:
-    model = LanguageModel(demo._module)
-    ids = [demo.tokenizer(prompt)["input_ids"] for prompt in (LONG, SHORT)]
-    with model.trace() as tracer:
-        with tracer.invoke(ids[0]):
-            one = model.lm_head.output[:, -1].save()
-        with tracer.invoke(ids[1]):
-            two = model.lm_head.output[:, -1].save()
-    expected = demo._module(**padded(demo, LONG, SHORT)).logits[:, -1]
-    torch.testing.assert_close(torch.cat([one, two]), expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(AttributeError, match="Tokenizer not found"):
-        with model.trace() as tracer:
-            with tracer.invoke(ids[0]):
-                pass
-            with tracer.invoke(SHORT):
-                pass
-
-
-def test_encoder_decoder_models_are_padded_on_the_right() -> None:
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=3, pad_token_id=0
-    )
-    module = transformers.T5ForConditionalGeneration(config).eval()
-    model = LanguageModel(module)
-    rows = [[5, 6, 7, 8], [9, 10]]
-    with model.trace() as tracer:
-        with tracer.invoke(rows[0]):
-            ids = model.encoder.inputs[1]["input_ids"].save()
-            one = model.output.logits.save()
-        with tracer.invoke(rows[1]):
-            short = model.encoder.inputs[1]["input_ids"].save()
-            two = model.output.logits.save()
-    assert ids.tolist() == [[5, 6, 7, 8]] and short.tolist() == [[9, 10, 0, 0]]
-    for row, found in zip(rows, (one, two), strict=True):
-        expected = module(input_ids=torch.tensor([row]), decoder_input_ids=torch.tensor([[3]])).logits
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

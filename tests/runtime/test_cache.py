@@ -86,16 +86,6 @@ def test_outputs_of_all_modules(model: NNsight, compile: bool) -> None:
 
 
 @both
-def test_the_cache_is_saved_without_further_ado(model: NNsight, compile: bool) -> None:
-    with model.trace(X, compile=compile) as tracer:
-        cache = tracer.cache()
-        other = model.output
-    assert type(cache).__name__ == "Cache"
-    with pytest.raises(UnboundLocalError):
-        print(other)
-
-
-@both
 def test_values_are_those_after_interventions(model: NNsight, compile: bool) -> None:
     def double(value: torch.Tensor) -> torch.Tensor:
         return value * 2
@@ -225,24 +215,6 @@ def test_a_stopped_trace_keeps_what_there_was(model: NNsight, compile: bool) -> 
     assert torch.equal(cache["model.layers.0"].output, hooked(model, "layers.0")[0])
     with pytest.raises(AttributeError, match="did not run"):
         cache["model.layers.1"].output  # noqa: B018
-
-
-@both
-def test_the_cache_changes_nothing(model: NNsight, compile: bool) -> None:
-    with model.trace(X, compile=compile) as tracer:
-        cache = tracer.cache(include_inputs=True)
-        out = model.output.save()
-    assert torch.equal(out, model._module(X))
-    assert torch.equal(cache["model"].output, out)
-
-
-@both
-def test_edits_of_the_model_are_in_the_cache(model: NNsight, compile: bool) -> None:
-    with model.edit() as edited:
-        model.layers[0].output[:] = 0
-    with edited.trace(X, compile=compile) as tracer:
-        cache = tracer.cache()
-    assert torch.equal(cache["model.layers.0"].output, torch.zeros(2, 6))
 
 
 # -- how tensors are kept ---------------------------------------------------------------------------------------------
@@ -397,36 +369,7 @@ def test_each_token_of_a_generation(demo: LanguageModel) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, seen, strict=True))
 
 
-@both
-def test_all_modules_of_a_language_model(demo: LanguageModel, compile: bool) -> None:
-    prompt = "The Eiffel Tower is in the city of"
-    with demo.trace(prompt, compile=compile, use_cache=False) as tracer:
-        cache = tracer.cache()
-    seen: dict[str, torch.Tensor] = {}
-    handles = [
-        module.register_forward_hook(lambda _, __, out, name=name: seen.setdefault(f"model.{name}", out))
-        for name, module in demo._module.named_modules()
-        if name
-    ]
-    try:
-        demo._module(**demo.tokenizer(prompt, return_tensors="pt"), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert len(seen) > 10
-    for path, value in seen.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(cache[path].output, value), path
-
-
 # -- misuse -----------------------------------------------------------------------------------------------------------
-
-
-def test_outside_of_a_block(model: NNsight) -> None:
-    with model.trace(X) as tracer:
-        model.output.save()
-    with pytest.raises(ValueError, match=r"tracer\.cache\(\)"):
-        tracer.cache()
 
 
 @pytest.mark.parametrize("unknown", ["layers.0", "model.layers.9", "model.blocks.0.nonsense"])
@@ -441,13 +384,6 @@ def test_a_further_name_as_a_choice(model: NNsight) -> None:
     with model.trace(X) as tracer:
         cache = tracer.cache(modules=["model.blocks.0"])
     assert torch.equal(cache["model.layers.0"].output, hooked(model, "layers.0")[0])
-
-
-def test_a_module_of_another_model(model: NNsight) -> None:
-    other = NNsight(torch.nn.Sequential(torch.nn.Linear(6, 6)))
-    with pytest.raises(ValueError, match=r"no module of this model has the path 'model\.0'"):
-        with model.trace(X) as tracer:
-            tracer.cache(modules=[other[0]])
 
 
 def test_missing_entries(model: NNsight) -> None:

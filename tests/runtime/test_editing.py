@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import traceback
 import weakref
@@ -16,10 +15,9 @@ import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.runtime import OutOfOrderError
 
-from ..conftest import both
+from ..conftest import Rows, both
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
-PROMPT = "The Eiffel Tower is in the city of"
 
 
 class Net(torch.nn.Module):
@@ -167,27 +165,9 @@ def test_the_block_of_a_trace_sees_and_edits_what_edits_left(model: NNsight, com
 
 
 @both
-def test_edits_act_before_every_invoke(model: NNsight, compile: bool) -> None:
-    with model.edit() as edited:
-        model.first.output = model.first.output * 2
-    with edited.trace(compile=compile) as tracer:
-        with tracer.invoke(X):
-            seen = edited.first.output.clone().save()
-        with tracer.invoke():
-            out = edited.output.save()
-    assert torch.equal(seen, model._module.first(X) * 2)
-    assert torch.equal(out, by_hand(model, lambda v: v * 2))
-
-
-@both
 def test_edits_act_on_all_rows_of_a_batch(compile: bool) -> None:
-    class Batching(NNsight):
-        def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = args[0].shape[0]
-            return (((args[0],), kwargs) if batched is None else ((torch.cat([batched[0][0], args[0]]),), kwargs)), rows
-
     torch.manual_seed(0)
-    model = Batching(Net())
+    model = Rows(Net())
     model._make_driver({"backend": "eager"})
     with model.edit() as edited:
         model.first.output[:, 1] = 0
@@ -266,17 +246,6 @@ def test_variables_have_the_values_of_the_definition(model: NNsight, compile: bo
 
 
 @both
-def test_edits_made_in_a_loop_keep_their_own_values(model: NNsight, compile: bool) -> None:
-    made = []
-    for factor in (1.0, 2.0, 3.0):
-        with model.edit() as edited:
-            model.first.output = model.first.output * factor
-        made.append(edited)
-    for edited, value in zip(made, (1.0, 2.0, 3.0), strict=True):
-        assert torch.equal(output(edited, compile), by_hand(model, lambda v, value=value: v * value))
-
-
-@both
 def test_each_run_has_variables_of_its_own(model: NNsight, compile: bool) -> None:
     count = 1
     with model.edit() as edited:
@@ -298,26 +267,6 @@ def test_objects_are_shared_with_the_outside(model: NNsight, compile: bool) -> N
     steering["factor"] = 3.0
     assert torch.equal(output(edited, compile), by_hand(model, lambda v: v * 3))
     assert norms == [1.0, 1.0]
-
-
-def test_the_copy_does_not_see_variables_of_the_trace(model: NNsight) -> None:
-    with model.edit() as edited:
-        hidden = model.first.output
-        hidden[:, 1] = 0
-    with edited.trace(X):
-        hidden = edited.first.output.clone().save()
-        out = edited.output.save()
-    assert torch.equal(hidden, zero_column(model._module.first(X).clone().detach()))
-    assert torch.equal(out, by_hand(model, zero_column))
-
-
-def test_an_edit_outlives_the_function_that_made_it(model: NNsight) -> None:
-    def steer(by: float) -> NNsight:
-        with model.edit() as edited:
-            model.first.output = model.first.output + by
-        return edited
-
-    assert torch.equal(output(steer(2.0), False), by_hand(model, lambda v: v + 2))
 
 
 def test_edits_go_with_their_copy(model: NNsight, no_gc: None) -> None:
@@ -460,13 +409,12 @@ def test_an_edit_that_applies_an_added_module(model: NNsight, compile: bool) -> 
     assert torch.equal(output(edited, compile), expected)
 
 
-def test_a_deep_copy_keeps_its_edits(model: NNsight) -> None:
-    with model.edit(inplace=True):
+@both
+def test_an_edit_may_bind_the_tracer_and_the_copy(model: NNsight, compile: bool) -> None:
+    with model.edit() as (tracer, edited):
         model.first.output[:, 1] = 0
-    copied = copy.deepcopy(model)
-    assert copied._module is not model._module
-    model.clear_edits()
-    assert torch.equal(output(copied, False), by_hand(model, zero_column))
+    assert type(edited) is type(model)
+    assert torch.equal(output(edited, compile), by_hand(model, zero_column))
 
 
 # -- language models --------------------------------------------------------------------------------------------------
@@ -525,18 +473,6 @@ def test_an_edit_that_steps_along_a_generation(tiny: LanguageModel, compile: boo
     assert ids.tolist() == [[3, 4, 5, 7, 7]]
 
 
-@both
-def test_edited_language_models_answer_differently(demo: LanguageModel, compile: bool, hooks: Any) -> None:
-    with demo.edit() as edited:
-        demo.transformer.h[1].mlp.output[:] = 0
-    with edited.trace(PROMPT, compile=compile):
-        logits = edited.lm_head.output.save()
-    prepared = demo.tokenizer(PROMPT, return_tensors="pt")
-    expected = hooks(demo._module).output("transformer.h.1.mlp", torch.zeros_like)(**prepared).logits
-    assert torch.equal(logits, expected)
-    assert not torch.equal(logits, demo._module(**prepared).logits)
-
-
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
@@ -560,35 +496,6 @@ def test_an_exception_in_an_edit_ends_at_its_line(model: NNsight, compile: bool,
     assert torch.equal(output(edited, compile), by_hand(model))
 
 
-def test_an_exception_before_the_first_location(model: NNsight, clean: Any) -> None:
-    with model.edit() as edited:
-        raise KeyError("early")
-    with pytest.raises(KeyError, match="early") as raised:
-        output(edited, False)
-    assert traceback.extract_tb(raised.value.__traceback__)[-1].line == 'raise KeyError("early")'
-    clean(model._module)
-
-
-@both
-def test_locations_out_of_order_in_an_edit(model: NNsight, compile: bool) -> None:
-    with model.edit() as edited:
-        model.second.output  # noqa: B018
-        model.first.output[:] = 0
-    with pytest.raises(ValueError, match=r"missed for model\.first\.output") as raised:
-        output(edited, compile)
-    assert type(raised.value).__name__ == "OutOfOrderError"
-    assert traceback.extract_tb(raised.value.__traceback__)[-1].line == "model.first.output[:] = 0"
-
-
-def test_an_edit_of_a_module_that_is_never_called(model: NNsight) -> None:
-    model.unused = torch.nn.Linear(6, 6)
-    with model.edit() as edited:
-        model.unused.output[:] = 0
-    with pytest.raises(ValueError, match=r"`model\.unused\.output\.i0` was not provided"):
-        output(edited, False)
-    assert torch.equal(output(model, False), by_hand(model))
-
-
 def test_a_statement_that_cannot_be_deferred(model: NNsight) -> None:
     def define() -> Any:
         with model.edit():
@@ -597,13 +504,6 @@ def test_a_statement_that_cannot_be_deferred(model: NNsight) -> None:
     with pytest.raises(SyntaxError, match="`return`"):
         define()
     assert model._edits == []
-
-
-def test_outside_of_a_trace_the_copy_has_no_values(model: NNsight) -> None:
-    with model.edit() as edited:
-        model.first.output[:] = 0
-    with pytest.raises(ValueError, match="outside of interleaving"):
-        edited.first.output  # noqa: B018
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

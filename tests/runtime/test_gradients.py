@@ -17,6 +17,8 @@ import torch
 import nnsight
 from nnsight import LanguageModel, NNsight
 
+from ..conftest import Rows
+
 X = torch.linspace(-1, 1, 12).view(2, 6)
 PROMPT = "The Eiffel Tower is in the city of"
 modes = pytest.mark.parametrize("backend", [None, "aot_eager"])
@@ -144,7 +146,7 @@ def shared(backend: str | None) -> tuple[NNsight, Any]:
     return NNsight(module, compile=False if backend is None else {"backend": backend}), by_autograd
 
 
-backends = pytest.mark.parametrize("backend", [None, "eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+backends = pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 @backends
@@ -210,32 +212,6 @@ def test_an_edit_in_place_before_the_backward_pass(backend: str | None) -> None:
     made = torch.cat([made[:, :1], made[:, 1:3] * 3.0, made[:, 3:]], 1)
     loss = (module.early(made).tanh() * module.late(made) + made).pow(2).sum()
     torch.testing.assert_close(found, torch.autograd.grad(loss, made)[0])
-
-
-class Normed(torch.nn.Module):
-    """A call that edits buffers of its own, given a tensor that goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) * x
-
-
-@modes
-def test_an_input_that_goes_on_beside_an_edit_of_something_else(backend: str | None) -> None:
-    module = Normed()
-    model = NNsight(module, compile=False if backend is None else {"backend": backend})
-    x = X.clone().requires_grad_()
-    with model.trace(x):
-        with model.output.pow(2).sum().backward():
-            found = x.grad.clone().save()
-            of_weight = module.norm.weight.grad.clone().save()
-    again = X.clone().requires_grad_()
-    expected = torch.autograd.grad(Normed()(again).pow(2).sum(), again)[0]
-    torch.testing.assert_close(found, expected)
-    assert of_weight.shape == (6,)
 
 
 @backends
@@ -388,19 +364,6 @@ def test_an_edit_of_what_a_backward_pass_would_need(
     assert not [each for each in warnings.filters if "Error detected" in str(each)]
 
 
-@real_graph
-def test_gradients_equal_autograd_grad_to_the_bit(backend: str | None) -> None:
-    model = make(backend)
-    with model.trace(X):
-        first = model.first.output.requires_grad_()
-        with model.output.sin().sum().backward():
-            found = first.grad.save()
-    module = model._module
-    leaf = module.first(X).detach().requires_grad_()
-    (expected,) = torch.autograd.grad(module.last(module.norm(leaf + module.branch(leaf))).sin().sum(), leaf)
-    assert torch.equal(found, expected)
-
-
 @modes
 def test_frozen_parameters_and_a_tensor_made_to_require_gradients(backend: str | None) -> None:
     """Without gradients of parameters the tensor is a leaf, where the graph of autograd begins."""
@@ -526,13 +489,8 @@ def test_the_trace_goes_on_after_the_block(backend: str | None) -> None:
 
 
 def test_a_block_in_each_invoke() -> None:
-    class Batching(NNsight):
-        def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = args[0].shape[0]
-            return (((args[0],), kwargs) if batched is None else ((torch.cat([batched[0][0], args[0]]),), kwargs)), rows
-
     torch.manual_seed(0)
-    model = Batching(Net())
+    model = Rows(Net())
     with model.trace() as tracer:
         with tracer.invoke(X[:1]):
             one = model.first.output.requires_grad_()
@@ -646,15 +604,6 @@ def test_gradients_of_the_residual_stream(demo: LanguageModel, compile: bool) ->
 # -- plain use --------------------------------------------------------------------------------------------------------
 
 
-def test_backward_without_with_is_plain_torch() -> None:
-    model = make()
-    with model.trace(X):
-        out = model.output.save()
-        returned = [out.pow(2).sum().backward()].save()
-    assert returned == [None]
-    assert_parameters(model, by_hand())
-
-
 def test_grad_outside_of_backward_blocks_is_the_attribute() -> None:
     class Holder:
         grad = 3
@@ -761,16 +710,6 @@ def test_a_replayed_trace_refuses_the_same() -> None:
                 first.grad.save()
 
 
-def test_a_tensor_the_loss_does_not_depend_on() -> None:
-    model = make()
-    with pytest.raises(ValueError, match="does not flow through this tensor"):
-        with model.trace(X):
-            first = model.first.output
-            out = model.output
-            with first.sum().backward():
-                out.grad.save()
-
-
 @modes
 def test_locations_of_the_model_inside_the_block(backend: str | None) -> None:
     model = make(backend)
@@ -781,12 +720,6 @@ def test_locations_of_the_model_inside_the_block(backend: str | None) -> None:
                 model.output.save()
     assert lines_of(raised.value) == (__file__, "model.output.save()")
     assert_clean(model, first)
-
-
-def test_a_loss_without_gradients_fails_as_in_torch() -> None:
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        with torch.ones(()).backward():
-            print("never")
 
 
 @modes
@@ -817,19 +750,6 @@ def test_an_exception_before_the_first_gradient() -> None:
             raise KeyError("early")
     assert lines_of(raised.value) == (__file__, 'raise KeyError("early")')
     assert model._module.first.weight.grad is None, "the pass did not start"
-
-
-def test_an_error_of_autograd_keeps_its_type() -> None:
-    model = make()
-    with pytest.raises(RuntimeError, match="second time"):
-        with model.trace(X):
-            first = model.first.output.save()
-            loss = model.output.pow(2).sum()
-            with loss.backward():
-                first.grad.clone()
-            with loss.backward():
-                first.grad.clone()
-    assert_clean(model, first)
 
 
 @modes
@@ -895,3 +815,21 @@ def test_two_threads() -> None:
     assert not failures
     for number in (1, 2):
         torch.testing.assert_close(found[number], number * expected)
+
+
+def test_backward_with_and_without_a_block() -> None:
+    """Also of tensors that no model has made."""
+    make()  # tensors have such blocks from the first wrapped model on
+    x = torch.rand(3, requires_grad=True)
+    first = x * 2
+    second = first**2
+    with second.sum().backward(retain_graph=True):
+        of_second = second.grad.save()
+        first.grad = first.grad * 10
+        of_first = first.grad.save()
+    assert torch.equal(of_second, torch.ones(3))
+    assert torch.equal(of_first, (2 * first * 10).detach())
+    assert torch.equal(x.grad, (2 * first * 10 * 2).detach())
+    x.grad = None
+    assert second.sum().backward() is None
+    assert torch.equal(x.grad, (2 * first * 2).detach())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnsight import NNsight
-from nnsight.runtime import Interleaver, Mediator, MissedProviderError, OutOfOrderError, active_interleaver
+from nnsight.runtime import Interleaver, Mediator, OutOfOrderError, active_interleaver
 
 from ..conftest import assert_no_instrumentation, both
 
@@ -183,52 +183,6 @@ def test_blocks_that_start_before_a_failing_one_are_ended() -> None:
 
 
 @both
-def test_errors_have_one_family(model: NNsight, compile: bool) -> None:
-    assert issubclass(OutOfOrderError, MissedProviderError)
-    with pytest.raises(MissedProviderError):
-        with model.trace(X, compile=compile):
-            model.items[1].output  # noqa: B018
-            model.items[0].output  # noqa: B018
-
-
-@both
-def test_out_of_order_is_reported_at_the_users_line(model: NNsight, compile: bool) -> None:
-    import traceback
-
-    with pytest.raises(OutOfOrderError, match=r"model\.items\.0\.output\.i0.*`model\.items\.1\.output\.i0`") as raised:
-        with model.trace(X, compile=compile):
-            late = model.items[1].output.save()
-            early = model.items[0].output.save()  # wrong way round
-    last = traceback.extract_tb(raised.value.__traceback__)[-1]
-    assert (last.filename, last.line) == (__file__, "early = model.items[0].output.save()  # wrong way round")
-
-
-@both
-@pytest.mark.parametrize("path", ["unused", "items"])
-def test_modules_that_are_never_called(model: NNsight, compile: bool, path: str) -> None:
-    with pytest.raises(OutOfOrderError, match=rf"`model\.{path}\.output\.i0` was not provided: it never occurred") as e:
-        with model.trace(X, compile=compile):
-            model.get(path).output.save()
-    assert "ModuleList" in str(e.value)
-    assert_no_instrumentation(model._module)
-
-
-@both
-def test_a_write_that_never_takes_effect_is_an_error(model: NNsight, compile: bool) -> None:
-    with pytest.raises(OutOfOrderError, match="unused"):
-        with model.trace(X, compile=compile):
-            model.unused.output = torch.zeros(2, 3)
-
-
-@both
-def test_the_input_is_passed_after_the_output_was_read(model: NNsight, compile: bool) -> None:
-    with pytest.raises(OutOfOrderError, match=r"model\.items\.0\.input"):
-        with model.trace(X, compile=compile):
-            model.items[0].output  # noqa: B018
-            model.items[0].input  # noqa: B018
-
-
-@both
 def test_the_first_call_of_a_module_is_served(model: NNsight, compile: bool) -> None:
     module = model._module
     with model.trace(X, compile=compile):
@@ -255,55 +209,12 @@ def test_an_edit_affects_the_first_call_only(model: NNsight, compile: bool) -> N
 
 
 @both
-def test_a_module_under_two_names_has_one_envoy(model: NNsight, compile: bool) -> None:
-    assert model.alias is model.step
-    assert model.alias.path == "model.step"
-    with model.trace(X, compile=compile):
-        first = model.alias.output.save()
-    assert torch.equal(first, model._module.step(X))
-
-
-@both
 def test_a_later_call_cannot_be_had_by_asking_late(model: NNsight, compile: bool) -> None:
     """The call of `step` that is still to come is not served in place of the first one, which has passed."""
     with pytest.raises(OutOfOrderError, match=r"model\.step\.output\.i0"):
         with model.trace(X, compile=compile):
             model.items[0].output  # noqa: B018
             model.step.output  # noqa: B018
-
-
-@both
-def test_the_result_comes_last(model: NNsight, compile: bool) -> None:
-    with model.trace(X, compile=compile) as tracer:
-        out = model.output.save()
-        result = tracer.result.save()
-    assert torch.equal(out, result)
-    assert torch.equal(result, model._module(X))
-    with pytest.raises(OutOfOrderError):
-        with model.trace(X, compile=compile) as tracer:
-            tracer.result  # noqa: B018
-            model.output  # noqa: B018
-
-
-@both
-def test_the_result_shows_an_edited_output(model: NNsight, compile: bool) -> None:
-    with model.trace(X, compile=compile) as tracer:
-        model.output = torch.zeros(2, 3)
-        result = tracer.result.save()
-    assert torch.equal(result, torch.zeros(2, 3))
-
-
-@both
-def test_values_outside_of_a_trace(model: NNsight, compile: bool) -> None:
-    for access in (lambda: model.output, lambda: model.step.input, lambda: model.items[0].inputs):
-        with pytest.raises(ValueError, match=r"Cannot access `model.*` outside of interleaving"):
-            access()
-    with pytest.raises(ValueError, match="outside of interleaving"):
-        model.step.output = X
-    with model.trace(X, compile=compile) as tracer:
-        pass
-    with pytest.raises(ValueError, match="outside of interleaving"):
-        tracer.result  # noqa: B018
 
 
 @both

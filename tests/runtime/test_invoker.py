@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nnsight
-from nnsight import CONFIG, NNsight
+from nnsight import CONFIG
 from nnsight.runtime import OutOfOrderError
 
 from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
@@ -49,32 +49,6 @@ def test_blocks_take_turns_in_the_order_of_their_definition(
         order.append("after")
     expected = ["before", "between", "after", "first starts", "second starts"]
     assert order == [*expected, "first at 0", "second at 0", "first at 2", "second at 2"]
-
-
-@both
-def test_code_that_reads_after_the_invokes_sees_the_whole_batch(
-    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
-) -> None:
-    """Without input the block of the trace only opens invokes; what it reads needs an invoke of its own."""
-    with model.trace(compile=compile) as tracer:
-        with tracer.invoke(a):
-            pass
-        with tracer.invoke(b):
-            pass
-        with tracer.invoke():
-            whole = model.output.save()
-    same(whole, model._module(torch.cat([a, b])))
-
-
-@both
-def test_invokes_opened_in_a_loop(model: Rows, compile: bool) -> None:
-    inputs = [torch.randn(1, 4) for _ in range(4)]
-    with model.trace(compile=compile) as tracer:
-        outs = [].save()
-        for x in inputs:
-            with tracer.invoke(x):
-                outs.append(model.output)
-    same(torch.cat(outs), model._module(torch.cat(inputs)))
 
 
 @both
@@ -236,29 +210,6 @@ def test_a_barrier_may_be_used_again(model: Rows, a: torch.Tensor, b: torch.Tens
     agree(run, (expected[:2], expected[2:]))
 
 
-def test_a_barrier_of_three(model: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
-    c = torch.randn(2, 4)
-    expected = Hooks(model._module).output("0", lambda h: torch.cat([h[:2]] * 3))(torch.cat([a, b, c]))
-
-    def run(compile: bool) -> tuple[Any, Any]:
-        with model.trace(compile=compile) as tracer:
-            barrier = tracer.barrier(3)
-            with tracer.invoke(a):
-                hidden = model[0].output
-                barrier()
-            with tracer.invoke(b):
-                barrier()
-                model[0].output = hidden
-            with tracer.invoke(c):
-                barrier()
-                model[0].output = hidden
-            with tracer.invoke():
-                out = model.output.save()
-        return out, tracer
-
-    agree(run, expected)
-
-
 @both
 def test_a_barrier_of_one_lets_through(model: Rows, a: torch.Tensor, compile: bool) -> None:
     with model.trace(compile=compile) as tracer:
@@ -267,32 +218,6 @@ def test_a_barrier_of_one_lets_through(model: Rows, a: torch.Tensor, compile: bo
             barrier()
             out = model.output.save()
     same(out, model._module(a))
-
-
-@both
-def test_a_barrier_that_is_never_completed(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
-    with pytest.raises(OutOfOrderError, match=r"barrier\(3\)"):
-        with model.trace(compile=compile) as tracer:
-            barrier = tracer.barrier(3)
-            with tracer.invoke(a):
-                kept = model[0].output.save()
-                barrier()
-                lost = model.output.save()
-            with tracer.invoke(b):
-                barrier()
-    assert "lost" not in locals()
-    same(kept, model._module[0](torch.cat([a, b]))[:2])
-    assert_no_instrumentation(model._module)
-
-
-def test_barriers_belong_inside_invokes(model: Rows) -> None:
-    with model.trace(torch.zeros(1, 4)) as tracer:
-        barrier = tracer.barrier(1)
-        model.output.save()
-    with pytest.raises(ValueError, match="inside an invoke only"):
-        tracer.barrier(1)()
-    with pytest.raises(ValueError, match="at least one participant, not 0"):
-        tracer.barrier(0)
 
 
 class Box:
@@ -335,23 +260,6 @@ def test_invokes_fill_one_container(model: Rows, a: torch.Tensor, b: torch.Tenso
             out[2:],
         ),
     )
-
-
-@both
-def test_an_invoke_uses_what_another_put_into_a_container(
-    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
-) -> None:
-    expected = Hooks(model._module).output("2", lambda h: h + model._module[0](torch.cat([a, a])))
-    patched = expected(torch.cat([a, b]))[2:]
-    assert not torch.equal(patched, model._module(b))
-    table: dict[str, torch.Tensor] = {}
-    with model.trace(compile=compile) as tracer:
-        with tracer.invoke(a):
-            table["hidden"] = model[0].output
-        with tracer.invoke(b):
-            model[2].output += table["hidden"]
-            out = model.output.save()
-    same(out, patched)
 
 
 @pytest.fixture
@@ -440,20 +348,6 @@ def test_out_of_order_within_an_invoke_and_in_order_across(
 
 
 @both
-def test_invokes_do_not_nest(model: Rows, a: torch.Tensor, compile: bool) -> None:
-    with pytest.raises(ValueError, match="Cannot invoke during an active model execution"):
-        with model.trace(compile=compile) as tracer:
-            with tracer.invoke(a):
-                with tracer.invoke(a):
-                    pass
-    with pytest.raises(ValueError, match="Cannot invoke during an active model execution"):
-        with model.trace(a, compile=compile) as tracer:
-            with tracer.invoke(a):
-                pass
-    assert_no_instrumentation(model._module)
-
-
-@both
 def test_a_value_read_before_the_invokes_has_no_model_to_come_from(model: Rows, a: torch.Tensor, compile: bool) -> None:
     opened: list[str] = []
     with pytest.raises(ValueError, match="The model did not execute"):
@@ -473,15 +367,6 @@ def test_invokes_without_any_input(model: Rows, compile: bool) -> None:
             with tracer.invoke():
                 ran.append("never")
     assert not ran
-
-
-@both
-def test_an_invoke_after_its_trace(model: Rows, a: torch.Tensor, compile: bool) -> None:
-    with model.trace(a, compile=compile) as tracer:
-        model.output.save()
-    with pytest.raises(ValueError, match="Cannot invoke"):
-        with tracer.invoke(a):
-            pass
 
 
 @both
@@ -505,34 +390,3 @@ def test_a_stop_in_one_invoke_ends_the_run_for_all(
     assert_no_instrumentation(model._module)
 
 
-@both
-def test_a_model_with_its_own_way_to_join(compile: bool) -> None:
-    """The contract of ``_prepare_input`` and ``_batch``, with arguments by name and options."""
-
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(3, 3)
-
-        def forward(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            return self.inner(rows) * scale
-
-    class Lists(NNsight):
-        def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (), {**kwargs, "rows": torch.tensor(args[0])}
-
-        def _batch(self, batched: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-            rows = kwargs["rows"]
-            if batched is not None:
-                kwargs = {**kwargs, "rows": torch.cat([batched[1]["rows"], rows])}
-            return (args, kwargs), len(rows)
-
-    model = Lists(Scaled(), compile={"backend": "eager"})
-    one, two = [[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
-    with model.trace(scale=2.0, compile=compile) as tracer:
-        with tracer.invoke(one):
-            first = model.output.save()
-        with tracer.invoke(two):
-            second = model.output.save()
-    expected = model._module(torch.tensor(one + two), 2.0)
-    same((first, second), (expected[:1], expected[1:]))

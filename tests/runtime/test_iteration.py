@@ -144,22 +144,6 @@ def test_an_open_loop_meets_every_call_and_ends_with_a_warning(
 
 
 @both
-def test_an_open_loop_from_a_step(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
-    _, out = reference(net, x, lambda step, h: h * 0.0 if step >= 3 else h)
-    with pytest.warns(UserWarning, match=ENDED):
-        with model.trace(compile=compile) as tracer:
-            with tracer.invoke(x):
-                steps = [].save()
-                for step in tracer.iter[3:]:
-                    model.cell.output *= 0.0
-                    steps.append(step)
-            with tracer.invoke():
-                out_traced = model.output.save()
-    assert steps == [3, 4]
-    same(out_traced, out)
-
-
-@both
 @pytest.mark.parametrize(("path", "calls"), [("cell", STEPS), ("gate", STEPS // 2 + 1), ("head", 1)])
 def test_an_open_loop_has_no_body_for_a_call_that_is_not_made(
     model: NNsight, x: torch.Tensor, path: str, calls: int, compile: bool
@@ -234,8 +218,9 @@ READS: dict[str, Callable[[Any, int], Any]] = {
 
 
 @both
-@pytest.mark.parametrize("how", ["iter", "all", "with"])
-@pytest.mark.parametrize("what", READS)
+@pytest.mark.parametrize(
+    ("what", "how"), [*((what, "iter") for what in READS), ("last layer", "all"), ("one step", "with"), ("no step", "with")]
+)
 def test_an_open_loop_has_a_body_for_each_token(what: str, how: str, compile: bool) -> None:
     assert _steps_of_a_generation(how, READS[what], compile) == [0, 1, 2]
 
@@ -421,17 +406,6 @@ def test_steps_of_an_open_loop_without_a_read(
 
 
 @both
-def test_python_decides_per_step(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
-    _, out = reference(net, x, lambda step, h: h * 3.0 if step == 2 else h)
-    with model.trace(x, compile=compile) as tracer:
-        for step in tracer.iter[:STEPS]:
-            if step == 2:
-                model.cell.output = model.cell.output * 3.0
-        traced = model.output.save()
-    same(traced, out)
-
-
-@both
 def test_a_loop_may_be_left_early_and_reading_goes_on(
     model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool
 ) -> None:
@@ -507,21 +481,6 @@ def test_loops_in_two_invokes_keep_their_own_place(model: NNsight, net: Recurren
     same((one, two), (out[:1], out[1:]))
 
 
-@both
-def test_an_error_in_a_step_ends_the_run(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
-    with pytest.raises(KeyError, match="mistake"):
-        with model.trace(x, compile=compile) as tracer:
-            values = [].save()
-            for step in tracer.iter[:]:
-                values.append(model.cell.output)
-                if step == 2:
-                    raise KeyError("mistake")
-    assert len(values) == 3
-    if not compile:  # compiled, the model has not run: the failure came before its graph was complete
-        same(values, reference(net, x)[0][:3])
-    assert_no_instrumentation(net)
-
-
 @pytest.mark.parametrize(
     ("chosen", "error", "message"),
     [
@@ -549,9 +508,3 @@ def test_steps_that_make_no_sense(
                 pass
 
 
-def test_steps_exist_inside_blocks_only(model: NNsight, x: torch.Tensor) -> None:
-    with model.trace(x) as tracer:
-        model.output.save()
-    for attempt in (lambda: list(tracer.iter[:2]), lambda: list(tracer.all()), tracer.next, model.cell.next):
-        with pytest.raises(ValueError, match="inside the block of a trace only"):
-            attempt()

@@ -80,19 +80,6 @@ def test_traces_in_loops_and_under_conditions(model: NNsight, compile: bool) -> 
 
 
 @both
-def test_invokes_inside_a_session(model: NNsight, a: torch.Tensor, compile: bool) -> None:
-    with model.session():
-        with model.trace(a, compile=compile):
-            hidden = model[0].output
-        with model.trace(compile=compile) as tracer:
-            with tracer.invoke(a):
-                model[0].output = -hidden
-            with tracer.invoke():
-                out = model.output.save()
-    same(out, model._module[2](torch.tanh(-model._module[0](a))))
-
-
-@both
 def test_a_session_over_two_models(a: torch.Tensor, compile: bool) -> None:
     torch.manual_seed(0)
     one = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4)), compile={"backend": "eager"})
@@ -123,14 +110,3 @@ def test_an_error_ends_the_session_at_its_line(model: NNsight, a: torch.Tensor, 
     assert_no_instrumentation(model._module)
 
 
-def test_values_exist_inside_traces_only(model: NNsight) -> None:
-    with pytest.raises(ValueError, match=r"Cannot access `model\.0\.output` outside of interleaving"):
-        with model.session():
-            model[0].output  # noqa: B018
-
-
-def test_an_empty_session_runs_its_code(model: NNsight) -> None:
-    with model.session():
-        value = nnsight.save([1, 2])
-        value.append(3)
-    assert value == [1, 2, 3]

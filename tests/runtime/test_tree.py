@@ -7,13 +7,6 @@ import torch
 from nnsight.runtime.modules.tree import ModuleTree
 
 
-def test_paths_are_those_of_named_modules() -> None:
-    root = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.ReLU()))
-    tree = ModuleTree(root, "model")
-    assert list(tree.names()) == ["model", "model.0", "model.1", "model.1.0"]
-    assert tree.paths[root[1][0]] == "model.1.0"
-
-
 def test_it_notices_changes_once() -> None:
     root = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential())
     tree = ModuleTree(root)
@@ -36,7 +29,3 @@ def test_it_notices_changes_once() -> None:
     assert tree.instrumentation is not instrumentation
 
 
-def test_a_module_with_two_paths_has_the_first() -> None:
-    shared = torch.nn.ReLU()
-    root = torch.nn.Sequential(shared, torch.nn.Sequential(shared))
-    assert ModuleTree(root).paths[shared] == "model.0"

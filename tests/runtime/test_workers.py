@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import cProfile
@@ -182,26 +181,6 @@ def test_what_is_handled_around_a_trace_stays_there(model: NNsight) -> None:
     assert seen == [(None, None, None), KeyError] * 2
 
 
-def test_tasks_that_take_turns_between_traces(model: NNsight) -> None:
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
-
-    async def work(number: int) -> list[int]:
-        variable.set(number)
-        seen = []
-        for _ in range(5):
-            with model.trace(X):
-                out = model.output
-                seen.append(variable.get())
-                variable.set(-1)
-            await asyncio.sleep(0)
-        return seen
-
-    async def together() -> list[list[int]]:
-        return await asyncio.gather(*[work(number) for number in range(5)])
-
-    assert asyncio.run(together()) == [[number] * 5 for number in range(5)]
-
-
 def test_a_profiler_comes_and_goes(model: NNsight) -> None:
     """Also while a worker is idle, and inside a block."""
     used_by_a_trace(model)
@@ -306,7 +285,6 @@ def test_a_trace_function_comes_and_goes(model: NNsight) -> None:
 SCRIPT = """
 import os, threading, torch
 from nnsight import NNsight
-from nnsight.runtime import OutOfOrderError, workers
 
 model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 

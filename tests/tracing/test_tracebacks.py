@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import logging
 import os
 import pickle
 import re
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -97,21 +94,6 @@ def test_what_format_exc_prints_behind_the_block(model: NNsight) -> None:
     assert text.count("  File ") == 2
     assert PACKAGE not in text
     assert "During handling" not in text
-
-
-def test_what_a_logger_writes(model: NNsight) -> None:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    logger = logging.getLogger("test_tracebacks")
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        with model.trace(X):
-            raise KeyError("missing")
-    except KeyError:
-        logger.exception("failed")
-    assert 'raise KeyError("missing")' in stream.getvalue()
-    assert PACKAGE not in stream.getvalue()
 
 
 def test_helpers_and_their_callers(model: NNsight) -> None:
@@ -304,18 +286,6 @@ def test_pickled_errors(model: NNsight) -> None:
     loaded = pickle.loads(pickle.dumps(found[0]))
     assert type(loaded) is OutOfOrderError
     assert str(loaded) == str(found[0])
-
-
-def test_except_star_around_a_trace(model: NNsight) -> None:
-    kinds: list[type] = []
-    try:
-        with model.trace(X):
-            raise ExceptionGroup("g", [ValueError(1), TypeError(2)])
-    except* ValueError as group:
-        kinds += [type(error) for error in group.exceptions]
-    except* TypeError as group:
-        kinds += [type(error) for error in group.exceptions]
-    assert kinds == [ValueError, TypeError]
 
 
 def test_an_interrupt_while_the_model_runs() -> None:
@@ -557,22 +527,3 @@ def test_a_debugger_sees_the_error_arrive(model: NNsight) -> None:
     assert seen[2][2] == ["with model.trace(X):", "raise KeyError"]
 
 
-def test_errors_in_many_threads() -> None:
-    model = make()
-    shown: dict[int, list[str]] = {}
-    start = threading.Barrier(6)
-
-    def work(number: int) -> None:
-        start.wait()
-        try:
-            with model.trace(X):
-                raise KeyError(number)
-        except KeyError as error:
-            shown[error.args[0]] = lines(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert shown == {number: ["with model.trace(X):", "raise KeyError(number)"] for number in range(6)}

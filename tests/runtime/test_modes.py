@@ -1,4 +1,4 @@
-"""What a block switches on around several locations is for the block, and not for the layers that run meanwhile."""
+"""Modes of torch that a block enters around several locations hold for the block, not for the layers that run meanwhile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnsight import NNsight, fx
+
+from ..conftest import Rows, both
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -155,7 +157,7 @@ def too_long(model: NNsight, compile: bool, mode: Any) -> None:
             model[1].output.save()
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@both
 @pytest.mark.parametrize("entered", MODES)
 def test_an_error_inside_of_a_mode_leaves_none_behind(model: NNsight, entered: str, compile: bool) -> None:
     before = modes_now()
@@ -172,13 +174,9 @@ def test_an_error_inside_of_a_mode_leaves_none_behind(model: NNsight, entered: s
     assert modes_now() == before
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@both
 def test_blocks_of_one_run_have_modes_of_their_own(compile: bool) -> None:
     """They enter and leave their modes in turns, so that those do not nest."""
-
-    class Rows(NNsight):
-        def _batch(self, batched: Any, x: torch.Tensor) -> Any:
-            return (((x if batched is None else torch.cat([batched[0][0], x])),), {}), len(x)
 
     model = Rows(torch.nn.Sequential(*(Layer(False) for _ in range(4))), compile={"backend": "eager"})
     kept: dict[str, torch.Tensor] = {}

@@ -6,8 +6,8 @@
 * *a cut at every layer*: a compiled trace that looks at the norm of every layer's output, against the eager model with
   plain hooks that do the same, which is the other way to have such values.
 
-Contenders run interleaved, in an order shuffled anew each round, and the median over the rounds is told. Counts stand beside the
-times: cuts of a run, and what was captured, recorded and compiled after the first one. ``python benchmarks/breaks.py [--rounds N]
+Contenders run interleaved, in an order shuffled anew each round; the table has the median over the rounds. Beside the times it has
+counts: cuts of a run, and captures, recordings and compiles after the first one. ``python benchmarks/breaks.py [--rounds N]
 [--layers N] [--width N] [--backend NAME] [--quick]`` prints a table and writes ``benchmarks/results/breaks.json``.
 """
 

@@ -1,7 +1,7 @@
-"""What a fixed piece of work costs on this machine, so that a bad machine shows next to the figures it made.
+"""The time of a fixed piece of work on this machine, to be stored with the figures of a benchmark.
 
-Machines differ, and one that others use as well differs from itself: the same commit has given figures twice as high. Ratios of one run
-bear that; milliseconds are to be read with these.
+Machines differ, and a shared one differs from hour to hour: the same commit has given figures twice as high. Ratios of one run
+stand that; milliseconds are to be read with these times.
 """
 
 from __future__ import annotations

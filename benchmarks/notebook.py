@@ -1,20 +1,20 @@
 """What a notebook of 15 typical cells costs, with everything at its default: ``model.compile()``, gradients, cache, Inductor.
 
-The cells are those of a newcomer who looks into a GPT-2: prompts of several lengths, a batch, the logit lens, patching, steering,
-attribution, generation, operations behind ``.source``, a skip, a cache, an edit. Each runs twice. Its first run is what somebody
-waits for; the second shows what is left when everything is compiled. Two models: the one that ships with the package, and a GPT-2 of
+The cells are those of a newcomer's notebook on a GPT-2: prompts of several lengths, a batch, the logit lens, patching, steering,
+attribution, generation, operations behind ``.source``, a skip, a cache, an edit. Each runs twice. The first run is what a user
+waits for; the second shows the cost when everything is compiled. Two models: the one that ships with the package, and a GPT-2 of
 12 layers and width 768 with random weights.
 
 Contenders, each in a process of its own:
 
 * *eager*: the same cells on the eager model, which are the reference for values too;
 * *compiled*: with an empty cache of compiled code;
-* *second process*: compiled, with the code that the one before has left;
-* with ``--against REV`` both of these with the package as it was at a revision of git.
+* *second process*: compiled, with the cache of compiled code that the contender before has filled;
+* with ``--against REV`` both of these with the package at that revision of git.
 
 Counts of each cell are those of ``nnsight.fx.counters``: captures, recordings, compiles, loads, reuses and breaks (a run of the model
 that left compiled mode is a break, too). Once torch's own limit of captures is reached, a cell counts as failed: it is quick, because
-it is not compiled. A cell that raises is told with the last line of its error, and a value that differs from
+it is not compiled. A cell that raises is reported with the last line of its error, and a value that differs from
 eager by more than rounding is an error. CPU seconds are those of the process and of the compilers that it starts: on a machine that
 others use as well, they say more than the clock. Totals and ratios are of first runs, of the cells that no contender failed in.
 

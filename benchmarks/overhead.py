@@ -1,11 +1,11 @@
-"""What a trace costs over doing the same by hand: ratios measured in one run.
+"""What a trace costs over the same edit by hand: ratios measured in one run.
 
 Rows for GPT-2-shaped models (12 layers of width 768, and 4 of width 256; random weights, batch 1 x 32 tokens, no_grad), steering
 at the layer in the middle and saving the last but one and the logits:
 
 * a compiled trace against the model edited by hand and compiled with ``torch.compile``; also with the outputs of all layers
   saved and nothing edited; each with repeated layers lowered once, as is the default, and with the graph lowered in one
-  (``compile={"regions": False}``, which ``compile="background"`` comes to);
+  (``compile={"regions": False}``, which is the final state of ``compile="background"``);
 * an eager trace against plain torch hooks that do the same;
 * the wrapped compiled model without an edit against the plain compiled model;
 * time to the first compiled result of a new block on a model that is already captured.
@@ -20,7 +20,7 @@ The contenders of a table run interleaved, in an order shuffled anew each round,
 of the first table is the median over the rounds of the ratio in one round; in the second, medians are compared. There a round
 takes many short turns, and a contender's time in it is the lower quartile of its calls: a machine that changes its speed, or is
 interrupted, adds to some calls and takes from none. With ``--processes N`` a ratio of the first table is the median of those that N
-processes measured: where the code that each compiles comes to lie is worth two percent either way.
+processes measured: the memory addresses of the code that each compiles make a difference of two percent either way.
 ``python benchmarks/overhead.py [--rounds N] [--processes N] [--quick] [--only MODEL] [--peer]`` prints
 tables and writes them to ``benchmarks/results/overhead.json``.
 """

@@ -1,16 +1,16 @@
-"""What it costs to run a block on a server: ratios measured in one run.
+"""The cost of a block on a server: ratios measured in one run.
 
 The server is a process of its own on this machine (``nnsight serve nnsight/demo``), so the numbers have the protocol, the
 recording of the block and its checks in them, and no network. Measured:
 
-* the time of a blocking steering trace on the server, over the same trace here: median, interleaved in shuffled order; and of that time
-  what reading the payload and checking the program take;
+* the time of a blocking steering trace on the server, over the same trace here: median, interleaved in shuffled order; and the parts
+  of that time for reading the payload and for checking the program;
 * jobs per second with 32 clients that submit jobs recorded before, where jobs share forward passes (``--together 32``), over a
   server that runs each alone (``--together 1``); batches of the two servers take turns. Results of both are those of a run alone, here.
-  With it goes the processor time that the server takes for a job, which other work on the machine does not change, what a forward
-  pass of 32 rows takes in passes of one row, and what jobs cost a server whose engine does nothing: the limits of what sharing can save;
+  Beside it: the processor time of the server for a job, which other work on the machine does not change; the time of a forward
+  pass of 32 rows in passes of one row; and the cost of jobs on a server whose engine does nothing. These limit what sharing can save;
 * the same for jobs that generate 16 tokens, steered at each;
-* what a fixed piece of work costs on the machine.
+* a fixed piece of work, which characterizes the machine.
 
 ``python benchmarks/remote.py [--rounds N] [--quick]`` prints a table and writes ``benchmarks/results/remote.json``.
 """

@@ -1,11 +1,11 @@
-"""A server under many clients, good and bad: it answers each job as it should, and its memory stays flat.
+"""A server under many clients, good and bad: each answer is right, and its memory stays flat.
 
 A server of the demo model in a process of its own gets jobs from 64 clients at a time. One job in four is wrong in some way: damaged
-bytes, a program that names a module that is not there, or one that fails while it runs. Each answer is compared with the one that is due:
-values with those of the same program run alone, in this process, so that a result that went to somebody else is seen.
-The memory of the server is looked at after each tenth of the jobs; after the second it must not grow by more than a tenth.
+bytes, a program that names a module that is not there, or one that fails while it runs. Each answer is compared with the expected one:
+values with those of the same program run alone in this process, so that a result sent to the wrong client is noticed.
+The memory of the server is measured after each tenth of the jobs; after the second it must not grow by more than a tenth.
 
-``python benchmarks/remote_load.py [--jobs N] [--clients N]`` prints what was measured, and exits with 1 if something was wrong; the full
+``python benchmarks/remote_load.py [--jobs N] [--clients N]`` prints the measurements, and exits with 1 if something was wrong; the full
 number of jobs is written to ``benchmarks/results/remote_load.json``.
 """
 

@@ -1,9 +1,9 @@
 """A net that costs next to nothing, so that what a trace adds can be seen; and the worker that times it.
 
-Two packages of one name cannot live in one process. So this file is run as a worker in the environment of each, and
-uses only what both have: ``NNsight``, ``trace``, ``output``, ``save``. Its parent (``workers.py``) writes a line
-``run CALLS NAME`` and reads a line of CALLS times in nanoseconds; a first line tells the versions and the names.
-``--compiled`` adds contenders that only this repository has.
+Two packages of one name cannot be in one process. So this file runs as a worker in the environment of each, and
+uses only names that both have: ``NNsight``, ``trace``, ``output``, ``save``. Its parent (``workers.py``) writes a line
+``run CALLS NAME`` and reads a line of CALLS times in nanoseconds; the first line has the versions and the names.
+``--compiled`` adds contenders of this repository alone.
 
 Every worker times the plain call and plain hooks too, so the rows of one environment are compared with a base
 measured in that environment. Before it times anything a worker checks each contender against plain hooks.

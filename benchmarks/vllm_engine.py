@@ -1,7 +1,7 @@
-"""What this package costs in a vLLM engine: throughput over that of vLLM's own compiled engine, each row with its bar.
+"""The cost of this package in a vLLM engine: throughput over that of vLLM's own compiled engine, each row with its bar.
 
-A model with random weights, fp32, on whatever device vLLM runs on (``--shape``): GPT-2's 12 layers of width 768, of which the model takes
-the time; a Llama of that size, whose layers return a pair; or a tiny one, of which nearly all time is the engine's own. Eight
+A model with random weights, fp32, on the device of vLLM (``--shape``): a GPT-2 with 12 layers of width 768, which spends its time in the
+model; a Llama of that size, whose layers return a pair; or a tiny model, which spends nearly all time in the engine. Eight
 requests at once, all of the same length, greedily. Engines:
 
 * vLLM's own, compiled, and another of the same kind, whose ratio to the first says how far to trust the others; and vLLM's own, eager;
@@ -9,18 +9,18 @@ requests at once, all of the same length, greedily. Engines:
 
 Rows are one of these:
 
-* *idle*: nobody is steered or read, so this is what being able to costs. Tokens and logprobs have to be those of the plain engine, bit
-  by bit, which the table says, too;
-* *vector*: every request steered, by a table, with one vector at one layer, or at all layers; and sixteen requests, each with another one;
-* *captured*: every request with a block that saves what was captured, at one layer or at all, at every token; "one of all" reads one layer
-  of an engine that captures all, which costs something between the two;
+* *idle*: no request is steered or read: the cost of the possibility. Tokens and logprobs have to be those of the plain engine, bit
+  by bit; the table says whether they are;
+* *vector*: every request steered, by a table, with one vector at one layer, or at all layers; and sixteen requests, each with its own;
+* *captured*: every request with a block that saves captured values, at one layer or at all, at every token; "one of all" reads one layer
+  of an engine that captures all, at a cost between the two;
 * *handoff*: every request with a block that adds a vector at the tap, at every token. It has to be faster than vLLM's eager engine, which
   does nothing;
-* *Python in a step*: microseconds that this package takes to say which rows of a step are whose, with eight requests.
+* *Python in a step*: microseconds that this package needs to assign the rows of a step to eight requests.
 
 In every round each contender generates the same tokens once, in an order shuffled anew. A ratio is the median over the rounds of the ratio
-in one round: of seconds, and of the processor's seconds of this thread, which others on the machine disturb less (on a GPU only the
-first says something). On a CPU all engines multiply by the same matrices, in huge pages where Linux has them.
+in one round: of seconds, and of the processor's seconds of this thread, which other processes disturb less (on a GPU only the
+first is meaningful). On a CPU all engines multiply by the same matrices, in huge pages where Linux has them.
 ``python benchmarks/vllm_engine.py [--shape NAME] [--rounds N] [--tokens N] [--only WORD] [--quick]`` prints a table and, with neither
 ``--only`` nor ``--quick``, writes ``benchmarks/results/vllm.json``.
 """
@@ -63,7 +63,7 @@ from nnsight.vllm.worker import hooks
 from nnsight.vllm.worker.bookkeeping import Bookkeeping
 
 RESULTS = Path(__file__).parent / "results" / "vllm.json"
-PROMPTS = [f"{place} is in the city of" for place in list(demo.FACTS)[:16]]
+PROMPTS = [f"Place number {number} is in the city of" for number in range(16)]
 REQUESTS = 8
 
 #: Layers, width and feed-forward width of each shape, and what its layers are called.

@@ -1,7 +1,7 @@
 """Workers that time the tiny net, each in the environment of one package, and the environment of the public package.
 
-The public package has the name of this one and cannot share a process with it. It gets a virtual environment, made
-when it is first asked for; a worker (``tiny_net.py``) runs in each environment, and the parent lets them take turns, so
+The public package has the name of this one and cannot share a process with it. It gets a virtual environment on
+first use; a worker (``tiny_net.py``) runs in each environment, and the parent lets them take turns, so
 that drift of the machine hits both.
 """
 
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 PEER = "nnsight==0.8.1"
-#: What the public package imports is gone from later versions.
+#: Later versions lack names that the public package imports.
 PEER_NEEDS = "transformers<5.23"
 PEER_FOLDER = Path(__file__).parent / ".peer"
 

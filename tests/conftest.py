@@ -50,7 +50,10 @@ def _seed_and_counters() -> None:
 
 @pytest.fixture(autouse=True)
 def _options_as_before() -> Iterator[None]:
-    """Let the next test find the options that this one found, and the same origin of each."""
+    """Let the next test find the options that this one found, and the same origin of each.
+
+    Set up before ``monkeypatch``, so that it ends after what ``monkeypatch`` puts back, which counts as assigned.
+    """
     assigned = [(section._assigned, dict(section._assigned)) for section in (CONFIG.APP, CONFIG.API)]
     yield
     for found, before in assigned:
@@ -59,11 +62,13 @@ def _options_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _compiled_is_compiled(
+    request: pytest.FixtureRequest, _options_as_before: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """In the ``compiled`` half of a test, blocks become part of captured graphs: nothing falls back to Python unseen.
 
-    Each run of a block that waits for a value has to come upon a captured graph, unless it ends with an error, or is a run of a method,
-    which is Python and need not call the model; and a half that runs eager traces only is a mistake in the test.
+    Each run of a block that waits for a value has to meet a captured graph. Exceptions are runs that end with an error, and runs of a
+    method, which is Python and need not call the model. A half that runs eager traces only is a mistake in the test.
     """
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or callspec.params.get("compile") is not True:
@@ -100,6 +105,17 @@ def _compiled_is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     monkeypatch.setattr(Playback, "dispatch", replayed)
     yield
     assert not modes or "compiled" in modes, "no trace of this test ran compiled"
+
+
+@pytest.fixture
+def own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing of the user's options, file or cache folder be seen or changed."""
+    for variable in list(os.environ):
+        if variable.startswith(("NNSIGHT_", "NDIF_")):
+            monkeypatch.delenv(variable)
+    monkeypatch.setenv("NNSIGHT_CONFIG", str(tmp_path / "config.json"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(CONFIG._file, "_values", None)
 
 
 @pytest.fixture
@@ -414,32 +430,24 @@ def _cases() -> dict[str, Case]:
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
     }
-    grouped = {**small, "num_key_value_heads": 2}
-    llama_like = {"layers": "model.layers", "attention": "self_attn", "mlp": "mlp"}
-    llama_like["by_keyword"] = ("self_attn", "hidden_states")  # type: ignore[assignment]
+    sizes_of_gpt2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
+    sizes_of_t5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
+
+    def like_llama(name: str, kind: str, **more: Any) -> Case:
+        def build() -> torch.nn.Module:
+            config = getattr(t, f"{kind}Config")(**small, num_key_value_heads=2, **more)
+            return getattr(t, f"{kind}ForCausalLM")(config)
+
+        return Case(name, build, "model.layers", "self_attn", "mlp", ("self_attn", "hidden_states"))
+
     cases = [
         Case(
-            "gpt2",
-            lambda: t.GPT2LMHeadModel(
-                t.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=96, bos_token_id=0, eos_token_id=0)
-            ),
-            "transformer.h",
-            "attn",
-            "mlp",
-            ("attn", "position_ids"),
+            "gpt2", lambda: t.GPT2LMHeadModel(t.GPT2Config(**sizes_of_gpt2)), "transformer.h", "attn", "mlp", ("attn", "position_ids")
         ),
-        Case("llama", lambda: t.LlamaForCausalLM(t.LlamaConfig(**grouped)), **llama_like),  # type: ignore[arg-type]
-        Case("qwen2", lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**grouped)), **llama_like),  # type: ignore[arg-type]
-        Case(
-            "qwen3",
-            lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**grouped, head_dim=8)),
-            **llama_like,  # type: ignore[arg-type]
-        ),
-        Case(
-            "mixtral",
-            lambda: t.MixtralForCausalLM(t.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2)),
-            **llama_like,  # type: ignore[arg-type]
-        ),
+        like_llama("llama", "Llama"),
+        like_llama("qwen2", "Qwen2"),
+        like_llama("qwen3", "Qwen3", head_dim=8),
+        like_llama("mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2),
         Case(
             "bert",
             lambda: t.BertForMaskedLM(t.BertConfig(**small)),
@@ -450,18 +458,7 @@ def _cases() -> dict[str, Case]:
         ),
         Case(
             "t5",
-            lambda: t.T5ForConditionalGeneration(
-                t.T5Config(
-                    vocab_size=96,
-                    d_model=32,
-                    d_kv=8,
-                    d_ff=64,
-                    num_layers=3,
-                    num_heads=4,
-                    decoder_start_token_id=0,
-                    pad_token_id=0,
-                )
-            ),
+            lambda: t.T5ForConditionalGeneration(t.T5Config(**sizes_of_t5, decoder_start_token_id=0, pad_token_id=0)),
             "encoder.block",
             "layer.0.SelfAttention",
             "layer.1",
@@ -485,8 +482,8 @@ def cases() -> dict[str, Case]:
     return made
 
 
-#: Those that take longest to capture.
-_LARGE = ("qwen3", "mixtral", "t5")
+#: Those that take longest to capture, and one that is much like the Llama.
+_LARGE = ("qwen2", "qwen3", "mixtral", "t5")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in _LARGE else []) for name in MODEL_NAMES])

@@ -1,8 +1,8 @@
-"""Random blocks: for each of a few passages of a model, in order, some statements about the value there.
+"""Random blocks: for each of a few occurrences of a model, in order, some statements about the value there.
 
 A block is kept as data: actors (the invokes of a trace, or the edit before it), each
-with segments, each with a passage and its statements. Statements are Python text in which three words are open, because the
-program and the reference write them differently: ``AT`` is the value at the passage, ``SKIP`` skips the module there, and
+with segments, each with an occurrence and its statements. Statements are Python text in which three words are open, because the
+program and the reference write them differently: ``AT`` is the value at the occurrence, ``SKIP`` skips the module there, and
 ``EARLY`` is a location that has gone by.
 
 Statements are drawn from the templates of :mod:`~tests.fuzz.statements`.
@@ -17,7 +17,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from .passages import Passage, Place, put
+from .occurrences import Occurrence, Place, put
 from .statements import (
     AROUND,
     AROUND_MISTAKES,
@@ -41,21 +41,21 @@ Draw = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Segment:
-    """What an actor does at a passage.
+    """What an actor does at an occurrence.
 
     Attributes:
-        passage: Where.
+        occurrence: Where.
         name: What the value is called.
         inputs: Whether all arguments are read, rather than the first.
         statements: What is done.
-        early: A passage that has gone by, if a statement asks for one.
+        early: An occurrence that has gone by, if a statement asks for one.
     """
 
-    passage: Passage
+    occurrence: Occurrence
     name: str
     inputs: bool
     statements: tuple[str, ...]
-    early: Passage | None = None
+    early: Occurrence | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Actor:
 
     Attributes:
         kind: ``trace`` for a trace with its input, ``invoke``, ``all`` for an invoke without input, ``edit``.
-        segments: What it does, in the order of the passages.
+        segments: What it does, in the order of the occurrences.
     """
 
     kind: str
@@ -195,11 +195,11 @@ def surrounded(around: str, lines: list[str]) -> str:
     return around[: body.end(1)] + text + around[body.end() :]
 
 
-def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tuple[Segment, str]:
-    """Draw what happens at a passage; return it and the name of the tensor there."""
+def _segment(author: _Author, occurrence: Occurrence, number: int, mark: bool) -> tuple[Segment, str]:
+    """Draw what happens at an occurrence; return it and the name of the tensor there."""
     draw = author.draw
-    inputs = passage.key == "input" and draw(st.booleans())
-    places = passage.first if passage.key == "input" and not inputs else passage.places
+    inputs = occurrence.key == "input" and draw(st.booleans())
+    places = occurrence.first if occurrence.key == "input" and not inputs else occurrence.places
     value = f"h{author.prefix}{number}"
     place = draw(st.sampled_from(places))
     tensor = value
@@ -213,19 +213,19 @@ def _segment(author: _Author, passage: Passage, number: int, mark: bool) -> tupl
         if draw(st.booleans()):
             filled = put(place.rebuild, f"{tensor}.flip(1)").replace("H", value)
             statements.append(f"AT = {filled}")
-        return Segment(passage, value, inputs, tuple(statements)), ""
+        return Segment(occurrence, value, inputs, tuple(statements)), ""
     if mark:
         statements.append(f"{tensor}.requires_grad_()")
         author.cuts = True
     for _ in range(draw(st.integers(1, 3))):
         statements += author.statement(tensor, place, value)
     author.full.append(tensor)
-    return Segment(passage, value, inputs, tuple(statements)), tensor
+    return Segment(occurrence, value, inputs, tuple(statements)), tensor
 
 
 @st.composite
-def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool = False) -> BlockPlan:
-    """Draw a block for a model with these passages; with ``backward`` it has a backward pass."""
+def blocks(draw: Draw, occurrences: tuple[Occurrence, ...], grad: bool, backward: bool = False) -> BlockPlan:
+    """Draw a block for a model with these occurrences; with ``backward`` it has a backward pass."""
     form = "trace" if backward else draw(st.sampled_from(["trace", "trace", "trace", "invokes", "edit", "plain"]))
     plain = form == "plain"
     cutting = draw(st.sampled_from([False, False, True])) and not plain
@@ -242,30 +242,30 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool
         author = _Author(draw, "abc"[position], cutting and kind != "edit", kind == "trace", kind != "edit", plain)
         able = [
             number
-            for number, passage in enumerate(passages)
-            if (passage.first if passage.key == "input" else passage.places)
-            and (not (plain or kind == "edit") or passage.occurrence == 0)
+            for number, occurrence in enumerate(occurrences)
+            if (occurrence.first if occurrence.key == "input" else occurrence.places)
+            and (not (plain or kind == "edit") or occurrence.number == 0)
         ]
         chosen = sorted(draw(st.lists(st.sampled_from(able), min_size=kind == "trace", max_size=4, unique=True)))
         segments: list[Segment] = []
         last = position == len(kinds) - 1
         for order, number in enumerate(chosen):
-            passage = passages[number]
+            occurrence = occurrences[number]
             mark = end == "gradient" and kinds == ["trace"]
-            segment, tensor = _segment(author, passage, order, mark)
+            segment, tensor = _segment(author, occurrence, order, mark)
             segments.append(segment)
             if mark and tensor:
                 marked = True
                 gradients.append(tensor)
-            if end == "skip" and kinds == ["trace"] and tensor and _can_skip(passages, number):
-                segments[-1], after = _skipping(author, passages, number, segment, tensor)
+            if end == "skip" and kinds == ["trace"] and tensor and _can_skip(occurrences, number):
+                segments[-1], after = _skipping(author, occurrences, number, segment, tensor)
                 segments += [
-                    _segment(author, passages[later], order + 1 + more, False)[0]
+                    _segment(author, occurrences[later], order + 1 + more, False)[0]
                     for more, later in enumerate(later for later in chosen if later in after)
                 ]
                 break
         if end == "mistake" and last and segments:
-            segments[-1] = _mistaken(author, passages, chosen, segments[-1])
+            segments[-1] = _mistaken(author, occurrences, chosen, segments[-1])
         actors.append(Actor(kind, tuple(segments)))
         cuts = cuts or author.cuts
     return BlockPlan(
@@ -279,51 +279,51 @@ def blocks(draw: Draw, passages: tuple[Passage, ...], grad: bool, backward: bool
     )
 
 
-def _can_skip(passages: tuple[Passage, ...], number: int) -> bool:
-    passage = passages[number]
-    if passage.key != "input" or ".source." in passage.path:
+def _can_skip(occurrences: tuple[Occurrence, ...], number: int) -> bool:
+    occurrence = occurrences[number]
+    if occurrence.key != "input" or ".source." in occurrence.path:
         return False
-    output = passages[_end_of(passages, number)]
+    output = occurrences[_end_of(occurrences, number)]
     usable = sum(place.floating for place in output.places)
     return usable == len(re.findall(r"\bE\b", output.whole)) and bool(output.whole)  # all of the shape that expressions have
 
 
-def _end_of(passages: tuple[Passage, ...], number: int) -> int:
+def _end_of(occurrences: tuple[Occurrence, ...], number: int) -> int:
     """Return the number of the output that belongs to an input."""
-    here = passages[number]
+    here = occurrences[number]
     return next(
         later
-        for later in range(number, len(passages))
-        if (passages[later].path, passages[later].key, passages[later].occurrence)
-        == (here.path, "output", here.occurrence)
+        for later in range(number, len(occurrences))
+        if (occurrences[later].path, occurrences[later].key, occurrences[later].number)
+        == (here.path, "output", here.number)
     )
 
 
 def _skipping(
-    author: _Author, passages: tuple[Passage, ...], number: int, segment: Segment, tensor: str
+    author: _Author, occurrences: tuple[Occurrence, ...], number: int, segment: Segment, tensor: str
 ) -> tuple[Segment, set[int]]:
-    """Let the module at passage ``number`` be skipped; return the segment, and the passages that keep their numbers."""
-    until = _end_of(passages, number)
-    inside = {passage.path for passage in passages[number + 1 : until]}
-    after = {later for later in range(until, len(passages)) if passages[later].path not in inside}
-    value = put(passages[until].whole, "made")
+    """Let the module at occurrence ``number`` be skipped; return the segment, and the occurrences that keep their numbers."""
+    until = _end_of(occurrences, number)
+    inside = {occurrence.path for occurrence in occurrences[number + 1 : until]}
+    after = {later for later in range(until, len(occurrences)) if occurrences[later].path not in inside}
+    value = put(occurrences[until].whole, "made")
     made = author.fresh("n")
     lines = (f"{made} = {author.expression(tensor)}", f"SKIP({value.replace('made', made)})")
-    return Segment(segment.passage, segment.name, segment.inputs, (*segment.statements, *lines)), after
+    return Segment(segment.occurrence, segment.name, segment.inputs, (*segment.statements, *lines)), after
 
 
-def _mistaken(author: _Author, passages: tuple[Passage, ...], chosen: list[int], segment: Segment) -> Segment:
+def _mistaken(author: _Author, occurrences: tuple[Occurrence, ...], chosen: list[int], segment: Segment) -> Segment:
     template = author.draw(st.sampled_from(MISTAKES))
     early = None
     if template == "EARLY":
         if not chosen[-1]:
             template = "1 / 0"
         else:
-            early = passages[author.draw(st.integers(0, chosen[-1] - 1))]
+            early = occurrences[author.draw(st.integers(0, chosen[-1] - 1))]
             # In a loop over occurrences it would be the next one that is waited for.
-            if segment.passage.occurrence or early.occurrence or (early.path, early.key) == (segment.passage.path, segment.passage.key):
+            if segment.occurrence.number or early.number or (early.path, early.key) == (segment.occurrence.path, segment.occurrence.key):
                 template, early = "1 / 0", None
     here = author.full[-1] if author.full else segment.name
     around = author.draw(st.sampled_from(AROUND_MISTAKES))
     wrong = surrounded(around, [re.sub(r"\bT\b", here, template)])
-    return Segment(segment.passage, segment.name, segment.inputs, (*segment.statements, wrong), early)
+    return Segment(segment.occurrence, segment.name, segment.inputs, (*segment.statements, wrong), early)

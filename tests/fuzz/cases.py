@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from .blocks import blocks
 from .nets import broken_specs, decoders, is_broken, specs, stock_specs
-from .passages import passages_of
+from .occurrences import occurrences_of
 from .runner import ROUNDS, Case
 
 #: Mostly the lowering that changes no bit: it is fast.
@@ -34,8 +34,8 @@ def cases(draw: Any, backends: tuple[str, ...] = BACKENDS, backward: bool = Fals
     returns = draw(st.sampled_from(["tensor", "tuple", "dict"]))
     grad = backward or draw(st.sampled_from([True, True, True, False]))
     backend = draw(st.sampled_from(backends))
-    passages = passages_of(spec, ids, returns)
-    kinds = blocks(passages, grad, backward)
+    occurrences = occurrences_of(spec, ids, returns)
+    kinds = blocks(occurrences, grad, backward)
     drawn = [draw(kinds)]
     cheap = backend == "eager"
     # Many, as a capture costs more than a block; a smaller case has one.

@@ -12,7 +12,7 @@ import torch
 from nnsight.runtime import OutOfOrderError
 
 from .blocks import Actor, BlockPlan, Segment
-from .passages import watched
+from .occurrences import watched
 from .source import total_of
 
 
@@ -21,10 +21,10 @@ class Stopped(Exception):
 
 
 class Here:
-    """The value at a passage, as the statements of one actor see it; they read it and assign to it as ``here.at``."""
+    """The value at an occurrence, as the statements of one actor see it; they read it and assign to it as ``here.at``."""
 
     def __init__(self, segment: Segment, value: Any, rows: slice | None, total: int) -> None:
-        self._is_first = segment.passage.key == "input" and not segment.inputs
+        self._is_first = segment.occurrence.key == "input" and not segment.inputs
         self._whole, self._rows, self._total = value, rows, total
         self._given = value if rows is None else torch.utils._pytree.tree_map(self._narrow, value)
         self._value = self._given
@@ -100,8 +100,8 @@ def run(net: torch.nn.Module, plan: BlockPlan, w: Any, inputs: list[torch.Tensor
     at: dict[tuple[str, str, int], list[tuple[int, Actor, Segment]]] = {}
     for number, actor in enumerate(plan.actors):
         for segment in actor.segments:
-            passage = segment.passage
-            at.setdefault((passage.path, passage.key, passage.occurrence), []).append((number, actor, segment))
+            occurrence = segment.occurrence
+            at.setdefault((occurrence.path, occurrence.key, occurrence.number), []).append((number, actor, segment))
     last = plan.actors[-1].segments[-1] if plan.actors[-1].segments else None
     counts: dict[tuple[str, str], int] = {}
     cache: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def _skippable(net: torch.nn.Module, plan: BlockPlan, asked: dict[str, list[Any]
     for actor in plan.actors:
         for segment in actor.segments:
             if any(statement.startswith("SKIP(") for statement in segment.statements):
-                path = segment.passage.path
+                path = segment.occurrence.path
                 module = net.get_submodule(path)
 
                 def forward(*args: Any, run: Any = module.forward, path: str = path, **kwargs: Any) -> Any:

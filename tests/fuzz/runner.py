@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from nnsight import NNsight, UncompiledWarning, fx
+from nnsight import UncompiledWarning, fx
 
-from ..conftest import assert_no_instrumentation
+from ..conftest import Rows, assert_no_instrumentation
 from . import reference
 from .blocks import BlockPlan
 from .nets import Spec, build, chooses, is_broken, make_input
@@ -94,7 +94,7 @@ class Case:
                 "import functools",
                 "import torch",
                 "from tests.fuzz.nets import build, make_input",
-                "from tests.fuzz.runner import Rows",
+                "from tests.conftest import Rows",
                 "from tests.fuzz.source import total_of",
                 "from tests.fuzz.world import World",
                 "",
@@ -109,13 +109,6 @@ class Case:
                 "    print(tracer.report, out, saved, w.kept, w.log, sep='\\n')",
             ]
         )
-
-
-class Rows(NNsight):
-    """Joins the inputs of several invokes along their first dimension."""
-
-    def _batch(self, batched: Any, x: torch.Tensor) -> Any:
-        return (((x if batched is None else torch.cat([batched[0][0], x])),), {}), len(x)
 
 
 class Disagreement(AssertionError):

@@ -12,28 +12,28 @@ from typing import Any
 import torch
 
 from .blocks import Actor, BlockPlan, Segment
-from .passages import Passage
+from .occurrences import Occurrence
 
 
-def envoy(passage: Passage, model: str = "model") -> str:
-    """Return the expression of the envoy of a passage."""
+def envoy(occurrence: Occurrence, model: str = "model") -> str:
+    """Return the expression of the envoy of an occurrence."""
     text = model
-    for part in passage.path.split(".") if passage.path else ():
+    for part in occurrence.path.split(".") if occurrence.path else ():
         text += f"[{part}]" if part.isdecimal() else f".{part}"
     return text
 
 
 def _segment(segment: Segment, model: str) -> list[str]:
-    here = envoy(segment.passage, model)
-    location = f"{here}.{'inputs' if segment.inputs else segment.passage.key}"
+    here = envoy(segment.occurrence, model)
+    location = f"{here}.{'inputs' if segment.inputs else segment.occurrence.key}"
     lines = [f"{segment.name} = {location}"]
     for statement in segment.statements:
         line = statement.replace("SKIP(", f"{here}.skip(").replace("AT.no_such_name", f"{here}.no_such_name")
         if segment.early is not None:
             line = line.replace("EARLY", f"{envoy(segment.early, model)}.{segment.early.key}")
         lines += line.replace("AT", location).split("\n")
-    if segment.passage.occurrence:
-        return [f"for _ in tracer.iter[{segment.passage.occurrence}]:", *(f"    {line}" for line in lines)]
+    if segment.occurrence.number:
+        return [f"for _ in tracer.iter[{segment.occurrence.number}]:", *(f"    {line}" for line in lines)]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What a block may do at a passage, as templates.
+"""What a block may do at an occurrence, as templates.
 
 Most are one line; those of several lines are separated by empty ones. In a template ``T`` stands for a tensor in reach, ``V`` for
 another one, ``P`` for a part of one, and ``N`` for a new name; all but ``P`` have the shape ``[batch, length, WIDTH]``. ``w`` is a

@@ -1,34 +1,109 @@
-"""The main proof: random models and random blocks, run by plain torch hooks, by the eager driver and compiled.
+"""The main proof: models and blocks, run by plain torch hooks, by the eager driver and compiled.
 
 Values, side effects, exceptions and what is shared between tensors must agree: bit by bit with the eager lowering, closely with
 others. A block that ran before must be known. :mod:`tests.fuzz` has the machinery, docs/fuzzing.md the instructions.
 
-``NNSIGHT_FUZZ_CASES`` sets the number of blocks, ``NNSIGHT_FUZZ_SEED`` the seed.
+By default each kind of statement and each kind of model runs once. The slow tests run random blocks: ``NNSIGHT_FUZZ_CASES`` sets their
+number, ``NNSIGHT_FUZZ_SEED`` the seed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from . import runner
+from . import runner, statements
 from .__main__ import run_seed
-from .blocks import Actor, BlockPlan, Segment
+from .blocks import Actor, BlockPlan, Segment, surrounded
 from .cases import BACKENDS
-from .passages import passages_of
-from .runner import Case, Disagreement, run_case
+from .nets import BREAKING, LEAVES, WRAPPERS, Spec
+from .occurrences import Occurrence, occurrences_of
+from .runner import ROUNDS, Case, Disagreement, run_case
+from .stock import BREAKING_STOCK, DECODERS, STOCK
 
 CASES = int(os.environ.get("NNSIGHT_FUZZ_CASES", "300"))
 SEED = int(os.environ.get("NNSIGHT_FUZZ_SEED", "0"))
 
-#: Parts of the default run, so that workers can share it.
+#: Parts of the slow run, so that workers can share it.
 PARTS = 4
 
 
+# -- each kind once ---------------------------------------------------------------------------------------------------
+
+
+def _filled(templates: list[str], kept: bool = False) -> list[str]:
+    """Return statements made of templates, about ``h``, ``w.noise`` and a part of ``h``; ``kept`` ones are expressions."""
+    found = []
+    for number, template in enumerate(templates):
+        names = {"T": "h", "V": "w.noise", "P": "p", "N": f"n{number}", "BODY": "h.mul_(0.5)"}
+        text = re.sub(r"(?<!\.)\b(?:[TVPN]|BODY)\b", lambda match: names[match[0]], template)  # noqa: B023
+        found.append(f"w.kept.append({text})" if kept else text)
+    return found
+
+
+_CAUGHT = "try:\n    BODY\nexcept Exception as error:\n    w.log.append(type(error).__name__)"
+_MISTAKES = [surrounded(_CAUGHT, [mistake]) for mistake in statements.MISTAKES if mistake != "EARLY"]
+
+#: Statements by kind, and whether they need values.
+KINDS: dict[str, tuple[list[str], bool]] = {
+    "reads": (_filled([line for line in statements.READS if ".save()" not in line]), False),
+    "expressions": (_filled(statements.EXPRESSIONS, kept=True), False),
+    "parts": (_filled(statements.PARTS, kept=True), False),
+    "edits": (_filled(statements.EDITS), False),
+    "tries": (_filled(statements.TRIES + statements.AROUND), False),
+    "cuts": (_filled(statements.CUTS), True),
+    "value-tries": (_filled(statements.VALUE_TRIES + statements.AROUND_TRIES), True),
+    "mistakes": (_filled(_MISTAKES), True),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_statement_agrees_with_hooks(kind: str, grad: bool) -> None:
+    lines, cuts = KINDS[kind]
+    plans = []
+    for start in range(0, len(lines), 8):
+        segment = Segment(_occurrence("body", "output"), "h", False, ("p = h[:, 1:]", *lines[start : start + 8]))
+        plans.append(BlockPlan((Actor("trace", (segment,)),), cuts=cuts))
+    run_case(Case(("linear",), False, "tensor", grad, "eager", tuple(plans), ROUNDS[:2]))
+
+
+#: Models that have each kind of part in them, and decoders.
+MODELS: dict[str, Spec] = {
+    "leaves": ("sequence", *((name,) for name in LEAVES)),
+    "wrappers": ("branch", ("linear",), ("sequence", *((name, ("norm",)) for name in WRAPPERS))),
+    "breaking": ("sequence", *((name, ("norm",)) for name in BREAKING), *((name,) for name in BREAKING_STOCK)),
+    "stock": ("sequence", *((name,) for name in STOCK if name not in BREAKING_STOCK)),
+    **{name: (name,) for name in DECODERS},
+}
+
+
+#: Decoders that take seconds to capture.
+COSTLY = ("mixtral", "mamba-lm", "deepseek")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in COSTLY else []) for name in MODELS])
+def test_each_kind_of_model_agrees_with_hooks(name: str) -> None:
+    """A block reads all outputs, and edits every third one."""
+    spec, ids = MODELS[name], name in DECODERS
+    segments = []
+    for number, occurrence in enumerate(occurrences_of(spec, ids, "tensor")):
+        places = [place.access.replace("H", f"h{number}") for place in occurrence.places if place.floating]
+        if occurrence.key == "output" and not occurrence.number and places:
+            change = [] if number % 3 else [f"{places[0]}.mul_(1.5)"]
+            segments.append(Segment(occurrence, f"h{number}", False, (f"w.kept.append({places[0]}.clone())", *change)))
+    plan = BlockPlan((Actor("trace", tuple(segments)),))
+    run_case(Case(spec, ids, "tensor", True, "eager", (plan,), ROUNDS[:2]))
+
+
+# -- random blocks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_blocks_agree_with_hooks(part: int) -> None:
     count = -(-CASES // PARTS)
@@ -47,31 +122,19 @@ def test_random_blocks_agree_with_hooks_when_inductor_lowers_them() -> None:
 # -- the fuzzer itself ------------------------------------------------------------------------------------------------
 
 
-def _case(*statements: str, grad: bool = False) -> Case:
-    passage = next(
-        item for item in passages_of(("linear",), False, "tensor") if (item.path, item.key) == ("body", "output")
-    )
-    plan = BlockPlan((Actor("trace", (Segment(passage, "h", False, statements),)),))
-    return Case(("linear",), False, "tensor", grad, "eager", (plan,))
+def _occurrence(path: str, key: str) -> Occurrence:
+    return next(item for item in occurrences_of(("linear",), False, "tensor") if (item.path, item.key) == (path, key))
+
+
+def _case(*lines: str, plain: bool = False) -> Case:
+    plan = BlockPlan((Actor("trace", (Segment(_occurrence("body", "output"), "h", False, lines),)),), plain=plain)
+    return Case(("linear",), False, "tensor", False, "eager", (plan,), ROUNDS[:2])
 
 
 def test_a_plain_case_is_replayed() -> None:
-    statements = ("h[:, 1:] += w.vector", "sa1 = (h @ w.matrix).save()", "AT = h * w.scalar")
-    case = _case(*statements)
-    case = replace(case, blocks=tuple(replace(plan, plain=True) for plan in case.blocks))
     before = runner.replays
-    run_case(case)
+    run_case(_case("h[:, 1:] += w.vector", "sa1 = (h @ w.matrix).save()", "AT = h * w.scalar", plain=True))
     assert runner.replays > before
-
-
-def _broken(case: Case) -> str:
-    with pytest.raises(Disagreement) as raised:
-        run_case(case)
-    return str(raised.value)
-
-
-def test_a_case_that_agrees_passes() -> None:
-    run_case(_case("h[:, 1:] += w.vector", "w.kept.append(h)", "AT = h * 2.0"))
 
 
 def _differing(mine: str, theirs: str) -> str:
@@ -79,32 +142,21 @@ def _differing(mine: str, theirs: str) -> str:
     return f"{theirs} if isinstance(model, torch.nn.Module) else {mine}"
 
 
-def test_a_wrong_value_is_found() -> None:
-    message = _broken(_case(f"h += {_differing('1.0', '1.0 + 1e-6')}"))
-    assert "result: Tensor-likes are not equal" in message
-    assert "h = model.body.output" in message and "h += 1.0" in message, "the program is shown"
-
-
-def test_a_missing_side_effect_is_found() -> None:
-    assert "log has 1 items instead of 2" in _broken(_case(_differing("None", "w.log.append(1)")))
-
-
-def test_another_exception_is_found() -> None:
-    message = _broken(_case(f"raise {_differing('KeyError()', 'IndexError()')}"))
-    assert "raised KeyError() instead of IndexError()" in message
-
-
-def test_lost_sharing_is_found() -> None:
-    message = _broken(_case(_differing("w.kept.append(h.clone())", "w.kept.append(h)"), "w.kept.append(h)"))
-    assert "memory is shared by" in message
-
-
-def test_an_unexpected_cut_is_found() -> None:
-    assert "the graph was cut" in _broken(_case("w.log.append(h.sum().item())"))
-
-
-def test_a_program_that_is_not_known_again_is_found() -> None:
-    assert "the block was known, but" in _broken(_case("h[:, int(abs(w.number)) % 3] = 0"))
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ((f"h += {_differing('1.0', '1.0 + 1e-6')}",), r"result: Tensor-likes are not equal(?s:.)*h = model.body.output\n *h \+= 1\.0"),
+        ((_differing("None", "w.log.append(1)"),), "log has 1 items instead of 2"),
+        ((f"raise {_differing('KeyError()', 'IndexError()')}",), r"raised KeyError\(\) instead of IndexError\(\)"),
+        ((_differing("w.kept.append(h.clone())", "w.kept.append(h)"), "w.kept.append(h)"), "memory is shared by"),
+        (("w.log.append(h.sum().item())",), "the graph was cut"),
+        (("h[:, int(abs(w.number)) % 3] = 0",), "the block was known, but"),
+    ],
+    ids=["value", "side effect", "exception", "sharing", "cut", "unknown program"],
+)
+def test_a_difference_is_found(lines: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(Disagreement, match=complaint):
+        run_case(_case(*lines))
 
 
 def test_a_failing_case_prints_a_program_that_runs(tmp_path: Path) -> None:

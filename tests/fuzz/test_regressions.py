@@ -11,7 +11,12 @@ from nnsight import NNsight, fx
 
 from ..conftest import Rows
 
-#: For blocks of which a part runs operation by operation, so that autograd sees all of it.
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")]
+#: Lowerings; by default those that are quick.
+BACKENDS = ["eager", "aot_eager", _SLOW[1]]
+SLOW_BACKENDS = ["eager", *_SLOW]
+
+#: For blocks with a part that runs operation by operation, so that autograd sees all of it.
 UNCOMPILED = pytest.mark.filterwarnings("ignore:In this compiled trace:nnsight.UncompiledWarning")
 
 
@@ -43,7 +48,7 @@ def test_a_call_may_return_another_number_of_tensors_for_another_size() -> None:
             doubled = (hidden + 1.0).save()
         return (first, last, doubled), tracer, x
 
-    for batch in (2, 3, 5, 4, 5, 3):
+    for batch in (2, 3, 5, 3):
         found, _, x = run(torch.randn(batch, 4))
         with torch.no_grad():
             hidden = net.body(x)
@@ -222,9 +227,10 @@ def test_views_of_an_input_that_is_edited_through_another_one(backend: str) -> N
     [
         (lambda model: model.no_such_module, AttributeError),
         (lambda model: model.first[999], (IndexError, TypeError)),
+        (lambda model: model[999].output.save(), IndexError),
         (lambda model: model.first.source.no_such_call_0, (AttributeError, ValueError)),
     ],
-    ids=["attribute", "index", "operation"],
+    ids=["attribute", "index", "index of the model", "operation"],
 )
 def test_what_a_block_did_before_a_mistake_in_a_path_is_done(mistake: Any, error: Any, compile: bool) -> None:
     """The path is followed when the block gets there, and not when the block is looked through before."""
@@ -236,14 +242,6 @@ def test_what_a_block_did_before_a_mistake_in_a_path_is_done(mistake: Any, error
             model[1].output.save()
             mistake(model)
         assert done == ["begun"]
-    done.clear()
-    with pytest.raises(AttributeError), model.trace(torch.ones(2, 4), compile=compile):
-        done.append("begun")
-        model.no_such_module  # noqa: B018
-    with pytest.raises(IndexError), model.trace(torch.ones(2, 4), compile=compile):
-        done.append("begun")
-        model[999].output.save()
-    assert done == ["begun", "begun"]
 
 
 class Adds(torch.nn.Module):
@@ -261,15 +259,15 @@ class Adds(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:torch._dynamo hit")
-@pytest.mark.parametrize("breaking", [{1}, set(range(12))], ids=["one", "all"])
+@pytest.mark.parametrize("breaking", [{1}, set(range(6))], ids=["one", "all"])
 def test_modules_of_one_class_around_a_break_keep_their_paths(breaking: set[int]) -> None:
     """Dynamo captures each of them by itself, and took the graph of one for another."""
     torch._dynamo.reset()
-    net = torch.nn.Sequential(*(Adds(number in breaking) for number in range(12)))
+    net = torch.nn.Sequential(*(Adds(number in breaking) for number in range(6)))
     model = NNsight(net, compile={"backend": "eager"})
     x = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
     with torch.no_grad():
-        for reads in (range(12), (11,), (2, 7)):
+        for reads in (range(6), (5,), (2, 4)):
             kept: dict[int, torch.Tensor] = {}
             with model.trace(x):
                 for number in reads:
@@ -277,7 +275,7 @@ def test_modules_of_one_class_around_a_break_keep_their_paths(breaking: set[int]
                     kept[number] = model[number].inner.output
                 out = model.output.save()
             hidden = x
-            for number in range(12):
+            for number in range(6):
                 y = net[number].inner(hidden)
                 if number in reads:
                     y = y + number
@@ -319,10 +317,6 @@ def _edits_a_vector(model: Any, vector: torch.Tensor) -> None:
     vector.add_(model[0].output.detach().sum(0))
 
 
-def _edits_a_row(model: Any, vector: torch.Tensor) -> None:
-    vector[0] = model[0].output.detach().sum()
-
-
 def _edits_a_view(model: Any, vector: torch.Tensor) -> None:
     hidden = model[0].output.detach()
     vector[:2].mul_(hidden[0, :2])
@@ -345,7 +339,7 @@ def _edits_unseen(model: Any, vector: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
-    "block", [_edits_a_vector, _edits_a_row, _edits_a_view, _edits_its_input, _edits_a_weight, _edits_unseen]
+    "block", [_edits_a_vector, _edits_a_view, _edits_its_input, _edits_a_weight, _edits_unseen]
 )
 def test_autograd_forbids_the_edit_of_a_leaf(block: Any, backend: str) -> None:
     """Backends that lower ahead of time made the edit."""
@@ -387,7 +381,7 @@ def test_the_same_block_edits_a_leaf_or_what_comes_from_one() -> None:
         assert torch.equal(leaf, torch.ones(4))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_view_and_what_was_detached_from_it_are_results_of_one_graph(backend: str) -> None:
     """Ahead-of-time autograd made the one of the other by the view functions, so ``x.T.detach()`` was ``x``."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
@@ -409,7 +403,7 @@ def test_a_view_and_what_was_detached_from_it_are_results_of_one_graph(backend: 
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_input_that_is_used_on_both_sides_of_an_edit_gives_its_gradients(backend: str) -> None:
     """Ahead-of-time autograd computes what comes behind the edit again, from the edited input: in plain torch, too."""
 
@@ -648,7 +642,7 @@ class Summed(torch.nn.Module):
         return self.last(self.sum(first + self.second(first)))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_view_of_what_a_graph_computes_from_inputs_that_share_memory_can_be_used(compile: bool, backend: str) -> None:
     """Ahead-of-time autograd takes a view's base from a wrong place if inputs share memory that the graph edits."""
@@ -689,8 +683,8 @@ def test_tensors_that_are_only_like_another_one_require_no_gradient(compile: boo
         behind = model.head.input.requires_grad.save()  # type: ignore[attr-defined]
         out = model.output.save()
     assert alone == [False, False, False] and leaf and not before and behind and out.requires_grad
-    if compile:
-        assert not tracer.report.breaks
+    # Behind an edit that brings gradients in, the graph has to run first; the other questions need no cut.
+    assert len(tracer.report.breaks) == compile
 
 
 class Batched(torch.nn.Module):
@@ -720,9 +714,6 @@ def test_gradients_are_asked_for_behind_a_vmap_of_the_model(backend: str) -> Non
         torch.testing.assert_close(gradient, expected)
 
 
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-
-
 class Normed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -736,7 +727,7 @@ class Normed(torch.nn.Module):
 @UNCOMPILED
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("value", [0.25, torch.tensor(0.25), torch.tensor([0.25])])
+@pytest.mark.parametrize("value", [0.25, pytest.param(torch.tensor([0.25]), marks=pytest.mark.slow)])
 def test_an_assignment_by_a_mask_behind_a_matrix_product(backend: str, grad: bool, value: Any) -> None:
     """Inductor lets the matrix product read the values from behind the assignment; so it does in plain torch 2.13."""
     torch.manual_seed(0)
@@ -757,7 +748,7 @@ def test_an_assignment_by_a_mask_behind_a_matrix_product(backend: str, grad: boo
             assert grad or not tracer.report.notes  # autograd keeps what is edited, so backends that trace it refuse
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
 def test_gradients_behind_an_edit_of_the_rows_of_one_invoke(backend: str) -> None:
     """Behind a cut, the rows and the batch are inputs that share memory. Inductor fused the edit with a read of other rows."""
 
@@ -801,7 +792,7 @@ class Doubled(Normed):
         return super().forward(x * 2.0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
 def test_gradients_where_an_input_is_used_and_then_edited(backend: str) -> None:
     """A compiled backward pass kept the input, and computed from it again when it had been edited."""
     torch.manual_seed(0)
@@ -821,14 +812,14 @@ def test_gradients_where_an_input_is_used_and_then_edited(backend: str) -> None:
     torch.testing.assert_close(given, x)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("rows", [slice(None), slice(1, None)])
 def test_a_trained_factor_is_multiplied_in_place_behind_a_cut(backend: str, rows: slice) -> None:
     """The backward pass kept the tensor that came into the graph behind the cut, and autograd found it edited."""
     torch.manual_seed(0)
     net, factor = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.nn.Parameter(torch.randn(4))
     model = NNsight(net, compile={"backend": backend})
-    for length in (5, 7, 6):
+    for length in (5, 7):
         x = torch.randn(length, 4)
         with model.trace(x) as tracer:
             hidden = model[0].output
@@ -846,7 +837,7 @@ def test_a_trained_factor_is_multiplied_in_place_behind_a_cut(backend: str, rows
         torch.testing.assert_close(found, torch.autograd.grad(expected[0].sum() + expected[1].square().sum(), wanted))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_copy_behind_an_edit_by_the_model_stays_a_copy(backend: str, grad: bool) -> None:
     """With symbolic sizes, Inductor returned one tensor for both, which had no gradient; so it does in plain torch 2.13."""
@@ -860,7 +851,7 @@ def test_a_copy_behind_an_edit_by_the_model_stays_a_copy(backend: str, grad: boo
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), Edits())
     model = NNsight(net, compile={"backend": backend})
     with torch.set_grad_enabled(grad):
-        for length in (5, 7, 6):
+        for length in (5, 7):
             x = torch.randn(2, length, 4)
             with model.trace(x) as tracer:
                 cache = tracer.cache()

@@ -40,29 +40,9 @@ def branch(step: int, h: torch.Tensor, log: Log) -> torch.Tensor | None:
 
 def items(step: int, h: torch.Tensor, log: Log) -> torch.Tensor | None:
     log.append((step, round(h[:, -1].sum().item(), 4)))
+    print("step", step, f"{h[0, -1, 0]:.4f}", tuple(h.shape))
     h[:, -1] = h[:, -1].flip(-1) * (3.0 + float(h[0, -1, 0]))
     log.append((step, h[:, -1].argmax(-1).tolist()))
-    return None
-
-
-def printed(step: int, h: torch.Tensor, log: Log) -> torch.Tensor | None:
-    print("step", step, f"{h[0, -1, 0]:.4f}", tuple(h.shape))
-    return h.flip(-1) if step % 2 else None
-
-
-def loops(step: int, h: torch.Tensor, log: Log) -> torch.Tensor | None:
-    rounds = 0
-    while h[:, -1].norm() > 1.0 and rounds < 3:
-        h = h * 0.5
-        rounds += 1
-    log.append((step, rounds))
-    return h
-
-
-def masked(step: int, h: torch.Tensor, log: Log) -> torch.Tensor | None:
-    chosen = h[:, -1][h[:, -1] > 0]
-    log.append((step, chosen.numel()))
-    h[:, -1] *= -chosen.sum()
     return None
 
 
@@ -82,9 +62,7 @@ def drawn(step: int, h: torch.Tensor, log: Log) -> torch.Tensor | None:
 
 
 #: What needs values, and how often the graphs of all steps are cut for it.
-NEEDS: list[tuple[Need, int]] = [
-    (branch, NEW - 1), (items, 2 * NEW), (printed, NEW), (loops, NEW), (masked, NEW), (suppressed, NEW), (drawn, NEW),
-]  # fmt: skip
+NEEDS: list[tuple[Need, int]] = [(branch, NEW - 1), (items, 2 * NEW), (suppressed, NEW), (drawn, NEW)]
 
 
 def hooked(model: LanguageModel, need: Need, prompt: str) -> tuple[torch.Tensor, list[torch.Tensor], Log]:
@@ -163,7 +141,8 @@ def test_prompts_that_go_either_way_compile_each_way_once(model: LanguageModel) 
     assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
 
 
-def test_pieces_serve_all_lengths(model: LanguageModel) -> None:
+@pytest.mark.slow
+def test_pieces_serve_all_lengths() -> None:
     """Lengths grow from step to step, and a tensor of the block of that length goes into the model."""
     fresh = new_language_model()
 

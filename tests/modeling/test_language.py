@@ -165,15 +165,16 @@ ONE_PROMPT: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", ONE_PROMPT)
 def test_one_prompt_in_every_form_equals_the_module(
-    form: str, model: LanguageModel, gpt2: Module, tokenizer: Any, ids: torch.Tensor
+    model: LanguageModel, gpt2: Module, tokenizer: Any, ids: torch.Tensor
 ) -> None:
-    prompt = ONE_PROMPT[form](tokenizer, ids)
-    arguments = prepared(model, prompt)
-    for name in ("input_ids", "attention_mask"):
-        assert arguments[name].shape == ids.shape and arguments[name].dtype == torch.int64
-    assert torch.equal(logits_of(model, prompt), gpt2(input_ids=ids).logits)
+    expected = gpt2(input_ids=ids).logits
+    for form, make in ONE_PROMPT.items():
+        prompt = make(tokenizer, ids)
+        arguments = prepared(model, prompt)
+        for name in ("input_ids", "attention_mask"):
+            assert arguments[name].shape == ids.shape and arguments[name].dtype == torch.int64, form
+        assert torch.equal(logits_of(model, prompt), expected), form
 
 
 def test_a_trace_that_is_a_plain_call(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
@@ -189,17 +190,13 @@ def test_a_trace_that_is_a_plain_call(model: LanguageModel, gpt2: Module, ids: t
         model.trace(TEXT, trace=False, scan=True)
 
 
-@pytest.mark.parametrize("form", ["string", "list of ids", "2-D tensor", "2-D array"])
-def test_the_ids_may_be_given_by_name(
-    form: str, model: LanguageModel, gpt2: Module, tokenizer: Any, ids: torch.Tensor
-) -> None:
-    by_name = logits_of(model, input_ids=ONE_PROMPT[form](tokenizer, ids))
-    assert torch.equal(by_name, gpt2(input_ids=ids).logits)
-
-
-def test_an_encoding_may_be_given_by_names(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
-    encoding = model.tokenizer(TEXT, return_tensors="pt")
-    assert torch.equal(logits_of(model, **encoding), gpt2(input_ids=ids).logits)
+def test_the_input_may_be_given_by_name(model: LanguageModel, gpt2: Module, tokenizer: Any, ids: torch.Tensor) -> None:
+    expected = gpt2(input_ids=ids).logits
+    for form in ("string", "list of ids", "2-D tensor", "2-D array"):
+        assert torch.equal(logits_of(model, input_ids=ONE_PROMPT[form](tokenizer, ids)), expected)
+    assert torch.equal(logits_of(model, **model.tokenizer(TEXT, return_tensors="pt")), expected)
+    embeddings = gpt2.transformer.wte(ids)
+    assert torch.equal(logits_of(model, inputs_embeds=embeddings), gpt2(inputs_embeds=embeddings).logits)
 
 
 SEVERAL_PROMPTS: dict[str, Callable[[Any], Any]] = {
@@ -215,23 +212,19 @@ SEVERAL_PROMPTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", SEVERAL_PROMPTS)
-def test_prompts_in_every_form_equal_the_module(form: str, model: LanguageModel, gpt2: Module) -> None:
+def test_prompts_in_every_form_equal_the_module(model: LanguageModel, gpt2: Module) -> None:
     by_hand = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
     positions = (by_hand["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     expected = gpt2(**by_hand, position_ids=positions).logits
-    assert torch.equal(logits_of(model, SEVERAL_PROMPTS[form](model.tokenizer)), expected)
-
-
-def test_the_input_of_the_model_is_its_ids(model: LanguageModel, ids: torch.Tensor) -> None:
-    with model.trace(TEXT, use_cache=False):
-        first = model.input.save()
-    assert torch.equal(first, ids)
+    for form, make in SEVERAL_PROMPTS.items():
+        assert torch.equal(logits_of(model, make(model.tokenizer)), expected), form
 
 
 def test_further_arguments_reach_the_model(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
     with model.trace(TEXT, use_cache=False, output_hidden_states=True):
+        first = model.input.save()
         out = model.output.save()
+    assert torch.equal(first, ids)
     assert out.past_key_values is None
     assert torch.equal(out.hidden_states[1], gpt2(ids, output_hidden_states=True).hidden_states[1])
 
@@ -247,11 +240,6 @@ def test_unknown_arguments_are_refused_by_the_model() -> None:
     assert ids.tolist() == [[1, 2]]
     with pytest.raises(TypeError, match="no_such_argument"), strict.trace([1, 2], no_such_argument=1):
         strict.output.save()
-
-
-def test_embeddings_stand_in_for_ids(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
-    embeddings = gpt2.transformer.wte(ids)
-    assert torch.equal(logits_of(model, inputs_embeds=embeddings), gpt2(inputs_embeds=embeddings).logits)
 
 
 def test_continuing_a_cache_needs_no_mask(decoder: Module, ids: torch.Tensor) -> None:
@@ -283,19 +271,15 @@ def test_a_row_of_a_decoder_equals_itself_run_alone(decoder: Module, tokenizer: 
         torch.testing.assert_close(together[row, -len(by_hand) :], by_hand, atol=1e-5, rtol=0)
 
 
-def test_a_row_of_an_encoder_equals_itself_run_alone(bert: Module, bert_tokenizer: Any) -> None:
+def test_a_row_of_an_encoder_equals_itself_run_alone(bert: Module, t5: Module, bert_tokenizer: Any, tokenizer: Any) -> None:
     model = LanguageModel(bert, bert_tokenizer)
     together = logits_of(model, TEXTS)
+    translator = LanguageModel(t5, tokenizer)
+    translated = logits_of(translator, TEXTS)
     for row, text in enumerate(TEXTS):
         by_hand = bert(**bert_tokenizer(text, return_tensors="pt")).logits[0]
         torch.testing.assert_close(together[row, : len(by_hand)], by_hand, atol=1e-5, rtol=0)
-
-
-def test_a_row_of_an_encoder_decoder_equals_itself_run_alone(t5: Module, tokenizer: Any) -> None:
-    model = LanguageModel(t5, tokenizer)
-    together = logits_of(model, TEXTS)
-    for row, text in enumerate(TEXTS):
-        torch.testing.assert_close(together[row], logits_of(model, text)[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(translated[row], logits_of(translator, text)[0], atol=1e-5, rtol=0)
 
 
 def test_padding_of_a_given_mask_is_skipped_by_the_positions(decoder: Module) -> None:
@@ -312,16 +296,13 @@ def test_given_positions_are_kept(model: LanguageModel, gpt2: Module, ids: torch
     assert torch.equal(logits_of(model, TEXT, position_ids=positions[0].tolist()), expected)
 
 
-def test_decoders_pad_left_with_the_end_of_sequence_token(model: LanguageModel) -> None:
+def test_decoders_pad_left_with_the_end_of_sequence_token_or_as_chosen_later(model: LanguageModel) -> None:
     assert model.tokenizer.padding_side == "left" and model.tokenizer.pad_token == "<eos>"
     arguments = prepared(model, TEXTS)
     lengths = [len(model.tokenizer(text)["input_ids"]) for text in TEXTS]
     width = max(lengths)
     assert arguments["attention_mask"].tolist() == [[0] * (width - n) + [1] * n for n in lengths]
     assert (arguments["input_ids"][arguments["attention_mask"] == 0] == model.tokenizer.eos_token_id).all()
-
-
-def test_a_side_chosen_later_is_respected(model: LanguageModel, gpt2: Module) -> None:
     model.tokenizer.padding_side = "right"
     together = logits_of(model, TEXTS)
     for row, text in enumerate(TEXTS):
@@ -360,7 +341,7 @@ def test_what_tokenizers_add_is_kept_from_models_without_it(llama: Module, bert_
     assert torch.equal(logits_of(model, **encoding), expected)
 
 
-def test_labels_are_padded_with_ignored_ones(model: LanguageModel, gpt2: Module) -> None:
+def test_labels_are_padded_with_ignored_ones(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
     rows = model.tokenizer(TEXTS)["input_ids"]
     arguments = prepared(model, TEXTS, labels=rows)
     labels, mask = arguments["labels"], arguments["attention_mask"]
@@ -369,15 +350,9 @@ def test_labels_are_padded_with_ignored_ones(model: LanguageModel, gpt2: Module)
     with model.trace(TEXTS, labels=rows):
         loss = model.output.loss.save()
     assert torch.equal(loss, gpt2(**arguments).loss)
-
-
-@pytest.mark.parametrize("form", [list, torch.tensor, np.array])
-def test_labels_of_one_prompt_become_one_row(form: Any, model: LanguageModel, ids: torch.Tensor) -> None:
-    assert torch.equal(prepared(model, TEXT, labels=form(ids[0].tolist()))["labels"], ids)
-
-
-def test_classes_are_no_rows(model: LanguageModel) -> None:
-    assert prepared(model, TEXTS, labels=[0, 1, 0])["labels"].tolist() == [0, 1, 0]
+    for form in (list, torch.tensor, np.array):
+        assert torch.equal(prepared(model, TEXT, labels=form(ids[0].tolist()))["labels"], ids)
+    assert prepared(model, TEXTS, labels=[0, 1, 0])["labels"].tolist() == [0, 1, 0], "classes are no rows"
 
 
 def test_labels_of_an_encoder_decoder_have_their_own_length(t5: Module, tokenizer: Any) -> None:
@@ -390,25 +365,19 @@ def test_labels_of_an_encoder_decoder_have_their_own_length(t5: Module, tokenize
     assert torch.equal(loss, t5(**arguments).loss)
 
 
-def test_encoder_decoders_start_with_their_start_token(t5: Module, tokenizer: Any, ids: torch.Tensor) -> None:
+def test_encoder_decoders_start_with_their_start_token_or_pad_token(
+    t5: Module, tokenizer: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = LanguageModel(t5, tokenizer)
     expected = t5(input_ids=ids, decoder_input_ids=torch.tensor([[3]])).logits
     assert torch.equal(logits_of(model, TEXT), expected)
     assert prepared(model, TEXTS)["decoder_input_ids"].tolist() == [[3], [3], [3]]
     assert "position_ids" not in prepared(model, TEXTS)
-
-
-def test_an_encoder_decoder_without_start_token_starts_with_its_pad_token(
-    t5: Module, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    expected = t5(input_ids=ids, decoder_input_ids=torch.tensor([[3, 9]])).logits
+    assert torch.equal(logits_of(model, TEXT, decoder_input_ids=[[3, 9]]), expected)
     for config in (t5.config, t5.generation_config):
         monkeypatch.delattr(config, "decoder_start_token_id")
-    assert prepared(LanguageModel(t5, tokenizer), TEXT)["decoder_input_ids"].tolist() == [[0]]
-
-
-def test_decoder_ids_of_an_encoder_decoder_are_kept(t5: Module, tokenizer: Any, ids: torch.Tensor) -> None:
-    expected = t5(input_ids=ids, decoder_input_ids=torch.tensor([[3, 9]])).logits
-    assert torch.equal(logits_of(LanguageModel(t5, tokenizer), TEXT, decoder_input_ids=[[3, 9]]), expected)
+    assert prepared(model, TEXT)["decoder_input_ids"].tolist() == [[0]]
 
 
 def test_tensors_go_to_the_device_of_the_model(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,17 +389,10 @@ def test_tensors_go_to_the_device_of_the_model(model: LanguageModel, monkeypatch
 # -- chats -------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_goes_through_the_template(model: LanguageModel) -> None:
-    asked = prepared(model, CHAT[:1])["input_ids"]
+def test_chats_go_through_the_template(model: LanguageModel) -> None:
+    asked, begun = prepared(model, CHAT[:1])["input_ids"], prepared(model, CHAT)["input_ids"]
     assert model.tokenizer.decode(asked[0]) == "user the cat sat assistant"
-
-
-def test_a_chat_that_ends_with_the_assistant_is_gone_on_with(model: LanguageModel) -> None:
-    begun = prepared(model, CHAT)["input_ids"]
     assert model.tokenizer.decode(begun[0]) == "user the cat sat assistant on"
-
-
-def test_several_chats_are_a_batch(model: LanguageModel) -> None:
     arguments = prepared(model, [CHAT[:1], CHAT])
     assert arguments["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1], [1] * 6]
     torch.testing.assert_close(logits_of(model, [CHAT[:1], CHAT])[:1, 1:], logits_of(model, CHAT[:1]))
@@ -485,24 +447,15 @@ def test_ids_must_be_integers(prompt: Any, model: LanguageModel) -> None:
         logits_of(model, prompt)
 
 
-def test_more_than_one_input_is_an_error(model: LanguageModel, ids: torch.Tensor) -> None:
+def test_the_wrong_number_of_inputs_and_what_is_no_model(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="takes one input, not 2"):
         logits_of(model, TEXT, SHORT)
     with pytest.raises(TypeError, match="given twice"):
         logits_of(model, TEXT, input_ids=ids)
-
-
-def test_arguments_without_input_are_an_error(model: LanguageModel) -> None:
     with pytest.raises(ValueError, match="did not execute: it was given no input"):
         logits_of(model, use_cache=False)
-
-
-def test_only_models_are_wrapped() -> None:
     with pytest.raises(TypeError, match="not an int"):
         LanguageModel(3)  # type: ignore[arg-type]
-
-
-def test_options_for_loading_are_refused_for_a_loaded_model(gpt2: Module) -> None:
     with pytest.raises(TypeError, match="revision.*GPT2LMHeadModel is loaded already"):
         LanguageModel(gpt2, revision="main")
 
@@ -517,12 +470,13 @@ def saved(gpt2: Module, original_tokenizer: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_saved_model_is_loaded_with_its_tokenizer(saved: Path, model: LanguageModel) -> None:
+def test_a_saved_model_is_loaded_with_its_tokenizer(saved: Path, model: LanguageModel, gpt2: Module) -> None:
     for name in (str(saved), saved):
         loaded = LanguageModel(name)
         assert loaded.tokenizer.padding_side == "left" and loaded.tokenizer.pad_token == "<eos>"
         assert not loaded.training
         assert torch.equal(logits_of(loaded, TEXTS), logits_of(model, TEXTS))
+    assert model.config is gpt2.config and model.device == torch.device("cpu")
 
 
 def test_options_reach_from_pretrained(saved: Path) -> None:
@@ -554,11 +508,6 @@ def test_a_folder_without_tokenizer_files_is_told_from_an_empty_prompt(saved: Pa
     model = LanguageModel(str(saved))
     with pytest.raises(ValueError, match="files are missing from the model's folder"):
         logits_of(model, TEXT)
-
-
-def test_attributes_of_the_model_are_found(model: LanguageModel, gpt2: Module) -> None:
-    assert model.config is gpt2.config
-    assert model.device == torch.device("cpu")
 
 
 def test_the_demo_model_needs_no_network_and_knows_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,10 @@ def logits_of(model: Any, *inputs: Any, **options: Any) -> torch.Tensor:
 # -- lazy --------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_loaded_before_it_is_needed(lazy: LanguageModel, reference: Module, loads: list[Any]) -> None:
+def test_nothing_is_loaded_before_it_is_needed(reference: Module, loads: list[Any]) -> None:
+    state = torch.get_rng_state()
+    lazy = LanguageModel(nnsight.demo.path())
+    assert torch.equal(torch.get_rng_state(), state)
     assert not lazy.dispatched and lazy.device.type == "meta" and not lazy.training
     assert all(tensor.is_meta for tensor in (*lazy.parameters(), *lazy.buffers()))
     assert repr(lazy) == repr(reference)
@@ -74,13 +77,8 @@ def test_nothing_is_loaded_before_it_is_needed(lazy: LanguageModel, reference: M
     ]
     assert lazy.lm_head.weight.shape == reference.lm_head.weight.shape
     assert len(lazy.transformer.h) == 6 and lazy.config.n_layer == 6
-    assert loads == []
-
-
-def test_making_a_lazy_model_draws_no_random_numbers(loads: list[Any]) -> None:
-    state = torch.get_rng_state()
-    LanguageModel(nnsight.demo.path())
-    assert torch.equal(torch.get_rng_state(), state)
+    assert hasattr(lazy, "to") and callable(lazy.state_dict) and not hasattr(lazy, "no_such_method")
+    assert not lazy.dispatched and loads == []
 
 
 def test_every_architecture_is_made_as_it_is_loaded(case: Case, tmp_path: Path) -> None:
@@ -103,21 +101,20 @@ def test_every_architecture_is_made_as_it_is_loaded(case: Case, tmp_path: Path) 
     assert torch.equal(logits, case.module(**inputs).logits) and shape == logits.shape
 
 
-def test_dispatch_at_once(reference: Module, loads: list[Any]) -> None:
+def test_models_that_are_dispatched_at_once(reference: Module, loads: list[Any]) -> None:
     model = LanguageModel(nnsight.demo.path(), dispatch=True)
     assert model.dispatched and len(loads) == 1 and model.device.type == "cpu"
     assert torch.equal(model.lm_head.weight, reference.lm_head.weight)
-
-
-def test_the_demo_model_and_wrapped_modules_are_dispatched(reference: Module, loads: list[Any]) -> None:
-    assert nnsight.demo_model().dispatched and len(loads) == 1
+    assert nnsight.demo_model().dispatched and len(loads) == 2
     wrapped = LanguageModel(reference)
     wrapped.dispatch()
-    assert wrapped.dispatched and wrapped._module is reference and len(loads) == 1
+    assert wrapped.dispatched and wrapped._module is reference and len(loads) == 2
     assert not nnsight.demo_model(dispatch=False).dispatched
 
 
-def test_a_class_that_makes_no_model_of_a_configuration_loads_at_once(reference: Module) -> None:
+def test_classes_that_load(reference: Module, ids: torch.Tensor) -> None:
+    """A class of transformers that is no auto class is lazy; one that makes no model of a configuration loads at once."""
+
     class Loader:
         @staticmethod
         def from_pretrained(name: str, **options: Any) -> Module:
@@ -125,9 +122,6 @@ def test_a_class_that_makes_no_model_of_a_configuration_loads_at_once(reference:
 
     model = LanguageModel(nnsight.demo.path(), automodel=Loader)
     assert model.dispatched and model._module is reference
-
-
-def test_a_class_of_transformers_that_is_no_auto_class_is_lazy(reference: Module, ids: torch.Tensor) -> None:
     model = LanguageModel(nnsight.demo.path(), automodel=transformers.GPT2LMHeadModel, trust_remote_code=False)
     assert not model.dispatched
     assert torch.equal(logits_of(model), reference(ids).logits)
@@ -136,10 +130,16 @@ def test_a_class_of_transformers_that_is_no_auto_class_is_lazy(reference: Module
 # -- dispatch ----------------------------------------------------------------------------------------------------------
 
 
+def generated(model: Any) -> None:
+    with model.generate(PROMPT, max_new_tokens=2):
+        model.transformer.h[0].output.save()
+
+
 RUNS = {
     "dispatch": lambda model: model.dispatch(),
     "trace": logits_of,
     "generate": lambda model: model.generate(PROMPT, max_new_tokens=2),
+    "generate with a block": generated,
     "call": lambda model: model(**model._prepare_input(PROMPT)[1]),
     "to": lambda model: model.to("cpu"),
     "state_dict": lambda model: model.state_dict(),
@@ -159,14 +159,6 @@ def test_what_needs_weights_loads_them_once(
     for path, envoy in Envoy.named_modules(lazy):
         assert envoy._module is lazy._module.get_submodule(path.removeprefix("model").removeprefix("."))
     assert torch.equal(logits_of(lazy), reference(ids).logits)
-
-
-def test_a_generation_with_a_block_loads(lazy: LanguageModel, reference: Any, ids: torch.Tensor) -> None:
-    with lazy.generate(PROMPT, max_new_tokens=3) as tracer:
-        hidden = lazy.transformer.h[0].output.save()
-        tokens = tracer.result.save()
-    assert hidden.device.type == "cpu"
-    assert torch.equal(tokens, reference.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
 
 
 def test_weights_are_there_before_the_first_line_of_the_block(lazy: LanguageModel, reference: Module) -> None:
@@ -199,11 +191,6 @@ def test_a_trace_that_is_only_written_does_not_load(lazy: LanguageModel, loads: 
         lazy.lm_head.output.save()
     with lazy.edit():
         lazy.transformer.h[0].output[:] = 0
-    assert not lazy.dispatched and loads == []
-
-
-def test_looking_at_a_method_does_not_load(lazy: LanguageModel, loads: list[Any]) -> None:
-    assert hasattr(lazy, "to") and callable(lazy.state_dict) and not hasattr(lazy, "no_such_method")
     assert not lazy.dispatched and loads == []
 
 
@@ -448,11 +435,14 @@ def test_the_lazy_modules_go_away_when_the_weights_come(no_gc: None) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_does_not_exist_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_name_or_an_option_that_does_not_exist_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(LoadingError, match="missing"):
         LanguageModel(tmp_path / "missing", local_files_only=True)
     with pytest.raises(OSError, match="missing"):
         LanguageModel(tmp_path / "missing", dispatch=True, local_files_only=True)
+    with pytest.raises(TypeError, match="no_such_option") as error:
+        LanguageModel(nnsight.demo.path(), dispatch=True, no_such_option=1)
+    assert any(nnsight.demo.path() in note for note in error.value.__notes__)
 
 
 def test_a_model_whose_weights_cannot_be_read_stays_lazy_and_usable(
@@ -473,12 +463,6 @@ def test_a_model_whose_weights_cannot_be_read_stays_lazy_and_usable(
     assert shape[1] == ids.shape[1]
     weights.write_bytes(content)
     assert torch.equal(logits_of(model), reference(ids).logits) and model.dispatched
-
-
-def test_an_option_that_does_not_exist_is_a_type_error(loads: list[Any]) -> None:
-    with pytest.raises(TypeError, match="no_such_option") as error:
-        LanguageModel(nnsight.demo.path(), dispatch=True, no_such_option=1)
-    assert any(nnsight.demo.path() in note for note in error.value.__notes__)
 
 
 # -- root classes of users ---------------------------------------------------------------------------------------------
@@ -527,20 +511,11 @@ def test_a_root_class_with_load_only_loads_at_once() -> None:
     assert model[0].weight.shape == (5, 2) and not model[0].weight.is_meta
     module = make(3)
     assert Loaded(module)._module is module
-    with pytest.raises(TypeError, match="width.*loaded already"):
-        Loaded(module, width=3)
+    for more in ({"width": 3}, {"dtype": 7}):
+        with pytest.raises(TypeError, match=f"{next(iter(more))}.*loaded already"):
+            Loaded(module, **more)
     with pytest.raises(TypeError, match="7.*loaded already"):
         Loaded(module, 7)
-
-
-def test_missing_methods_are_named() -> None:
-    class Nothing(MetaMixin):
-        pass
-
-    with pytest.raises(NotImplementedError, match="_load_meta"):
-        Nothing("name")
-    with pytest.raises(NotImplementedError, match="`_load"):
-        Nothing("name", dispatch=True)
 
 
 def test_update_mirrors_another_module() -> None:

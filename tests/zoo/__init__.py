@@ -3,7 +3,6 @@
 ``python -m tests.zoo`` runs cells (model, feature, mode) and prints one line for each.
 
 - Models: :mod:`.models`, :mod:`.encoders` and :mod:`.plain`; a :mod:`.specimen` says what is known of one.
-- Features: :mod:`.forward`, :mod:`.steps` and :mod:`.backward`, each as a trace and as the same thing done by hand; :mod:`.together` has
-  several of them in one block.
-- :mod:`.refusals` has what is refused on purpose; :mod:`.runner` runs cells; :mod:`.table` writes the table in docs/compile.md.
+- Features: :mod:`.forward`, :mod:`.steps` and :mod:`.backward`, each as a trace and as the same computation by hand.
+- :mod:`.refusals` lists what is refused on purpose; :mod:`.runner` runs cells; :mod:`.table` writes the table in docs/compile.md.
 """

@@ -1,4 +1,4 @@
-"""Cells from the command line: ``python -m tests.zoo --models gpt2,llama --features read,edit --modes inductor``.
+"""Cells from the command line: ``python -m tests.zoo --models gpt2,llama --features forward,stop --modes inductor``.
 
 Prints one line for each cell and a summary; ends with 1 if a cell failed. ``--trace`` prints the tracebacks.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -44,14 +41,9 @@ def main() -> int:
     parser.add_argument("--features", default="", help="likewise")
     parser.add_argument("--modes", default="", help=f"of {', '.join(MODES)}")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--situations", type=int, default=2, help="for each feature in a compiled mode")
-    parser.add_argument("--seconds-limit", type=float, default=0.0, help="for each cell")
-    parser.add_argument("--recompile-limit", type=int, default=0, help="dynamo's, to look behind it")
-    parser.add_argument("--fresh", action="store_true", help="wrap the model anew for each feature")
     parser.add_argument("--failures", action="store_true", help="print failures only")
     parser.add_argument("--trace", action="store_true", help="print tracebacks")
     parser.add_argument("--record", action="store_true", help="keep the outcomes for the table in docs/compile.md")
-    parser.add_argument("--json", type=Path, help="file for all outcomes")
     options = parser.parse_args()
     models = _chosen(options.models, list(known))
     modes = _chosen(options.modes, list(MODES))
@@ -59,30 +51,24 @@ def main() -> int:
     CONFIG.APP.DEBUG = options.trace  # with all frames
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if options.recompile_limit:
-        torch._dynamo.config.recompile_limit = options.recompile_limit
     cells: list[Cell] = []
     began = time.perf_counter()
     for name in models:
-        keeper = Keeper(known[name], options.device, options.situations)
+        keeper = Keeper(known[name], options.device)
         for mode in modes:
             for feature in features:
                 if not FEATURES[feature].fits(known[name]):
                     continue
-                cell = keeper.run(FEATURES[feature], mode, options.seconds_limit)
+                cell = keeper.run(FEATURES[feature], mode)
                 cells.append(cell)
                 if not options.failures or cell.result == "FAIL":
                     print(cell, flush=True)
                 if options.trace and cell.trace:
                     print(cell.trace, flush=True)
-                if options.fresh:
-                    keeper.close(mode)
             keeper.close(mode)
             gc.collect()
         if options.record:
             record(cells)
-        if options.json:
-            options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1))
     counts = Counter(cell.result.partition(":")[0] for cell in cells)
     print(f"{len(cells)} cells in {time.perf_counter() - began:.0f} s: {dict(counts)}")
     return 1 if counts["FAIL"] else 0

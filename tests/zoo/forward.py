@@ -1,4 +1,4 @@
-"""Features of a forward pass: reads, edits, replacements, batches, skips, operations, caches, stops."""
+"""Features of a forward pass: reads, edits, replacements, operations and a cache in one block; batches, skips, stops."""
 
 from __future__ import annotations
 
@@ -13,63 +13,17 @@ from .subject import Feature, Subject, output, set_output
 from .values import main, replaced, tensors
 
 
-def _keep(found: dict[str, Any], name: str, read: Any = lambda value: value) -> Any:
-    """Return a hook that keeps what ``read`` makes of the first value."""
-
-    def hook(value: Any, call: int) -> None:
-        if not call:
-            found[name] = read(value)
-
-    return hook
-
-
-def _once(function: Any) -> Any:
+def once(function: Any) -> Any:
     """Return a hook that calls ``function`` with the first value."""
     return lambda value, call: None if call else function(value)
 
 
-# -- read ---------------------------------------------------------------------------------------------------------------
+def new(hidden: torch.Tensor) -> torch.Tensor:
+    """Return what replaces ``hidden``."""
+    return hidden * 0.75 + 0.1
 
 
-def read(subject: Subject) -> dict[str, Any]:
-    places = [(f"{kind} of {path}", kind, subject.envoy(path)) for kind, path in subject.read]
-    with subject.model.trace(**subject.arguments) as tracer:
-        found = nnsight.save({})
-        for name, kind, envoy in places:
-            found[name] = main(envoy.input if kind == "input" else output(envoy))
-        out = main(subject.model.output).save()
-    return {**found, "out": out}
-
-
-def read_by_hand(subject: Subject) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    hooks = subject.hooks
-    for kind, path in subject.read:
-        getattr(hooks, kind)(path, _keep(found, f"{kind} of {path}", main))
-    return {"out": main(hooks(**subject.arguments)), **found}
-
-
-# -- the result, with caches and all ----------------------------------------------------------------------------------
-
-
-def result(subject: Subject) -> dict[str, Any]:
-    with subject.model.trace(**subject.arguments) as tracer:
-        hidden = main(output(subject.envoy(subject.specimen.layers[0]))).save()
-        out = subject.model.output.save()
-        returned = tracer.result.save()
-    return {"hidden": hidden, "out": out, "result": returned}
-
-
-def result_by_hand(subject: Subject) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    out = subject.hooks.output(subject.specimen.layers[0], _keep(found, "hidden", main))(**subject.arguments)
-    return {"hidden": found["hidden"], "out": out, "result": out}
-
-
-# -- edits in place and replacements ------------------------------------------------------------------------------------
-
-
-def _edit(kind: str, hidden: torch.Tensor) -> None:
+def _change(kind: str, hidden: torch.Tensor) -> None:
     """Edit ``hidden`` in place, each kind of module in another way."""
     if kind == "norm":
         hidden *= 1.5
@@ -83,11 +37,82 @@ def _edit(kind: str, hidden: torch.Tensor) -> None:
         hidden[:, -1] = hidden[:, -1] * 0.5 + hidden[:, 0]
 
 
+# -- reads, edits, replacements, an operation and a cache -----------------------------------------------------------------
+
+
+def _is_replaced(kind: str) -> bool:
+    return kind in ("mlp", "layer")
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    return [tensor.detach().cpu().clone() for tensor in tensors(value)]
+
+
+def forward(subject: Subject) -> dict[str, Any]:
+    kinds = {path: kind for kind, path in subject.places.items()}
+    second, operation = subject.specimen.layers[1], subject.specimen.operation
+    if operation is not None:
+        operation = getattr(subject.envoy(operation.module).source, operation.name)
+    with subject.model.trace(**subject.arguments) as tracer:
+        cache = tracer.cache()
+        found = nnsight.save({})
+        for what, path in subject.order:
+            if what == "operation":
+                main(operation.output)[..., 0] = 2.0
+                found[what] = main(operation.output).clone()
+            elif path in kinds and what == "input":
+                envoy = subject.envoy(path)
+                found[f"input of {path}"] = main(envoy.input)
+                if path == second:
+                    envoy.input = replaced(envoy.input, new)
+            elif path in kinds:
+                envoy = subject.envoy(path)
+                found[f"output of {path}"] = main(output(envoy))
+                _change(kinds[path], main(output(envoy)))
+                if _is_replaced(kinds[path]):
+                    set_output(envoy, replaced(output(envoy), new))
+        out = subject.model.output.save()
+        returned = tracer.result.save()
+    cached = {path.removeprefix("model").lstrip("."): _floats(entry.output) for path, entry in cache.items()}
+    return {**found, "out": out, "result": returned, "cache": cached}
+
+
+def forward_by_hand(subject: Subject) -> dict[str, Any]:
+    kinds = {path: kind for kind, path in subject.places.items()}
+    hooks, found, cached = subject.hooks, dict[str, Any](), dict[str, list[Any]]()
+
+    def at_operation(value: Any) -> None:
+        main(value)[..., 0] = 2.0
+        found["operation"] = main(value).clone()
+
+    def at_input(path: str, value: Any) -> Any:
+        found[f"input of {path}"] = main(value)
+        return replaced(value, new) if path == subject.specimen.layers[1] else None
+
+    def at_output(path: str, value: Any) -> Any:
+        found[f"output of {path}"] = main(value)
+        _change(kinds[path], main(value))
+        return replaced(value, new) if _is_replaced(kinds[path]) else None
+
+    for what, path in subject.order:
+        if path in kinds and what == "input":
+            hooks.input(path, once(lambda value, path=path: at_input(path, value)))
+        elif path in kinds and what == "output":
+            hooks.output(path, once(lambda value, path=path: at_output(path, value)))
+    for what, path in subject.order:
+        if what == "output":
+            hooks.output(path, lambda value, _, path=path: cached.setdefault(path, []).extend(_floats(value)))
+    if subject.specimen.operation is not None:  # behind the hooks of the module that the operation calls, if it calls one
+        hooks.operation(subject.specimen.operation, once(at_operation))
+    out = hooks(**subject.arguments)
+    return {**found, "out": out, "result": out, "cache": cached}
+
+
 def edit(subject: Subject) -> dict[str, Any]:
     places = [(kind, subject.envoy(path)) for kind, path in subject.places.items()]
     with subject.model.trace(**subject.arguments) as tracer:
         for kind, envoy in places:
-            _edit(kind, main(output(envoy)))
+            _change(kind, main(output(envoy)))
         out = main(subject.model.output).save()
     return {"out": out}
 
@@ -95,45 +120,8 @@ def edit(subject: Subject) -> dict[str, Any]:
 def edit_by_hand(subject: Subject) -> dict[str, Any]:
     hooks = subject.hooks
     for kind, path in subject.places.items():
-        hooks.output(path, _once(lambda value, kind=kind: _edit(kind, main(value))))
+        hooks.output(path, once(lambda value, kind=kind: _change(kind, main(value))))
     return {"out": main(hooks(**subject.arguments))}
-
-
-def _new(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden * 0.75 + 0.1
-
-
-def replace(subject: Subject) -> dict[str, Any]:
-    first, second = (subject.envoy(path) for path in subject.specimen.layers)
-    mlp = subject.envoy(subject.places["mlp"])
-    with subject.model.trace(**subject.arguments) as tracer:
-        set_output(mlp, replaced(output(mlp), _new))
-        set_output(first, replaced(output(first), _new))
-        out = main(subject.model.output).save()
-    return {"out": out}
-
-
-def replace_by_hand(subject: Subject) -> dict[str, Any]:
-    hooks = subject.hooks
-    for path in (subject.places["mlp"], subject.specimen.layers[0]):
-        hooks.output(path, _once(lambda value: replaced(value, _new)))
-    return {"out": main(hooks(**subject.arguments))}
-
-
-def replace_input(subject: Subject) -> dict[str, Any]:
-    layer = subject.envoy(subject.specimen.layers[0])
-    with subject.model.trace(**subject.arguments) as tracer:
-        layer.input = replaced(layer.input, _new)
-        out = main(subject.model.output).save()
-    return {"out": out}
-
-
-def replace_input_by_hand(subject: Subject) -> dict[str, Any]:
-    hooks = subject.hooks.input(subject.specimen.layers[0], _once(lambda value: replaced(value, _new)))
-    return {"out": main(hooks(**subject.arguments))}
-
-
-# -- everything -----------------------------------------------------------------------------------------------------------
 
 
 def everything(subject: Subject) -> dict[str, Any]:
@@ -150,90 +138,52 @@ def everything_by_hand(subject: Subject) -> dict[str, Any]:
     hooks = subject.hooks
     for kind, path in subject.order:
         if kind == "output":
-            hooks.output(path, _keep(found, path))
+            hooks.output(path, once(lambda value, path=path: found.update({path: value})))
     hooks(**subject.arguments)
     return {path: tensors(value) for path, value in found.items()}
-
-
-def cached(subject: Subject) -> dict[str, Any]:
-    with subject.model.trace(**subject.arguments) as tracer:
-        cache = tracer.cache()
-    return {path.removeprefix("model").lstrip("."): _floats(entry.output) for path, entry in cache.items()}
-
-
-def _floats(value: Any) -> list[torch.Tensor]:
-    return [tensor.detach().cpu().clone() for tensor in tensors(value)]
-
-
-def cached_by_hand(subject: Subject) -> dict[str, Any]:
-    calls: dict[str, list[Any]] = {}
-    hooks = subject.hooks
-    for kind, path in subject.order:
-        if kind == "output":
-            hooks.output(path, lambda value, _, path=path: calls.setdefault(path, []).extend(_floats(value)))
-    hooks(**subject.arguments)
-    return dict(calls)
 
 
 # -- several invokes ------------------------------------------------------------------------------------------------------
 
 
-def invokes(subject: Subject) -> dict[str, Any]:
+def batch(subject: Subject) -> dict[str, Any]:
     first, second = (subject.envoy(path) for path in subject.specimen.layers)
     with subject.model.trace() as tracer:
+        meet = tracer.barrier(2)
         with tracer.invoke(**subject.arguments):
             main(output(first))[:] *= 0.5
+            hidden = main(output(first))[:, 0].mean(0)
+            meet()
             one = main(subject.model.output).save()
         with tracer.invoke(**subject.others):
-            hidden = main(output(first)).clone().save()
+            meet()
+            kept = main(output(first)).clone().save()
+            main(output(first))[:, -1] = hidden
             main(output(second))[..., 0] = 1.0
             two = main(subject.model.output).save()
         with tracer.invoke():
             all = main(subject.model.output).save()
-    return {"hidden": hidden, "one": one, "two": two, "all": all}
+    return {"hidden": kept, "one": one, "two": two, "all": all}
 
 
-def invokes_by_hand(subject: Subject) -> dict[str, Any]:
+def batch_by_hand(subject: Subject) -> dict[str, Any]:
     rows = next(iter(subject.arguments.values())).shape[0]
     found: dict[str, Any] = {}
 
     def at_first(value: Any) -> None:
         main(value)[:rows] *= 0.5
         found["hidden"] = main(value)[rows:].clone()
+        main(value)[rows:, -1] = main(value)[:rows, 0].mean(0)
 
     def at_second(value: Any) -> None:
         main(value)[rows:][..., 0] = 1.0
 
     one, two = subject.specimen.layers
-    out = main(subject.hooks.output(one, _once(at_first)).output(two, _once(at_second))(**_joined(subject)))
+    out = main(subject.hooks.output(one, once(at_first)).output(two, once(at_second))(**joined(subject)))
     return {"hidden": found["hidden"], "one": out[:rows], "two": out[rows:], "all": out}
 
 
-def barrier(subject: Subject) -> dict[str, Any]:
-    layer = subject.envoy(subject.specimen.layers[0])
-    with subject.model.trace() as tracer:
-        meet = tracer.barrier(2)
-        with tracer.invoke(**subject.arguments):
-            hidden = main(output(layer))[:, 0].mean(0)
-            meet()
-        with tracer.invoke(**subject.others):
-            meet()
-            main(output(layer))[:, -1] = hidden
-            out = main(subject.model.output).save()
-    return {"out": out}
-
-
-def barrier_by_hand(subject: Subject) -> dict[str, Any]:
-    rows = next(iter(subject.arguments.values())).shape[0]
-
-    def patch(value: Any) -> None:
-        main(value)[rows:, -1] = main(value)[:rows, 0].mean(0)
-
-    out = subject.hooks.output(subject.specimen.layers[0], _once(patch))(**_joined(subject))
-    return {"out": main(out)[rows:]}
-
-
-def _joined(subject: Subject) -> dict[str, Any]:
+def joined(subject: Subject) -> dict[str, Any]:
     """Return the arguments of both calls as those of one."""
     return {name: torch.cat([value, subject.others[name]]) for name, value in subject.arguments.items()}
 
@@ -245,27 +195,15 @@ def skip(subject: Subject) -> dict[str, Any]:
     first, second = (subject.envoy(path) for path in subject.specimen.layers)
     with subject.model.trace(**subject.arguments) as tracer:
         second.skip(output(first))
-        out = main(subject.model.output).save()
-    return {"out": out}
+        out = subject.model.output.save()
+    return {"out": main(out)}  # a cache has no entry for the layer, or an empty one
 
 
 def skip_by_hand(subject: Subject) -> dict[str, Any]:
-    return {"out": main(_skipping(subject.hooks, subject)(**subject.arguments))}
+    return {"out": main(skipping(subject.hooks, subject)(**subject.arguments))}
 
 
-def skip_result(subject: Subject) -> dict[str, Any]:
-    first, second = (subject.envoy(path) for path in subject.specimen.layers)
-    with subject.model.trace(**subject.arguments) as tracer:
-        second.skip(output(first))
-        out = subject.model.output.save()
-    return {"out": main(out)}  # a cache has no entry for the layer, or one with nothing in it
-
-
-def skip_result_by_hand(subject: Subject) -> dict[str, Any]:
-    return {"out": main(_skipping(subject.hooks, subject)(**subject.arguments))}
-
-
-def _skipping(hooks: Hooks, subject: Subject) -> Hooks:
+def skipping(hooks: Hooks, subject: Subject) -> Hooks:
     """Let the second layer return what the first one did, in every call."""
     kept: dict[str, Any] = {}
     one, two = subject.specimen.layers
@@ -281,62 +219,16 @@ def stop(subject: Subject) -> dict[str, Any]:
 
 def stop_by_hand(subject: Subject) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    subject.hooks.output(subject.specimen.layers[0], _keep(found, "hidden", main))(**subject.arguments)
+    keep = once(lambda value: found.update(hidden=main(value)))
+    subject.hooks.output(subject.specimen.layers[0], keep)(**subject.arguments)
     return found
 
 
-# -- operations -----------------------------------------------------------------------------------------------------------
-
-
-def _operation(subject: Subject) -> Any:
-    operation = subject.specimen.operation
-    assert operation is not None
-    return getattr(subject.envoy(operation.module).source, operation.name)
-
-
-def source_read(subject: Subject) -> dict[str, Any]:
-    operation = _operation(subject)
-    with subject.model.trace(**subject.arguments) as tracer:
-        value = main(operation.output).save()
-        out = main(subject.model.output).save()
-    return {"value": value, "out": out}
-
-
-def source_read_by_hand(subject: Subject) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    out = subject.hooks.operation(subject.specimen.operation, _keep(found, "value", main))(**subject.arguments)  # type: ignore[arg-type]
-    return {**found, "out": main(out)}
-
-
-def source_edit(subject: Subject) -> dict[str, Any]:
-    operation = _operation(subject)
-    with subject.model.trace(**subject.arguments) as tracer:
-        main(operation.output)[..., 0] = 2.0
-        out = main(subject.model.output).save()
-    return {"out": out}
-
-
-def source_edit_by_hand(subject: Subject) -> dict[str, Any]:
-    def change(value: Any) -> None:
-        main(value)[..., 0] = 2.0
-
-    out = subject.hooks.operation(subject.specimen.operation, _once(change))(**subject.arguments)  # type: ignore[arg-type]
-    return {"out": main(out)}
-
-
 FORWARD = [
-    Feature("read", read, read_by_hand),
-    Feature("result", result, result_by_hand),
-    Feature("edit", edit, edit_by_hand),
-    Feature("replace", replace, replace_by_hand),
-    Feature("replace-input", replace_input, replace_input_by_hand),
+    Feature("forward", forward, forward_by_hand),
     Feature("everything", everything, everything_by_hand),
-    Feature("cache", cached, cached_by_hand),
-    Feature("invokes", invokes, invokes_by_hand, needs=lambda specimen: specimen.batches),
-    Feature("barrier", barrier, barrier_by_hand, needs=lambda specimen: specimen.batches),
-    Feature("skip", skip, skip_by_hand, needs=lambda specimen: specimen.skips),
-    Feature("skip-result", skip_result, skip_result_by_hand, needs=lambda specimen: specimen.skips, covers=("skip",)),
+    Feature("batch", batch, batch_by_hand, needs=lambda specimen: specimen.batches),
+    Feature("skip-result", skip, skip_by_hand, needs=lambda specimen: specimen.skips),
     Feature("stop", stop, stop_by_hand),
-    Feature("source-read", source_read, source_read_by_hand, needs=lambda specimen: specimen.operation is not None),
-    Feature("source-edit", source_edit, source_edit_by_hand, needs=lambda specimen: specimen.operation is not None),
+    Feature("bfloat16", edit, edit_by_hand, variant="bfloat16"),
 ]

@@ -51,7 +51,7 @@ REFUSALS: list[Refusal] = [
         says="cannot be skipped in this compiled trace",
         reason="the skipped layer assigns its convolution state to an attribute of a module; `compile=False` skips it",
         models=frozenset({"recurrent-gemma"}),
-        features=frozenset({"skip", "skip-result", "generate-skip"}),
+        features=frozenset({"skip-result", "generate-skip"}),
         modes=_COMPILED,
     ),
     Refusal(

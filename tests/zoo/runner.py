@@ -1,7 +1,7 @@
-"""Runs cells: one model, one feature, one mode, in several situations, each compared with the same thing done by hand.
+"""Runs cells: one model, one feature, one mode, in several situations, each compared with the same computation by hand.
 
-All features of a model and a mode share one wrapped model, as the cells of a notebook do, so that what one of them had captured is
-there for the next. Which situations a feature meets rotates, so that each model meets all of them in each mode.
+All features of a model and a mode share one wrapped model, as the cells of a notebook do, so that a feature meets the graphs captured
+for earlier ones. The situations of a feature rotate, so that each model meets all of them in each mode.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import os
-import signal
 import time
 import traceback
 import warnings
@@ -44,11 +42,7 @@ DTYPES = {"bfloat16": torch.bfloat16}
 
 
 class Failure(Exception):
-    """A cell gave something else than the reference, or did not run as it should."""
-
-
-class TooLong(BaseException):
-    """A cell took longer than it may; no ``except Exception`` of the compiler takes it for a failed lowering."""
+    """A cell differed from the reference, or did not run as it should."""
 
 
 @dataclass
@@ -60,7 +54,6 @@ class Cell:
         detail: Of a failure: the situation and the error.
         trace: Its traceback.
         seconds: How long it took.
-        cpu: Seconds of processors, those of a compiler's processes too.
         captures: Graphs that dynamo captured for it.
         compiles: Graphs or regions that were lowered for it.
         breaks: Where graphs were cut.
@@ -73,13 +66,12 @@ class Cell:
     detail: str = ""
     trace: str = ""
     seconds: float = 0.0
-    cpu: float = 0.0
     captures: int = 0
     compiles: int = 0
     breaks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        cost = f"{self.seconds:.1f} s, {self.cpu:.1f} s of CPU, {self.captures} captures, {self.compiles} compiles"
+        cost = f"{self.seconds:.1f} s, {self.captures} captures, {self.compiles} compiles"
         return f"{self.model:16} {self.mode:10} {self.feature:20} {self.result} [{cost}] {self.detail}".rstrip()
 
 
@@ -97,7 +89,7 @@ class _Fallbacks(logging.Handler):
 
 
 class Keeper:
-    """Keeps what the cells of one model share: references, what they gave, and wrapped models.
+    """Keeps what the cells of one model share: references, their results, and wrapped models.
 
     Args:
         specimen: The model.
@@ -113,36 +105,29 @@ class Keeper:
         self._expected: dict[tuple[str, Situation], Any] = {}
         self._wrapped: dict[tuple[str, str], Any] = {}
 
-    def run(self, feature: Feature, mode: str, limit: float = 0.0) -> Cell:
-        """Run one cell.
-
-        Args:
-            feature: What is run.
-            mode: A name in :data:`MODES`.
-            limit: Seconds after which it fails; no limit if 0.
-        """
+    def run(self, feature: Feature, mode: str) -> Cell:
+        """Run one cell; ``mode`` is a name in :data:`MODES`."""
         cell = Cell(self.specimen.name, feature.name, mode)
-        began, worked, captures, compiles = time.perf_counter(), _cpu(), fx.counters.captures, fx.counters.compiles
+        began, captures, compiles = time.perf_counter(), fx.counters.captures, fx.counters.compiles
         declared = refusal_of(cell.model, cell.feature, mode)
         situation = None
         try:
-            with _time_limit(limit):
-                for situation in self.situations(feature, mode):
-                    self._check(feature, mode, situation, cell)
-                if declared is not None:
-                    raise Failure(f"it works, and is declared to be refused: {declared.reason}")
-        except (Exception, TooLong) as error:
+            for situation in self.situations(feature, mode):
+                self._check(feature, mode, situation, cell)
+            if declared is not None:
+                raise Failure(f"it works, and is declared to be refused: {declared.reason}")
+        except Exception as error:
             known = declared if declared is not None and declared.explains(error) else None
             message = str(error) if isinstance(error, Failure) else f"{type(error).__name__}: {_short(error)}"
             cell.result = "FAIL" if known is None else known.outcome
             cell.detail = f"{situation}: {message}"
             cell.trace = "" if isinstance(error, Failure) else "".join(traceback.format_exception(error))
-        cell.seconds, cell.cpu = time.perf_counter() - began, _cpu() - worked
+        cell.seconds = time.perf_counter() - began
         cell.captures, cell.compiles = fx.counters.captures - captures, fx.counters.compiles - compiles
         return cell
 
     def situations(self, feature: Feature, mode: str) -> list[Situation]:
-        """Return what a feature meets: all in eager mode, else some, of which the last comes again with other values."""
+        """Return all situations in eager mode, else some; the last one comes again with other values."""
         possible = [one for one in SITUATIONS if one.grad or not feature.grad]
         if mode == "eager":
             return possible
@@ -152,7 +137,7 @@ class Keeper:
         return [*chosen, Situation(last.length, last.batch, last.grad, seed=1)]
 
     def close(self, mode: str) -> None:
-        """Let go of the wrapped models of ``mode``."""
+        """Drop the wrapped models of ``mode``."""
         self._wrapped = {key: model for key, model in self._wrapped.items() if key[1] != mode}
         torch._dynamo.reset()
 
@@ -201,7 +186,7 @@ class Keeper:
         return found, reports, messages
 
     def _count_positions(self, module: torch.nn.Module, *calls: dict[str, Any]) -> None:
-        """Say by hand what a language model is told by its wrapper: where each token stands."""
+        """Add the positions of tokens, which the wrapper of a language model passes."""
         if self.specimen.language and "position_ids" in inspect.signature(module.forward).parameters:
             for call in calls:
                 ids = call["input_ids"]
@@ -232,13 +217,9 @@ class Keeper:
         return self._wrapped[variant, mode]
 
 
-def _cpu() -> float:
-    return sum(os.times()[:4])
-
-
 @contextlib.contextmanager
 def _as_before(module: torch.nn.Module) -> Iterator[None]:
-    """Give buffers their values back, and take gradients away."""
+    """Restore buffers, and drop gradients."""
     before = {name: value.clone() for name, value in module.named_buffers()}
     try:
         yield
@@ -261,23 +242,6 @@ def _fallbacks() -> Iterator[list[str]]:
             yield handler.messages
     finally:
         logger.removeHandler(handler)
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    def end(*_: Any) -> None:
-        raise TooLong(f"it took longer than {seconds:g} s")
-
-    if not seconds:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _assert_no_instrumentation(module: torch.nn.Module) -> None:

@@ -60,21 +60,9 @@ class Subject:
         places = {kind: path for kind, path in self.specimen.places.items() if path in rank}
         return dict(sorted(places.items(), key=lambda item: rank[item[1]]))
 
-    @property
-    def read(self) -> list[tuple[str, str]]:
-        """Inputs and outputs of the places, in order."""
-        chosen = set(self.places.values())
-        return [(kind, path) for kind, path in self.order if path in chosen and kind != "operation"]
-
     def envoy(self, path: str) -> Any:
         """Return the envoy of the module at ``path``."""
         return self.model.get(path) if path else self.model
-
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Gradients of parameters by name, of those that have one."""
-        module = self.module if self.model is None else self.model._module
-        return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
 Run = Callable[[Subject], dict[str, Any]]
@@ -91,7 +79,6 @@ class Feature:
         needs: Whether a model has it.
         grad: Whether it is about gradients, so that they have to be enabled.
         variant: Which build of the model it is about: "", "bfloat16" or "train".
-        covers: Names of features that it does in one block.
     """
 
     name: str
@@ -100,7 +87,6 @@ class Feature:
     needs: Callable[[Specimen], bool] = lambda specimen: True
     grad: bool = False
     variant: str = ""
-    covers: tuple[str, ...] = ()
 
     def fits(self, specimen: Specimen) -> bool:
         """Say whether the model has what this is about."""

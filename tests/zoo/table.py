@@ -1,6 +1,6 @@
 """The table of cells in docs/compile.md, and the outcomes it is made of: ``python -m tests.zoo.table`` writes it.
 
-``python -m tests.zoo --record`` keeps what each cell came to in ``outcomes.json``. A cell that was never run is in neither.
+``python -m tests.zoo --record`` keeps the outcome of each cell in ``outcomes.json``. A cell that was never run is in neither.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from .. import ROOT
 from .features import FEATURES
 from .models import specimens
 from .runner import MODES, Cell
-from .together import TOGETHER
 
 PAGE = ROOT / "docs" / "compile.md"
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 BEGIN, END = "<!-- zoo: written by python -m tests.zoo.table -->", "<!-- end of zoo -->"
 
-#: How the table calls the modes.
+#: Letters of the modes in the table.
 LETTERS = {"eager": "e", "aot_eager": "a", "inductor": "i", "whole": "w"}
 
 #: Outcomes by model, feature and mode.
@@ -34,7 +33,7 @@ def outcomes() -> Outcomes:
 
 
 def record(cells: Iterable[Cell]) -> None:
-    """Keep what cells came to, in place of what was kept of them before."""
+    """Keep the outcomes of cells, in place of earlier ones."""
     kept = outcomes()
     for cell in cells:
         result = cell.result if cell.result != "FAIL" else f"fails: {cell.detail.splitlines()[0][:160]}"
@@ -49,32 +48,23 @@ def record(cells: Iterable[Cell]) -> None:
 
 
 def table() -> str:
-    """Return the table: a model in each row, a feature in each column, what does not work below."""
+    """Return the table: a model in each row, a feature in each column, and below it the reasons of what does not work."""
     kept, notes = outcomes(), dict[str, int]()
-    columns = [feature for feature in FEATURES.values() if feature not in TOGETHER]
     lines = [
-        "| model | what it is | " + " | ".join(feature.name for feature in columns) + " |",
-        "|---|---" + "|---" * len(columns) + "|",
+        "| model | what it is | " + " | ".join(FEATURES) + " |",
+        "|---|---" + "|---" * len(FEATURES) + "|",
     ]
     for name, specimen in specimens().items():
         cells = []
-        for feature in columns:
+        for feature in FEATURES.values():
             found = kept.get(name, {}).get(feature.name, {})
-            together = [kept.get(name, {}).get(one.name, {}) for one in FEATURES.values() if feature.name in one.covers]
-            worked = "".join(_letter(mode, found, together) for mode in MODES)
-            others = {f"{text} ({mode})" for one in (found, *together) for mode, text in one.items() if text != "ok"}
-            numbers = sorted(notes.setdefault(note, len(notes) + 1) for note in others)
-            cells.append(" ".join([worked, *map(str, numbers)]).strip() if feature.fits(specimen) else "-")
+            worked = "".join(LETTERS[mode] for mode in MODES if found.get(mode) == "ok")
+            others = sorted(f"{text} ({mode})" for mode, text in found.items() if text != "ok")
+            numbers = [str(notes.setdefault(note, len(notes) + 1)) for note in others]
+            cells.append(" ".join([worked, *numbers]).strip() if feature.fits(specimen) else "-")
         lines.append(f"| {name} | {specimen.kind} | " + " | ".join(cells) + " |")
     lines += [""] + [f"{number}. {note}" for note, number in notes.items()] if notes else []
     return "\n".join(lines)
-
-
-def _letter(mode: str, found: dict[str, str], together: list[dict[str, str]]) -> str:
-    """Return the letter of a mode: small where the feature worked by itself, capital where it worked in a block with others."""
-    if found.get(mode) == "ok":
-        return LETTERS[mode]
-    return LETTERS[mode].upper() if any(one.get(mode) == "ok" for one in together) else ""
 
 
 def with_table(page: str) -> str:

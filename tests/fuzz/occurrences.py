@@ -1,7 +1,4 @@
-"""Passages: where a block can do something in a model, found out by running the model once.
-
-A *passage* is one occurrence of a location.
-"""
+"""Occurrences of locations: where a block can do something in a model, found by one run of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from .sizes import WIDTH
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor in the value at a passage.
+    """A tensor in the value at an occurrence.
 
     Attributes:
         access: Expression of the tensor; ``H`` is the value.
@@ -33,13 +30,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Passage:
+class Occurrence:
     """One occurrence of a location.
 
     Attributes:
         path: Of the module, or of an operation (``body.0.source.torch_tanh_0``).
         key: ``input`` or ``output``.
-        occurrence: How often the location was passed before.
+        number: How often the model had passed the location before.
         places: Tensors in the value: the result, or the pair of arguments.
         first: Tensors in the first argument, if it is an input.
         whole: Expression of a result of this structure, with ``E`` for each tensor; empty if no expression has such a result.
@@ -47,13 +44,13 @@ class Passage:
 
     path: str
     key: str
-    occurrence: int
+    number: int
     places: tuple[Place, ...]
     first: tuple[Place, ...]
     whole: str
 
 
-#: Rows and positions of the input with which passages are found out. No other size is the same.
+#: Rows and positions of the input with which occurrences are found. No other size is the same.
 ROWS, POSITIONS = 2, 3
 
 
@@ -65,7 +62,7 @@ def places_in(value: Any, access: str = "H", rebuild: str = "E", seen: tuple[int
     captured graph has the answer of its capture.
 
     Args:
-        value: At a passage.
+        value: At an occurrence.
         access, rebuild: As in :class:`Place`.
         seen: Tensors of the whole value, by identity.
     """
@@ -118,10 +115,10 @@ def is_plain(value: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def passages_of(spec: Spec, ids: bool, returns: str) -> tuple[Passage, ...]:
-    """Return the passages of a model in the order in which a call meets them."""
+def occurrences_of(spec: Spec, ids: bool, returns: str) -> tuple[Occurrence, ...]:
+    """Return the occurrences of a model in the order in which a call meets them."""
     net = build(spec, ids, returns, by_hand=True)
-    found: list[Passage] = []
+    found: list[Occurrence] = []
     counts: dict[tuple[str, str], int] = {}
 
     def visit(path: str, key: str, value: Any) -> Any:
@@ -132,7 +129,7 @@ def passages_of(spec: Spec, ids: bool, returns: str) -> tuple[Passage, ...]:
             seen = tuple(id(leaf) for leaf in torch.utils._pytree.tree_leaves(value))
             first = tuple(places_in(args[0] if args else next(iter(kwargs.values())), seen=seen))
         whole = whole_of(value) if is_plain(value) else ""
-        found.append(Passage(path, key, occurrence, tuple(places_in(value)), first, whole))
+        found.append(Occurrence(path, key, occurrence, tuple(places_in(value)), first, whole))
         return value
 
     with watched(net, visit), torch.no_grad():

@@ -62,7 +62,7 @@ $(INSTALLED): pyproject.toml $(HAS_TORCH)
 install: $(INSTALLED)
 
 demo: $(INSTALLED)
-	@$(BIN)/python -m nnsight.demo
+	@$(BIN)/python -m tools.demo
 
 # Types are checked on one core while the tests start on both: neither alone keeps two cores busy.
 test: lint
@@ -110,11 +110,12 @@ test-vllm-v2: $(VLLM_INSTALLED)
 	@echo "pytest, tests on vLLM's model runner V2 ..."
 	@$(ON_V2) -m pytest -m vllm $(V2_TESTS)
 
-# Blocks and tables in engines of all kinds, captures, two devices with a compiled model; and on V2 what is about it alone.
+# Blocks and tables in engines of all kinds, captures, two devices with a compiled model; and on V2 captures, steps that overlap, and what
+# is about it alone.
 test-vllm-ci: $(VLLM_INSTALLED)
 	@echo "pytest, some of the tests on vLLM ..."
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not test_parallel or compiled or chunked"
-	@$(ON_V2) -m pytest -m vllm tests/vllm/test_v2.py
+	@$(ON_V2) -m pytest -m vllm $(patsubst %,tests/vllm/test_%.py,v2 kept_values overlapping)
 
 $(RAY_INSTALLED): pyproject.toml
 	@echo "creating $(RAY_VENV) ..."

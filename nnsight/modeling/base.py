@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -108,6 +108,25 @@ class NNsight(Editable):
         """
         self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
+
+    @overload
+    def trace(self, *args: Any, trace: Literal[False], **kwargs: Any) -> Any: ...
+
+    @overload
+    def trace(
+        self,
+        *args: Any,
+        compile: bool | str | None = None,
+        backend: Backend | None = None,
+        remote: bool | str = False,
+        blocking: bool = True,
+        scan: bool = False,
+        validate: bool = False,
+        fn: Callable[..., Any] | None = None,
+        tracer_cls: type[InterleavingTracer] | None = None,
+        trace: Literal[True] = True,
+        **kwargs: Any,
+    ) -> InterleavingTracer: ...
 
     @uncompiled
     def trace(

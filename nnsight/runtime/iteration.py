@@ -102,7 +102,7 @@ class Iterations:
 
 
 def begin_loop(mediator: Mediator) -> int | None:
-    """Note that a block enters a loop over occurrences; return the occurrence that its requests ask for by now."""
+    """Note that a block enters a loop over occurrences; return the occurrence that its requests ask for."""
     mediator.loops += 1
     return mediator.iteration
 

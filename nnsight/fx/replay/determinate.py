@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.modules.located import Located
-from ...runtime.modules.tree import ModuleTree as Modules
+from ...runtime.modules.tree import ModuleTree
 from ...tracing.block import TRACER_NAME, Block
 from .abstract_values import TRACER, VALUE, Held, Known, Outside, Undetermined, are_alike, either, truth_of
 from .callees import Calls
@@ -32,7 +32,7 @@ _ROUNDS = 5
 
 
 def guards_of(
-    block: Block, tracer: Any, modules: Modules | None, variable: Callable[[str], Any]
+    block: Block, tracer: Any, modules: ModuleTree | None, variable: Callable[[str], Any]
 ) -> tuple[tuple[GuardPath, str], ...]:
     """Return what ``block`` reads from outside, with the kind of comparison that each needs.
 

@@ -39,7 +39,7 @@ from .guards import GuardPath, GuardPlan, Read
 from .playback import Effects, NotAsBefore, Playback, effects_of
 
 if TYPE_CHECKING:
-    from ...runtime.modules.tree import ModuleTree as Modules
+    from ...runtime.modules.tree import ModuleTree
     from ...tracing import Block
     from ..driver import CompiledDriver
 
@@ -110,7 +110,7 @@ class Replays:
         self._memories: weakref.WeakKeyDictionary[Block, _Memory] = weakref.WeakKeyDictionary()
 
     def prepare(
-        self, block: Block, scope: Scope, module_globals: dict[str, Any], tracer: Any, modules: Modules
+        self, block: Block, scope: Scope, module_globals: dict[str, Any], tracer: Any, modules: ModuleTree
     ) -> Attempt | None:
         """Return an attempt for a block that is about to run with these variables and globals; ``None`` if it must run unobserved."""
         memory = self._memories.get(block)

@@ -64,9 +64,9 @@ class Definition:
 
 
 _Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_Key = tuple[weakref.ref[types.CodeType], Any]
-_listings: dict[int, _Key] = {}
-_definitions: dict[int, _Key] = {}
+_Known = tuple[weakref.ref[types.CodeType], Any]
+_listings: dict[int, _Known] = {}
+_definitions: dict[int, _Known] = {}
 
 
 def listing_of(function: types.FunctionType) -> Listing:
@@ -89,7 +89,7 @@ def definition_of(function: types.FunctionType) -> Definition:
     return definition
 
 
-def _once(known: dict[int, _Key], function: types.FunctionType, make: Callable[[types.FunctionType], Any]) -> Any:
+def _once(known: dict[int, _Known], function: types.FunctionType, make: Callable[[types.FunctionType], Any]) -> Any:
     key = id(function.__code__)
     found = known.get(key)
     if found is None:

@@ -119,14 +119,7 @@ class Envoy(Located):
 
     @uncompiled
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Run this module alone, with the block of the ``with`` statement reading and editing its internals.
-
-        Args:
-            *args: Arguments of the module.
-            **kwargs: Likewise, by name; and the options of :meth:`NNsight.trace <nnsight.modeling.base.NNsight.trace>`.
-
-        Returns:
-            The tracer; ``tracer.result`` is what the module returns.
+        """Run this module alone on its own arguments, as :meth:`NNsight.trace <nnsight.modeling.base.NNsight.trace>` runs the model.
 
         Example:
             >>> with pipe.unet.trace(sample, timestep, encoder_hidden_states=prompt):
@@ -136,12 +129,7 @@ class Envoy(Located):
 
     @uncompiled
     def scan(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, and this module alone, on fake tensors: sizes and types without values.
-
-        Args:
-            *args: Arguments of the module.
-            **kwargs: Likewise, by name.
-        """
+        """Run the block, and this module alone on its own arguments, on fake tensors: sizes and types without values."""
         return self._as_root.scan(*args, **kwargs)
 
     @uncompiled
@@ -151,11 +139,7 @@ class Envoy(Located):
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> Any:
-        """Keep a block and run it whenever this module is traced or called by itself; runs of the whole model go without.
-
-        Args:
-            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds.
-        """
+        """Keep a block for runs of this module by itself, as :meth:`NNsight.edit` does for those of the model."""
         return self._as_root.edit(inplace=inplace)
 
     def clear_edits(self) -> None:

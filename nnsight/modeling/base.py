@@ -17,7 +17,7 @@ from ..runtime.gradients import add_tensor_methods
 from ..runtime.interleaver import active_interleaver
 from ..runtime.modules.interception import is_compiling
 from ..runtime.modules.tree import ModuleTree
-from ..runtime.tracer import Driver, InterleavingTracer
+from ..runtime.tracer import Arguments, Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from .editable import Editable
@@ -81,13 +81,9 @@ class NNsight(Editable):
 
             module, found = options_of_compiled(module)
             chosen = found if chosen is None else chosen
-        self.__dict__["_compiled"] = None
-        self.__dict__["_compile_by_default"] = False
-        self.__dict__["_edits"] = []
-        self.__dict__["_rename"] = dict(rename or {})
+        own = {"_compiled": None, "_compile_by_default": chosen is not None, "_edits": [], "_rename": dict(rename or {})}
+        self.__dict__.update(own)
         self._mount(module, envoys, chosen)
-        if chosen is not None:
-            self.__dict__["_compile_by_default"] = True
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
@@ -280,17 +276,12 @@ class NNsight(Editable):
 
     def _driver(self, compile: bool | str | None, function: Callable[..., Any] | None = None) -> Driver:
         """Return the driver of the model, or of a ``function`` that calls it, compiled or not."""
-        if compile is None and function is None and self._compile_by_default:
-            self._sync()
-            return self._compiled_driver()
         if compile is not None and not isinstance(compile, bool) and compile != _BACKGROUND:
             raise TypeError(
                 f"trace(compile=...) is True, False or {_BACKGROUND!r}, not {compile!r}. Options go to `model.compile(...)`."
             )
         self._sync()
-        if compile == _BACKGROUND and self._compiled is None:
-            self._make_driver({"background": True})
-        if compile == _BACKGROUND and not self._compiled_driver().options.get("background"):
+        if compile == _BACKGROUND and not (self._compiled or self._make_driver({"background": True})).options.get("background"):
             raise ValueError(
                 "trace(compile='background'): this model was compiled before, with other options. Call "
                 "`model.compile(background=True, ...)` once instead."
@@ -346,16 +337,14 @@ class NNsight(Editable):
 
         return self._call_edited(call, args, kwargs, must_run=False)
 
-    def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""
         return args, kwargs
 
     def _compiled_driver(self) -> CompiledDriver:
         return self._compiled or self._make_driver({})
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the arguments of one more invoke to those of earlier ones; subclasses that can do so override.
 
         Args:
@@ -380,10 +369,8 @@ class NNsight(Editable):
 
     def _alias_paths(self) -> dict[str, str]:
         """Return the path behind each further name that ``rename`` gave."""
-        found: dict[str, str] = {}
-        for envoy in Envoy.modules(self):
-            found.update({f"{envoy._path}.{name}": envoy.__dict__[name]._path for name in envoy._aliases})
-        return found
+        envoys = Envoy.modules(self)
+        return {f"{envoy._path}.{name}": envoy.__dict__[name]._path for envoy in envoys for name in envoy._aliases}
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         super()._mirror(known, version)
@@ -415,14 +402,8 @@ def _check_options(compile: Any, rename: Any, envoys: Any) -> None:
             raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")
 
 
-def _traced_call(
-    input_location: str,
-    output_location: str,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _traced_call(*call: Any) -> Any:
     """Call a module while dynamo traces it; see :func:`nnsight.fx.capturing.taps.tapped_call`."""
     from ..fx.capturing.taps import tapped_call
 
-    return tapped_call(input_location, output_location, call, args, kwargs)
+    return tapped_call(*call)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..runtime.interleaver import active_interleaver
+from ..runtime.tracer import Arguments
 from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
@@ -173,7 +174,7 @@ class DiffusionModel(MetaMixin):
 
     # -- a single step -------------------------------------------------------------------------------------------
 
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Check the arguments of the denoiser."""
         if inputs and (isinstance(inputs[0], str) or _is_texts(inputs[0])):
             raise TypeError(
@@ -182,9 +183,7 @@ class DiffusionModel(MetaMixin):
             )
         return inputs, kwargs
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the arguments of the denoiser of one more invoke to those before it, along their first dimensions."""
         names = list(inspect.signature(type(self._module.denoiser).forward).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -244,7 +243,7 @@ class PipelineRun:
         repeated = {name: [value[0]] * count for name, value in kwargs.items() if _is_texts(value)}
         return module.run(**{**kwargs, **repeated, "seed": None, "generator": None})
 
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of the pipeline, all by name; texts as lists.
 
         Raises:
@@ -276,9 +275,7 @@ class PipelineRun:
         prepared = {name: [value] * count if name in texts else value for name, value in kwargs.items()}
         return (), {**prepared, _ROWS: torch.arange(count)}
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke to those before it."""
         if _ROWS not in kwargs:
             raise ValueError("Several invokes need prompts, or `prompt_embeds`, so that the images can be told apart.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from ..runtime.tracer import Arguments
 from .forms import FORMS, all_are, by_name, describe, id_rows, id_tensor
 
 logger = logging.getLogger("nnsight.modeling")
@@ -60,7 +61,7 @@ class TextInput:
         tokenizer = self.tokenizer
         if tokenizer is None:
             return
-        side = self._default_padding_side
+        side = "left" if self._is_decoder else "right"
         if tokenizer.padding_side != side:
             logger.info("tokenizer set to pad on the %s for %s", side, type(self._module).__name__)
             tokenizer.padding_side = side
@@ -77,11 +78,7 @@ class TextInput:
         family = getattr(getattr(self._module, "config", None), "model_type", None)
         return not self._is_encoder_decoder and family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    @property
-    def _default_padding_side(self) -> str:
-        return "left" if self._is_decoder else "right"
-
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Turn prompts into the arguments of the model.
 
         Args:
@@ -132,9 +129,7 @@ class TextInput:
             if name in accepted or name not in optional
         }
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke to those before it, padded to one rectangle.
 
         Raises:
@@ -235,7 +230,8 @@ class TextInput:
 
     @property
     def _padding_side(self) -> str:
-        return self._default_padding_side if self.tokenizer is None else self.tokenizer.padding_side
+        own = "left" if self._is_decoder else "right"
+        return own if self.tokenizer is None else self.tokenizer.padding_side
 
     def _filler(self, name: str) -> int:
         """Return what pads the rows of the argument ``name``."""
@@ -295,20 +291,15 @@ class TextInput:
 
 def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:
     """Return the names of the parameters of ``module.forward``, and whether it takes any other name."""
-    if "forward" in module.__dict__:  # set on the instance by a hook; not remembered, it would keep the module alive
-        return _signature_of(module.forward)
-    return _class_signature(type(module).forward)
+    own = module.__dict__.get("forward")  # set on the instance by a hook; not remembered, it would keep the module alive
+    return _signature_of(type(module).forward) if own is None else _signature_of.__wrapped__(own)
 
 
+@functools.lru_cache(maxsize=256)
 def _signature_of(function: Any) -> tuple[set[str], bool]:
     parameters = inspect.signature(function).parameters
     names = {name for name in parameters if name != "self"}
     return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-
-
-@functools.lru_cache(maxsize=256)
-def _class_signature(forward: Callable[..., Any]) -> tuple[set[str], bool]:
-    return _signature_of(forward)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:

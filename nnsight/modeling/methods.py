@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.envoy import Envoy
+from ..runtime.tracer import Arguments
 
 if TYPE_CHECKING:
     from .base import NNsight
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TracedFunction:

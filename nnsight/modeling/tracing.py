@@ -164,14 +164,10 @@ def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
     own = {"execute", "replay"} & {name for base in kind.__mro__[: kind.__mro__.index(InterleavingTracer)] for name in vars(base)}
     members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     if "execute" in own and "replay" not in own:  # it wants to see each run
-        members["replay"] = _runs_always
+        members["replay"] = lambda self: None
     made = type(kind.__name__, (kind, ModelTracer), members)
     setattr(kind, _FOR_MODELS, made)
     return made
-
-
-def _runs_always(self: ModelTracer) -> None:
-    """Replay nothing."""
 
 
 def _scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:

@@ -97,8 +97,7 @@ class ValueWriter:
             return {kind.__name__: [self.write(part) for part in _CONTAINERS[kind][0](value)]}
         if isinstance(value, Envoy):
             if value._tree is not self._model._tree:
-                fix = "An edit can use the parts of its own model only."
-                raise _refusal(f"the module `{value._path}` of another model", fix)
+                raise _refusal(f"the module `{value._path}` of another model", "An edit can use the parts of its own model only.")
             return {"envoy": value._path.partition(".")[2]}
         if id(value) in self._parts:
             part, path = self._parts[id(value)]
@@ -109,8 +108,7 @@ class ValueWriter:
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
         if value.grad_fn is not None:
-            fix = "The graph behind it cannot be exported: use `.detach()`."
-            raise _refusal("a tensor that was computed with gradients", fix)
+            raise _refusal("a tensor that was computed with gradients", "The graph behind it cannot be exported: use `.detach()`.")
         name = f"tensor {len(self.tensors)}"
         try:
             data = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -140,7 +138,11 @@ def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, to
             values.append(_part(model, kind, content))
         elif kind == "tensor":
             place = _device_of(model._module) if content["device"] is None else content["device"]
-            values.append(_placed(tensors[content["name"]], place).requires_grad_(content["requires_grad"]))
+            try:
+                tensor = tensors[content["name"]].to(place)
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(f"The edits use a tensor on the device {place}, which cannot be used here: {error}") from error
+            values.append(tensor.requires_grad_(content["requires_grad"]))
         elif kind == "import":
             values.append(_import(*content))
         else:
@@ -167,13 +169,6 @@ def _part(model: Envoy, kind: str, path: str) -> Any:
             f"The edits use the weights of `model.{path}`, which are not loaded yet. Load them first, with `model.dispatch()`."
         )
     return found
-
-
-def _placed(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    try:
-        return tensor.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The edits use a tensor on the device {device}, which cannot be used here: {error}") from error
 
 
 def _refusal(what: str, fix: str | None = None) -> TypeError:

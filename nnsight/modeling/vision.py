@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
+from ..runtime.tracer import Arguments
+from .forms import all_are
 from .generation import Generation
 from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name
 from .mixins import naming
@@ -82,7 +84,7 @@ class VisionLanguageModel(LanguageModel):
         super().__init__(model, tokenizer, automodel=automodel, **options)
         self.processor: Any = processor
 
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Turn prompts, with images or without, into the arguments of the model.
 
         Args:
@@ -119,9 +121,7 @@ class VisionLanguageModel(LanguageModel):
                 prepared[name] = value.to(dtype)
         return args, prepared
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke, and their images, to those before it."""
         before = {} if batched is None else batched[1]
         extra = sorted(name for name in {**before, **kwargs} if name in _TOKEN_ROWS or _is_of_media(name))
@@ -206,18 +206,14 @@ def _without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _read_images(module: Any, arguments: Mapping[str, Any]) -> None:
     """Run the part of ``module`` that reads images, as far as it goes."""
     read, pixels = getattr(module, "get_image_features", None), arguments.get("pixel_values")
-    if (
-        read is not None and pixels is not None and pixels.ndim == 4
-    ):  # others count images, for which fakes have no values
+    if read is not None and pixels is not None and pixels.ndim == 4:  # others count images, for which fakes have no values
         known = inspect.signature(read).parameters
         with contextlib.suppress(Exception):
             read(**{name: value for name, value in arguments.items() if name in known and _is_of_media(name)})
 
 
 def _is_text(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (
-        isinstance(prompt, (list, tuple)) and all(isinstance(item, str) for item in prompt)
-    )
+    return isinstance(prompt, str) or (isinstance(prompt, (list, tuple)) and all_are(prompt, str))
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:
@@ -241,9 +237,7 @@ def _without_text(prompt: Any) -> bool:
 
 def _is_of_media(name: str) -> bool:
     """Whether an argument is what a processor makes of images, videos or sound."""
-    return name.startswith(
-        ("pixel_", "image_", "video_", "input_features", "audio_", "feature_", "aspect_ratio_", "num_")
-    )
+    return name.startswith(("pixel_", "image_", "video_", "input_features", "audio_", "feature_", "aspect_ratio_", "num_"))
 
 
 def _has_row_for_each_prompt(arguments: Mapping[str, Any]) -> bool:

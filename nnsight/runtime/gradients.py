@@ -137,19 +137,22 @@ class _BackwardInterleaver(Interleaver):
 
     def offer_gradient(self, location: str, gradient: torch.Tensor) -> torch.Tensor | None:
         """Offer a gradient to the block, unless it is of another run, whose pass reaches the same tensor."""
-        return self.handle(location, _own(gradient)) if active_interleaver() is self else None
+        if active_interleaver() is not self:
+            return None
+        # A copy to edit: autograd passes one buffer to several tensors, and expanded ones.
+        return self.handle(location, gradient.clone(memory_format=torch.contiguous_format))
 
     def check_flows_through(self, tensor: torch.Tensor) -> None:
         """Raise if the gradient does not flow through ``tensor``, where a hook would be given zeros or nothing."""
         if self._edges is None:
-            self._edges = {_edge(self._loss)}
-            pending = [get_gradient_edge(self._loss).node]
+            start = get_gradient_edge(self._loss)
+            self._edges, pending = {start[:2]}, [start.node]
             while pending:
                 for node, number in pending.pop().next_functions:
                     if node is not None and (node, number) not in self._edges:
                         self._edges.add((node, number))
                         pending.append(node)
-        if _edge(tensor) not in self._edges:
+        if get_gradient_edge(tensor)[:2] not in self._edges:
             raise ValueError(
                 "The gradient of the loss does not flow through this tensor. The loss does not depend on it, or only by way "
                 "of something without gradients, such as `.detach()`."
@@ -178,17 +181,6 @@ def check_gradient(tensor: torch.Tensor, value: Any) -> None:
         raise TypeError(
             f"A gradient was replaced by {value.dtype} on {value.device}; it has to be {wanted}: use `.to(x)`."
         )
-
-
-def _own(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy to edit: autograd passes one buffer to several tensors, and expanded ones."""
-    return gradient.clone(memory_format=torch.contiguous_format)
-
-
-def _edge(tensor: torch.Tensor) -> tuple[Any, int]:
-    """Return where the gradient of ``tensor`` enters the autograd graph."""
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
 
 
 class BackwardsTracer(Tracer):

@@ -13,8 +13,7 @@ generation, and elsewhere for the location that the loop waited for last. Withou
 from __future__ import annotations
 
 import itertools
-import sys
-import types
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -134,10 +133,7 @@ def await_step(mediator: Mediator, step: int) -> None:
 
 def _is_named(name: str) -> bool:
     """Whether the code that is running has an attribute of this ``name``."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and name not in frame.f_code.co_names:
-        frame = frame.f_back
-    return frame is not None
+    return any(name in frame.f_code.co_names for frame, _ in traceback.walk_stack(None))
 
 
 def keep_pace(mediator: Mediator, step: int, visited: object) -> bool:

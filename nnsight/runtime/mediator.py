@@ -366,7 +366,7 @@ class Mediator:
     def _is_at(self, location: str) -> bool:
         """Whether the model is stopped at ``location``, at the occurrence that requests ask for."""
         self.requests += 1
-        return self._location == location and (self.iteration is None or self.iteration == self._occurrence)
+        return self.stands_at(location)
 
     def next_occurrence(self, location: str) -> int:
         """Return the occurrence of ``location`` that a request would get."""

@@ -171,9 +171,7 @@ class InterleavingTracer(RunControls, Tracer):
             include_inputs: Keep all their arguments.
 
         Raises:
-            TypeError: If ``modules`` is no list of modules and paths, or ``dtype`` no dtype.
-            ValueError: Outside a block, in a backward pass, for a module that is not part of the model, or if nothing is
-                to be kept.
+            ValueError: Outside a block, for a module that is not part of the model, or if nothing is to be kept.
         """
         mediator, model = running_mediator("tracer.cache()"), self._model
         if not (include_output or include_inputs):

@@ -22,7 +22,7 @@ import linecache
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,17 +75,9 @@ class Scope:
                 cells[name] = cell
         return Branch(cells, block.inner, self, block.stored)
 
-    def bound(self) -> set[str]:
-        """Return the names of the variables that have a value."""
-        return {name for name, cell in self.cells.items() if is_bound(cell)}
-
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every bound variable."""
-        for name, cell in self.cells.items():
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # unbound
-                continue
+        return ((name, cell.cell_contents) for name, cell in self.cells.items() if is_bound(cell))
 
     def copy(self) -> Scope:
         """Return a scope with the same values in cells of its own."""
@@ -101,13 +93,12 @@ class Scope:
             if id(value) in marked:
                 self.cells[name].cell_contents = value
 
-    def drop_unsaved(self, names: Iterable[str]) -> None:
+    def drop_unsaved(self, names: frozenset[str]) -> None:
         """Unbind those of the variables ``names`` whose values are not saved."""
         marked = saves.get() or {}
-        for name in names:
-            cell = self.cells.get(name)
-            if cell is not None and is_bound(cell) and id(cell.cell_contents) not in marked:
-                del cell.cell_contents
+        for name, value in list(self.items()):
+            if name in names and id(value) not in marked:
+                del self.cells[name].cell_contents
 
     def clear(self) -> None:
         """Unbind all variables, so that the scope keeps no object alive."""
@@ -123,17 +114,15 @@ class Branch(Scope):
 
     def publish(self) -> None:
         """Show the others what is bound here."""
-        for name in self.names:
-            cell = self.cells.get(name)
-            if cell is not None and is_bound(cell):
-                self.around.cells[name].cell_contents = cell.cell_contents
+        for name, value in self.items():
+            if name in self.names:
+                self.around.cells[name].cell_contents = value
 
     def pull(self) -> None:
         """Bind those of its own variables that the block has not bound to what others have shown."""
-        for name in self.names:
-            cell, shown = self.cells.get(name), self.around.cells.get(name)
-            if cell is not None and shown is not None and is_bound(shown) and not is_bound(cell):
-                cell.cell_contents = shown.cell_contents
+        for name, value in self.around.items():
+            if name in self.names and not is_bound(self.cells[name]):
+                self.cells[name].cell_contents = value
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,14 +167,13 @@ class Block:
         cell, variables = types.CellType, frame.f_locals
         cells = {name: cell(variables[name]) if name in variables else cell() for name in self.shared}
         scope = Scope(cells, self.inner)
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            if _HAS_SNAPSHOTS:
-                variables.clear()
+        if _is_function(frame):
+            _forget_snapshot(frame, variables)
             return scope
         around: types.FrameType | None = frame
         while around is not None and not _is_function(around):
             # The body of a class does not list what it reads of the function around it, which is its caller.
-            wanted = set(around.f_code.co_freevars).intersection(cells) - scope.bound()
+            wanted = set(around.f_code.co_freevars).intersection(cells) - dict(scope.items()).keys()
             around = around.f_back
             if not wanted or around is None:
                 break
@@ -219,14 +207,6 @@ def _is_function(frame: types.FrameType) -> bool:
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
 
 
-def variables_of(frame: types.FrameType) -> dict[str, Any]:
-    """Return the variables of a frame, leaving no snapshot of them in it."""
-    variables = frame.f_locals
-    found = dict(variables)
-    _forget_snapshot(frame, variables)
-    return found
-
-
 def _scope_of(frame: types.FrameType) -> Scope:
     """Return the scope of a block's frame."""
     variables = frame.f_locals
@@ -240,7 +220,7 @@ def _forget_snapshot(frame: types.FrameType, variables: Any) -> None:
 
     A tensor the user deletes must not live on in it. The next look at ``f_locals`` fills it anew.
     """
-    if _HAS_SNAPSHOTS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if _HAS_SNAPSHOTS and _is_function(frame):
         variables.clear()
 
 
@@ -369,7 +349,7 @@ def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     """Bind ``values`` as variables of ``frame``."""
     variables = frame.f_locals
     variables.update(values)
-    if _HAS_SNAPSHOTS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if _HAS_SNAPSHOTS and _is_function(frame):
         if values:
             _LOCALS_TO_FAST(frame, 0)
         variables.clear()  # also without values: skipping the body made the interpreter take a snapshot

@@ -142,7 +142,10 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         run = active_interleaver()
         mediator: Any = getattr(_run_of(owner), "current", None) if run is None else run.current
         if mediator is None:
-            raise ValueError(self._outside(location))
+            raise ValueError(
+                f"Cannot access `{location}` outside of interleaving: the value exists while the model runs. "
+                "Read it inside `with model.trace(...)` and keep it with `.save()`."
+            )
         tree = mediator.interleaver.tree
         if tree is not None and getattr(owner, "_tree", tree) is not tree:
             raise MissedProviderError(
@@ -152,12 +155,6 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         if self._prepare is not None and not mediator.stands_at(location):
             self._prepare(owner)
         return mediator
-
-    def _outside(self, location: str) -> str:
-        return (
-            f"Cannot access `{location}` outside of interleaving: the value exists while the model runs. "
-            "Read it inside `with model.trace(...)` and keep it with `.save()`."
-        )
 
 
 def _run_of(owner: Any) -> Any:

@@ -91,10 +91,7 @@ class ModuleTree:
 
     def refresh(self) -> int:
         """Look for submodules and hooks that were added, removed or replaced; return the version of what is there now."""
-        unchanged = not any(self._leaves)
-        for children, known in self._parents:
-            unchanged = unchanged and tuple(children.values()) == known
-        if not unchanged:
+        if any(self._leaves) or any(tuple(children.values()) != known for children, known in self._parents):
             self._scan()
         elif self._attached.changed():
             self.version += 1
@@ -198,10 +195,7 @@ class ModuleTree:
 
 
 def _may_be_opened(callee: Any, path: str) -> bool:
-    if callee is None:
-        return True
     try:
-        listing_of(layers_of(callee, path)[-1])
+        return callee is None or bool(listing_of(layers_of(callee, path)[-1]))
     except SourceError:
         return False
-    return True

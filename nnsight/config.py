@@ -73,10 +73,7 @@ class Config:
         vars(self).update(APP=AppConfig(file), API=ApiConfig(file), _file=file)
 
     def save(self) -> None:
-        """Keep what this program has assigned in the user's file, for later programs.
-
-        The file gets values that differ from the default, and no values of environment variables; its other content stays. It is replaced
-        as a whole, and only the user can read it.
+        """Keep what this program has assigned in the user's file, for later programs; its other content stays.
 
         Raises:
             ValueError: If the file that is there cannot be understood.

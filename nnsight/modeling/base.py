@@ -229,8 +229,7 @@ class NNsight(Editable):
         """Run the block on fake tensors: sizes and types without values, and without computing anything.
 
         Nothing changes: weights, buffers, caches given as input and random number generators stay as they are. Weights are
-        not needed, so a model that is not loaded stays so. As in a trace, what is used after the block has to be saved.
-        Mistakes in shapes and indices are raised at the line of the block.
+        not needed, so a model that is not loaded stays so. Mistakes in shapes and indices are raised at the line of the block.
 
         Afterwards ``_fake_output`` and ``_fake_inputs`` of every envoy are what its module returned and was given,
         as fake tensors, until the next scan; outside of traces ``.output``, ``.input`` and ``.inputs`` show the same.

@@ -5,8 +5,7 @@ A pipeline of `diffusers` is no module. It calls several (text encoder, denoiser
 ``trace`` runs that, with the arguments of the denoiser. ``generate`` runs the pipeline, in which every location of the denoiser occurs once
 for each step.
 
-While ``generate`` runs, the pipeline's calls of the denoiser are redirected to the :class:`Diffuser`. So a step is a call of the whole
-model, and is compiled if the model is.
+While ``generate`` runs, the pipeline's calls of the denoiser are redirected to the :class:`Diffuser`: a step is a call of the model.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Diffuser(torch.nn.Module):
         self._lock = threading.Lock()
 
     @property
-    def denoiser(self) -> torch.nn.Module:
+    def denoiser(self) -> Any:
         """The component that is called once for each step."""
-        return self._modules[self.denoiser_name]  # type: ignore[return-value]
+        return self._modules[self.denoiser_name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one denoising step: call the denoiser."""
@@ -196,9 +195,8 @@ class DiffusionModel(MetaMixin):
     def generate(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Make images: as a context manager with a block that runs along, as a plain call without.
 
-        In the block every location of the denoiser occurs once for each step; ``tracer.iter`` and ``next()`` choose among the
-        occurrences. ``tracer.result`` is what the pipeline returns. Where the pipeline guides with an empty prompt, the denoiser is
-        given both at once, and an invoke sees the two rows of each of its prompts.
+        In the block every location of the denoiser occurs once for each step. ``tracer.result`` is what the pipeline returns.
+        Where it guides with an empty prompt, the denoiser is given both at once, and an invoke sees the two rows of each of its prompts.
 
         Args:
             *inputs: At most one: the prompt, or a list of prompts.

@@ -82,23 +82,18 @@ class TextInput:
         """Turn prompts into the arguments of the model.
 
         Args:
-            *inputs: At most one: a string, a list of strings, token ids as a list, a list of lists, or an
-                integer tensor or array ``[sequence]`` or ``[batch, sequence]``, a dict or ``BatchEncoding``,
-                a chat or a list of chats. A chat goes through the tokenizer's chat template; the model is to
-                answer it, or to go on with the last message if that is the assistant's.
-            **kwargs: Arguments of the model by name. ``input_ids`` may have all the forms above; masks,
-                labels and the like may be lists, of different lengths too. Labels are padded with -100.
+            *inputs: At most one, in one of the forms of :data:`~nnsight.modeling.forms.FORMS`. A chat goes through the tokenizer's
+                chat template; the model is to answer it, or to go on with the last message if that is the assistant's.
+            **kwargs: Arguments of the model by name. ``input_ids`` may have all these forms; masks, labels and the like may be
+                lists, of different lengths too. Labels are padded with -100.
 
         Returns:
             No positional arguments, and as keyword arguments, on the model's device:
 
-            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor
-              without a mask are taken to have no padding. A decoder's call that continues a cache
-              (``cache``, called ``past_key_values`` before transformers 5.24) gets no mask but a given one,
-              which has to cover the cache as well.
+            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor without a mask have no
+              padding. A decoder's call that continues a cache gets no mask but a given one, which has to cover the cache as well.
             - ``position_ids``, of the same shape, for decoders that take them.
-            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given
-              neither those nor labels.
+            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given neither those nor labels.
             - All others as they were given, except what tokenizers return and this model does not take.
 
         Raises:
@@ -143,9 +138,7 @@ class TextInput:
             before, added = batched[1].get(name), kwargs.get(name)
             if name not in _BATCH_NAMES:
                 if before is not added and before != added:
-                    raise ValueError(
-                        f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch."
-                    )
+                    raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
                 joined[name] = added
             elif before is None or added is None:
                 raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")

@@ -1,8 +1,7 @@
 """Scans: runs on fake tensors, which have sizes and types and no values.
 
 A scan computes nothing and needs no weights. It runs a copy of the model with fakes for all tensors (:mod:`~nnsight.runtime.rows.fakes`),
-on copies of the inputs, so the model, its buffers and a cache among the inputs stay as they are. Weights on the meta device become fakes
-on the device of the inputs.
+on copies of the inputs, so the model, its buffers and a cache among the inputs stay as they are.
 
 The blocks of a scan run under the fake mode from their first line, so what they compute is fake, too. The fakes at all locations are kept
 until the next scan.

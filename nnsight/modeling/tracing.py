@@ -37,16 +37,7 @@ _CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Coun
 class ModelTracer(InterleavingTracer):
     """Runs a model once, with blocks reading and editing its internals.
 
-    Args:
-        choose_driver: Returns the driver; called when the block is about to run.
-        modules: The modules of the model.
-        model: Prepares and batches inputs.
-        args: What the user passed as input.
-        kwargs: Likewise, by name.
-        backend: As for :class:`InterleavingTracer`.
-        named: Likewise.
-        scan: Run the model on fakes first.
-        validate: Run the block on fakes first.
+    ``choose_driver`` is called when the block is about to run; ``scan`` and ``validate`` are those of :meth:`NNsight.trace`.
     """
 
     def __init__(
@@ -69,10 +60,7 @@ class ModelTracer(InterleavingTracer):
         self._prepared: Any = None  # the arguments of the model then
 
     def replay(self) -> dict[str, Any] | None:
-        """Have what the block does without running it, if that is known; return what it saves then.
-
-        :mod:`nnsight.fx.replay.replay` says when it is known.
-        """
+        """Have what the block does without running it, if :mod:`nnsight.fx.replay` knows it; return what it saves then."""
         if self._validate or self._scan or not self.owns_scope or self._model is None or self._model._edits:
             return None
         assert self._call is not None and self._choose_driver is not None

@@ -51,10 +51,6 @@ class VisionLanguageModel(LanguageModel):
         automodel: The class whose ``from_pretrained`` loads the model.
         **options: All others of :class:`LanguageModel`.
 
-    Attributes:
-        processor: The processor, or None.
-        tokenizer: Its tokenizer.
-
     Example:
         >>> model = VisionLanguageModel("llava-hf/llava-1.5-7b-hf")
         >>> with model.trace("<image> What is this?", images=image):
@@ -85,17 +81,12 @@ class VisionLanguageModel(LanguageModel):
         self.processor: Any = processor
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Turn prompts, with images or without, into the arguments of the model.
+        """Turn prompts, with images or without, into the arguments of the model, as :class:`LanguageModel` does.
 
         Args:
-            *inputs: At most one: what :class:`LanguageModel` takes, or what the processor has made. With images, a text, a list
-                of texts, a chat or a list of chats.
+            *inputs: With images, a text, a list of texts, a chat or a list of chats.
             **kwargs: ``images`` (and ``videos``, ``audio``), in any form that the processor takes, a single image too; all
                 others are arguments of the model by name.
-
-        Returns:
-            No positional arguments, and as keyword arguments, on the model's device, those of :class:`LanguageModel` and what
-            the processor makes of images, such as ``pixel_values``, in the model's dtype.
 
         Raises:
             ValueError: If there are images and the prompt says nowhere where, or is no text.

@@ -132,9 +132,9 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
     Args:
         paths: The modules to keep.
         aliases: Path by further name of a module, for renamed modules.
-        device: Device for the kept tensors; ``None`` for theirs.
-        dtype: Dtype for the kept floating point tensors; ``None`` for theirs.
-        detach: Whether tensors are detached from autograd.
+        device: As for :meth:`.InterleavingTracer.cache`.
+        dtype: Likewise.
+        detach: Likewise.
         keys: What is kept of each module: ``"output"``, ``"input"`` or both.
 
     Raises:
@@ -226,11 +226,9 @@ class _CacheView:
         self._cache, self._path = cache, path
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("output", "input", "inputs"):
-            return getattr(self._cache[self._path], name)
         if name.startswith("_"):
             raise AttributeError(name)
-        return _CacheView(self._cache, f"{self._path}.{name}")
+        return getattr(self._cache[self._path], name) if name in ("output", "input", "inputs") else self[name]
 
     def save(self) -> _CacheView:
         """Return this position, whose cache is saved already."""

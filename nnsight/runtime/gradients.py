@@ -6,8 +6,7 @@ pass, offer the locations. The compiled block has a call in place of ``tensor.gr
 ``loss.backward()`` without ``with`` is torch's own.
 
 Such blocks, and helper functions that call ``hidden.save()``, can be outside of runs. So tensors have the two methods from the first
-wrapped model on (:func:`add_tensor_methods`). Adding them for each run would also cost: a change of the class empties Python's cache of
-tensor attributes, and from version 3.13 on it is given up after a thousand changes.
+wrapped model on (:func:`add_tensor_methods`).
 """
 
 from __future__ import annotations
@@ -170,17 +169,11 @@ def check_gradient(tensor: torch.Tensor, value: Any) -> None:
     """Raise unless ``value`` can flow on in place of the gradient of ``tensor``."""
     wanted = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"A gradient was replaced by a {type(value).__name__}; it has to be {wanted}: `torch.zeros_like(x)`."
-        )
+        raise TypeError(f"A gradient was replaced by a {type(value).__name__}; it has to be {wanted}: `torch.zeros_like(x)`.")
     if value.shape != tensor.shape:
-        raise ReplacementShapeError(
-            f"A gradient was replaced by one of shape {tuple(value.shape)}; it has to be {wanted}."
-        )
+        raise ReplacementShapeError(f"A gradient was replaced by one of shape {tuple(value.shape)}; it has to be {wanted}.")
     if (value.dtype, value.device) != (tensor.dtype, tensor.device):
-        raise TypeError(
-            f"A gradient was replaced by {value.dtype} on {value.device}; it has to be {wanted}: use `.to(x)`."
-        )
+        raise TypeError(f"A gradient was replaced by {value.dtype} on {value.device}; it has to be {wanted}: use `.to(x)`.")
 
 
 class BackwardsTracer(Tracer):
@@ -222,12 +215,7 @@ def differentiate(
 ) -> None:
     """Run ``block`` with a backward pass from ``loss`` to ``tensors``, which accumulates no gradient.
 
-    Args:
-        loss: Where the pass begins.
-        tensors: The tensors whose gradients ``block`` requests.
-        block: The block.
-        gradient: The gradient of ``loss``; needed if it has several entries.
-        **how: ``retain_graph`` and ``create_graph``, as for :func:`torch.autograd.grad`.
+    ``gradient`` and ``how`` are ``grad_outputs`` and further arguments of :func:`torch.autograd.grad`.
     """
 
     def flow() -> None:

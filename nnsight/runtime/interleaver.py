@@ -157,13 +157,7 @@ class Interleaver:
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
         """Offer ``value`` to the mediators waiting at ``location``.
 
-        Args:
-            location: Name of the point the run has reached, without occurrence number.
-            value: What the model has there.
-            iterate: False if ``location`` may include its occurrence, as in ``x.i2``.
-
-        Returns:
-            The value with which the model continues.
+        Returns the value with which the model continues. Only if ``iterate`` is false may ``location`` have a number, as in ``x.i2``.
         """
         if not iterate:
             location, given = split_requester(location)
@@ -237,18 +231,15 @@ class Interleaver:
         whole = [value for mediator, value in asked.items() if mediator.batch_group is None]
         if whole:
             return (whole[-1],)
-        by_start = sorted(
-            ((mediator.batch_group, value) for mediator, value in asked.items() if mediator.batch_group is not None),
-            key=lambda item: item[0].start,
-        )
-        groups = [group for group, _ in by_start]
+        by_group = {mediator.batch_group: value for mediator, value in asked.items() if mediator.batch_group is not None}
+        groups = sorted(by_group, key=lambda group: group.start)
         if sum(group.size for group in groups) != groups[0].total:
             raise ValueError(
                 f"`{location.removesuffix('.input')}` is skipped by some invokes and not by others. They run as one batch, "
                 "so skip it in all of them."
             )
         output = f"{location.removesuffix('.input')}.output"
-        return (join_rows([value for _, value in by_start], groups, output, self.counts.get(output, 0)),)
+        return (join_rows([by_group[group] for group in groups], groups, output, self.counts.get(output, 0)),)
 
     def add(self, mediator: Mediator) -> None:
         """Add a block to the run and let it run to the first location it waits for."""

@@ -13,6 +13,7 @@ generation, and elsewhere for the location that the loop waited for last. Withou
 from __future__ import annotations
 
 import itertools
+import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -133,7 +134,7 @@ def await_step(mediator: Mediator, step: int) -> None:
 
 def _is_named(name: str) -> bool:
     """Whether the code that is running has an attribute of this ``name``."""
-    return any(name in frame.f_code.co_names for frame, _ in traceback.walk_stack(None))
+    return any(name in frame.f_code.co_names for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def keep_pace(mediator: Mediator, step: int, visited: object) -> bool:

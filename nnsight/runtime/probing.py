@@ -142,11 +142,9 @@ def describe_inputs(joined: Any, leaves: Sequence[Any], parts: Sequence[Any], si
             inputs.append(ProbedInput(None, leaf if is_option else type(leaf)))
             continue
         pieces = [part.get(path) for part in by_path]
-        dim: int | None
+        dim = 0 if FIRST.fit(leaf, total) else None  # shared by the invokes, or built anew
         if all(isinstance(piece, torch.Tensor) and piece.dim() == leaf.dim() for piece in pieces):
             dim = next((dim for dim in range(leaf.dim()) if _is_joined(leaf, pieces, sizes, dim)), None)
-        else:  # shared by the invokes, or built anew
-            dim = 0 if FIRST.fit(leaf, total) else None
         inputs.append(ProbedInput(dim, (leaf.dim(), dim, leaf.dtype)))
     return inputs
 
@@ -206,12 +204,7 @@ def _grows(size: int, grown: int, rows: int, more_rows: int) -> bool:
 def probe(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int) -> tuple[Seen, Seen]:
     """Return what two runs with two numbers of rows have seen. If they fail with ``call``, the module alone is tried.
 
-    Args:
-        modules: The modules of the model.
-        call: How the run calls the root module, if not simply with the arguments.
-        joined: The arguments, ``(args, kwargs)``.
-        inputs: Which dimensions of them have the rows.
-        total: How many rows they have.
+    ``inputs`` says which dimensions of the arguments ``joined`` have the rows, and ``total`` how many they are.
     """
     leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
     best: tuple[Seen, Seen] | None = None

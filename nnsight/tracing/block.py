@@ -248,13 +248,12 @@ def block_at(frame: types.FrameType) -> Block:
 
 
 def compile_block(site: WithSite, local: set[str] | None, in_function: bool, flags: int = 0) -> Block:
-    """Compile the body of a ``with`` statement.
+    """Compile the body of a ``with`` statement, which stands in code with the compiler flags ``flags``.
 
     Args:
         site: The statement.
         local: Variables of the code around it; ``None`` at module level, where they are globals.
         in_function: Whether that code is a function. There, an assigned name that is not local was declared global.
-        flags: Flags of that code.
 
     Raises:
         SyntaxError: If the body contains a statement that cannot be deferred.

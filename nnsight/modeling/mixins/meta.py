@@ -11,7 +11,6 @@ that share the lazy model, such as the copies of ``edit()``, are dispatched toge
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -93,11 +92,7 @@ class _Weights:
 class MetaMixin(LoadableMixin):
     """A root class whose model is lazy: subclasses define :meth:`_load` and :meth:`_load_meta`.
 
-    Args:
-        *args: A module, which is taken as it is, or the arguments of :meth:`_load` and :meth:`_load_meta`.
-        dispatch: Load the weights at once.
-        **kwargs: ``compile``, ``rename`` and ``envoys`` of :class:`~nnsight.modeling.base.NNsight`; all others are those of
-            :meth:`_load` and :meth:`_load_meta`.
+    ``dispatch=True`` loads the weights at once; all other arguments are those of :class:`LoadableMixin`.
 
     Example:
         >>> class Net(MetaMixin):
@@ -181,14 +176,14 @@ class MetaMixin(LoadableMixin):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        if name in _ABOUT_WEIGHTS and not self.dispatched and active_interleaver() is None:
-            return functools.partial(self._call_loaded, name)
-        return found
+        if name not in _ABOUT_WEIGHTS or self.dispatched or active_interleaver() is not None:
+            return found
 
-    def _call_loaded(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module that has weights."""
-        self.dispatch()
-        return getattr(self._module, name)(*args, **kwargs)
+        def call_loaded(*args: Any, **kwargs: Any) -> Any:
+            self.dispatch()
+            return getattr(self._module, name)(*args, **kwargs)
+
+        return call_loaded
 
 
 def _frozen(module: torch.nn.Module) -> set[str]:

@@ -52,9 +52,6 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         key: Last part of the location; the stub's name by default.
         description: A few words for the tree that ``print(model)`` shows; without them the property is not listed there.
         iterate: Whether the location can occur several times in a run, so that requests name an occurrence.
-
-    Attributes:
-        name: Name under which the property is found on its owner.
     """
 
     def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:

@@ -107,8 +107,8 @@ class Instrumentation:
             self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
         self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
-        self._installed: set[tuple[int, str]] = set()
-        self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
+        #: What was there before, by instance and attribute.
+        self._shadowed: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._users = 0
         self._lock = threading.RLock()
 
@@ -129,13 +129,10 @@ class Instrumentation:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
                 for namespace, call in self._calls:
-                    found = namespace.setdefault(INTERCEPTED_METHOD, call)
-                    if found is not call:
-                        self._shadowed.append((namespace, INTERCEPTED_METHOD, found))
-                        namespace[INTERCEPTED_METHOD] = call
+                    if namespace.setdefault(INTERCEPTED_METHOD, call) is not call:
+                        self._install(namespace, INTERCEPTED_METHOD, call)
                     if _COMPILED in namespace:
-                        self._shadowed.append((namespace, _COMPILED, namespace[_COMPILED]))
-                        namespace[_COMPILED] = None
+                        self._install(namespace, _COMPILED, None)
                 for replacement in replacements:
                     self._install(*replacement)
                 if self._has_fast_path:
@@ -144,9 +141,7 @@ class Instrumentation:
         return self
 
     def _install(self, namespace: dict[str, Any], name: str, value: Any) -> None:
-        if (id(namespace), name) not in self._installed:
-            self._installed.add((id(namespace), name))
-            self._shadowed.append((namespace, name, namespace.get(name, _ABSENT)))
+        self._shadowed.setdefault((id(namespace), name), (namespace, namespace.get(name, _ABSENT)))
         namespace[name] = value
 
     def __exit__(self, *_: object) -> None:
@@ -155,16 +150,11 @@ class Instrumentation:
             if self._users == 0:
                 for namespace, _ in self._calls:
                     namespace.pop(INTERCEPTED_METHOD, None)
-                if self._shadowed:
-                    self._restore()
+                for (_, name), (namespace, value) in self._shadowed.items():
+                    if value is _ABSENT:
+                        namespace.pop(name, None)
+                    else:
+                        namespace[name] = value
+                self._shadowed.clear()
                 if self._has_fast_path:
                     _module_by_module.__exit__()
-
-    def _restore(self) -> None:
-        for namespace, name, value in self._shadowed:
-            if value is _ABSENT:
-                namespace.pop(name, None)
-            else:
-                namespace[name] = value
-        self._shadowed.clear()
-        self._installed.clear()

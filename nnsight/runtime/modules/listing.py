@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...tracing.parsing import nested_code
-from ...tracing.source import parsed_file
+from ...tracing.source import nodes_in_place, parsed_file
 
 #: Builtins that look at the frame of their caller, so their call cannot be made from elsewhere.
 _ABOUT_FRAME = frozenset({"super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint"})
@@ -136,16 +136,11 @@ def _written(function: types.FunctionType) -> tuple[_Node, str | None]:
 
 def _candidates(tree: ast.Module, code: types.CodeType) -> Iterator[tuple[_Node, str | None]]:
     """Yield the definitions that ``code`` may have been compiled from, and the name of the class around each."""
-    pending: list[tuple[ast.AST, str | None]] = [(tree, None)]
-    while pending:
-        node, class_name = pending.pop()
+    for node, class_name, _ in nodes_in_place(tree):
         if isinstance(node, _Node) and getattr(node, "name", "<lambda>") == code.co_name:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             if first == code.co_firstlineno:
                 yield node, class_name
-        if isinstance(node, ast.ClassDef):
-            class_name = node.name
-        pending.extend((child, class_name) for child in ast.iter_child_nodes(node))
 
 
 def _compiled(node: _Node, class_name: str | None, original: types.CodeType, free: Iterable[str] = ()) -> types.CodeType:

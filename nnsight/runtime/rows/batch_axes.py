@@ -110,24 +110,13 @@ class Place:
 
 @dataclass
 class BatchDims:
-    """What is known of the dimensions of a model's tensors, for one kind of input.
+    """What is known of the dimensions of a model's tensors, for one kind of input."""
 
-    Attributes:
-        places: For each location its occurrences in one forward pass; one, if they agree.
-    """
-
-    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
+    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)  # occurrences of each location in a forward pass; one, if they agree
     carried: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in carriers, by class and attribute
 
     def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
-        """Return where the rows of each leaf of ``value`` are, ``None`` for a leaf without.
-
-        Args:
-            location: Where the value is.
-            occurrence: How often the run has passed there.
-            value: The value, or one of its structure.
-            structure: What it flattens to, with carriers as leaves.
-        """
+        """Return where the rows of each leaf of ``value``, or of one of its ``structure``, are; ``None`` for a leaf without."""
         places = self.places.get(location)
         if places is None:
             return (FIRST,) * structure.num_leaves

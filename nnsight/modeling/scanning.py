@@ -32,7 +32,7 @@ from ..runtime.mediator import Mediator
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.rows.fakes import Guesses, fake_modules, same_generators
-from ..runtime.tracer import Batchable, InterleavingTracer, Named
+from ..runtime.tracer import Arguments, Batchable, InterleavingTracer, Named
 from ..tracing import Backend
 
 _local = threading.local()
@@ -58,16 +58,12 @@ class ScanningTracer(InterleavingTracer):
         backend: Backend | None = None,
         named: Named | None = None,
     ) -> None:
-        super().__init__(ScanningDriver(modules, model), model, args, kwargs, backend, named)
+        super().__init__(ScanningDriver(modules, model), _OutsideFakeMode(model), args, kwargs, backend, named)
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the blocks, and the model, under the fake mode."""
         with _scanning():
             return super().execute(function)
-
-    def _arguments(self, *given: Any) -> Any:
-        with unset_fake_temporarily():  # as for a trace: tokenizers make real tensors
-            return super()._arguments(*given)
 
 
 class ScanningDriver:
@@ -108,6 +104,21 @@ def scan_alone(modules: ModuleTree, model: Batchable, args: tuple[Any, ...], kwa
     """Scan without blocks, only to know what passes each location; the blocks of a run may be waiting meanwhile."""
     with _scanning(), Interleaver([]) as run:
         ScanningDriver(modules, model)(run, args, kwargs, Report())
+
+
+class _OutsideFakeMode:
+    """Prepares the inputs of a scan outside of the fake mode, as those of a trace are: tokenizers make real tensors."""
+
+    def __init__(self, model: Batchable) -> None:
+        self._model = model
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
+        with unset_fake_temporarily():
+            return self._model._prepare_input(*args, **kwargs)
+
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
+        with unset_fake_temporarily():
+            return self._model._batch(batched, *args, **kwargs)
 
 
 def _observe(interleaver: Interleaver, paths: Mapping[str, Any], seen: dict[str, Any]) -> None:

@@ -296,10 +296,9 @@ def no_gc() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _lean_process() -> Iterator[None]:
-    """Let go of what dynamo and fake tensors keep of the models of other files, over which each collection would walk."""
-    gc.freeze()  # modules and classes, most of all
+    """Let go of what dynamo and fake tensors keep of the models of a file, over which each collection would walk."""
+    gc.freeze()  # modules and classes, most of all; they stay frozen, as there are so many of them
     yield
-    gc.unfreeze()
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
     gc.collect()

@@ -581,11 +581,6 @@ def test_encodings(tmp_path: Path, encoding: str) -> None:
     assert log == ["üö"]
 
 
-def test_a_star_import_is_refused_where_python_refuses_it(tmp_path: Path) -> None:
-    with pytest.raises(SyntaxError, match="import \\*"):
-        load(tmp_path / "star.py", "from nnsight.tracing import Tracer\nwith Tracer():\n    from math import *\n")
-
-
 @pytest.mark.parametrize(
     "line", ["await log", "async for _ in log: pass", "async with log: pass", "[x async for x in log]"]
 )
@@ -594,16 +589,6 @@ def test_a_block_cannot_wait_for_an_event_loop(tmp_path: Path, line: str) -> Non
     with pytest.raises(SyntaxError, match="`await`") as raised:
         asyncio.run(load(tmp_path / "waits.py", text).run(Deferred, []))
     assert (raised.value.lineno, raised.value.filename) == (3, str(tmp_path / "waits.py"))
-
-
-def test_without_columns_in_the_code(tmp_path: Path) -> None:
-    """``-X no_debug_ranges`` leaves lines only."""
-    script = tmp_path / "lines.py"
-    script.write_text(
-        "from nnsight.tracing import Tracer\nwith Tracer():\n    a = [1].save()\n    with Tracer():\n        b = [2].save()\n"
-        "print(a, b)\n"
-    )
-    assert python("-X", "no_debug_ranges", str(script)) == "[1] [2]\n"
 
 
 # -- text that is another than the code -------------------------------------------------------------------------------
@@ -873,15 +858,6 @@ def test_cells(shell: InteractiveShell) -> None:
     assert shell.user_ns["y"] == [1]
 
 
-def test_cells_with_a_body_on_the_line_of_its_with(shell: InteractiveShell) -> None:
-    cell(shell, "with Tracer(): y = [1].save(); z = [y].save()")
-    assert shell.user_ns["z"] == [[1]]
-    cell(shell, "%time with Tracer(): y = [2].save()")
-    assert shell.user_ns["y"] == [2]
-    cell(shell, "%%capture out\nwith Tracer():\n    with Tracer(): y = [3].save()")
-    assert shell.user_ns["y"] == [3]
-
-
 def test_functions_of_earlier_cells(shell: InteractiveShell) -> None:
     cell(shell, "def f(v):\n    with Tracer():\n        y = [v, 'first'].save()\n    return y")
     cell(shell, "g = f\ndef f(v):\n    with Tracer():\n        y = [v, 'other'].save()\n    return y")
@@ -893,13 +869,6 @@ def test_cell_magics(shell: InteractiveShell, magic: str) -> None:
     cell(shell, "log = []")
     cell(shell, f"{magic}\nlog.append('before')\nwith Tracer():\n    log.append('in')\nlog.append('after')")
     assert shell.user_ns["log"] == ["before", "in", "after"]
-
-
-def test_a_function_defined_under_a_cell_magic(shell: InteractiveShell) -> None:
-    for answer in (1, 2):
-        cell(shell, f"%%time\ndef f{answer}():\n    with Tracer():\n        y = [{answer}].save()\n    return y")
-    assert cell(shell, "f1() + f2()") == [1, 2]
-    assert cell(shell, "%time f1()") == [1]
 
 
 def test_cells_that_wait_and_cells_with_commands(shell: InteractiveShell) -> None:

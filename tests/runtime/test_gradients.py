@@ -163,16 +163,6 @@ def test_an_input_that_modules_took_before(backend: str | None, announced: bool)
 
 
 @backends
-def test_an_output_that_is_the_input(backend: str | None) -> None:
-    model, by_autograd = shared(backend)
-    with model.trace(X):
-        seen = model.same.output.requires_grad_()
-        with model.output.pow(2).sum().backward():
-            found = seen.grad.clone().save()
-    torch.testing.assert_close(found, by_autograd(lambda made: made))
-
-
-@backends
 def test_a_gradient_that_is_replaced_flows_on_to_all(backend: str | None) -> None:
     model, _ = shared(backend)
     with model.trace(X):
@@ -323,23 +313,6 @@ def test_a_backward_pass_in_an_invoke_behind_a_cut(backend: str | None) -> None:
             with model.output.pow(2).sum().backward():
                 found = early.grad.clone().save()
     torch.testing.assert_close(found, expected)
-
-
-@modes
-def test_a_second_backward_pass(backend: str | None) -> None:
-    model, module = make(backend), make()._module
-    with model.trace(X):
-        loss = model.output.pow(2).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    with model.trace(X):
-        out = model.output.save()
-    out.sum().backward(retain_graph=True)
-    out.sum().backward()
-    for scale, plain in ((2.0, module(X).pow(2).sum()), (2.0, module(X).sum())):
-        (scale * plain).backward()
-    for found, expected in zip(model._module.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
 
 
 @modes
@@ -525,18 +498,6 @@ def test_an_assigned_gradient_flows_on(backend: str | None) -> None:
 
 
 @modes
-def test_an_assignment_without_reading(backend: str | None) -> None:
-    model = make(backend)
-    with model.trace(X):
-        norm = model.norm.output.requires_grad_()
-        with model.output.pow(2).sum().backward():
-            norm.grad = torch.ones_like(norm)
-            back = norm.grad.clone().save()
-    assert torch.equal(back, torch.ones(2, 6))
-    assert_parameters(model, by_hand(lambda name, gradient: torch.ones(2, 6) if name == "norm" else None))
-
-
-@modes
 def test_a_gradient_edited_in_place(backend: str | None) -> None:
     model = make(backend)
     with model.trace(X):
@@ -657,29 +618,6 @@ def test_forward_order_is_out_of_order(backend: str | None) -> None:
     assert_clean(model, first, norm)
 
 
-@modes
-def test_a_tensor_that_does_not_require_gradients(backend: str | None) -> None:
-    model = make(backend)
-    with pytest.raises(ValueError, match="does not require one") as raised:
-        with model.trace(X):
-            plain = model.first.input
-            with model.output.sum().backward():
-                plain.grad.save()
-    assert lines_of(raised.value) == (__file__, "plain.grad.save()")
-    assert_clean(model)
-
-
-def test_a_tensor_of_a_trace_without_gradients() -> None:
-    model = make()
-    with torch.no_grad():
-        with model.trace(X):
-            hidden = model.first.output.save()
-    loss = (hidden * torch.ones(1, requires_grad=True)).sum()
-    with pytest.raises(ValueError, match=r"requires_grad_\(\)"):
-        with loss.backward():
-            hidden.grad.save()
-
-
 def test_results_of_one_compiled_graph_outside_of_the_trace() -> None:
     """A trace that knows nothing of a backward pass is one graph, in which autograd sees no tensor but its results."""
     model = make("aot_eager")
@@ -741,17 +679,6 @@ def test_an_exception_in_the_block(backend: str | None) -> None:
     assert_clean(model, first, norm, out)
 
 
-def test_an_exception_before_the_first_gradient() -> None:
-    model = make()
-    with model.trace(X):
-        out = model.output.save()
-    with pytest.raises(KeyError, match="early") as raised:
-        with out.sum().backward():
-            raise KeyError("early")
-    assert lines_of(raised.value) == (__file__, 'raise KeyError("early")')
-    assert model._module.first.weight.grad is None, "the pass did not start"
-
-
 @modes
 def test_hooks_go_with_the_block(backend: str | None) -> None:
     model = make(backend)
@@ -764,18 +691,6 @@ def test_hooks_go_with_the_block(backend: str | None) -> None:
     model._module.zero_grad()
     loss.backward()  # plain torch: nothing is edited any more
     assert_parameters(model, by_hand())
-
-
-def test_grad_mode_and_multithreading_are_put_back() -> None:
-    model = make()
-    with model.trace(X):
-        first = model.first.output
-        with model.output.sum().backward():
-            with torch.no_grad():
-                found = (first.grad * 2).save()
-    assert torch.is_grad_enabled()
-    assert torch._C._is_multithreading_enabled()
-    assert found.shape == (2, 6)
 
 
 def test_nothing_keeps_the_tensors_alive(no_gc: None) -> None:

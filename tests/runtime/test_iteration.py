@@ -226,11 +226,6 @@ def test_an_open_loop_has_a_body_for_each_token(what: str, how: str, compile: bo
 
 
 @both
-def test_an_open_loop_over_one_token_has_one_body(compile: bool) -> None:
-    assert _steps_of_a_generation("iter", READS["last layer"], compile, tokens=1) == [0]
-
-
-@both
 def test_an_open_loop_may_read_the_streamer(compile: bool) -> None:
     """It has the prompt, too, so it occurs once more than there are calls, and before the call of its number."""
     lm = language_model()
@@ -364,15 +359,6 @@ def test_a_bounded_loop_that_is_too_long_keeps_what_it_did(
     same(values, reference(net, x)[0])
     assert not after and "lost" not in locals()
     assert_no_instrumentation(net)
-
-
-@both
-def test_a_single_step_that_does_not_come(model: NNsight, x: torch.Tensor, compile: bool) -> None:
-    with pytest.warns(UserWarning, match=rf"`model\.cell\.output\.i{STEPS}`"):
-        with model.trace(x, compile=compile) as tracer:
-            for _ in tracer.iter[STEPS]:
-                lost = model.cell.output.save()
-    assert "lost" not in locals()
 
 
 @both

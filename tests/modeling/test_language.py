@@ -523,8 +523,8 @@ def edited(model: LanguageModel, layers: Any, *inputs: Any, **kwargs: Any) -> tu
     return logits, tracer.report
 
 
-def test_prompts_of_any_number_and_length_share_one_dynamic_graph(decoder: Module, tokenizer: Any) -> None:
-    model = LanguageModel(decoder, tokenizer, compile={"backend": "eager"})
+def test_prompts_of_any_number_and_length_share_one_dynamic_graph(gpt2: Module, tokenizer: Any) -> None:
+    model = LanguageModel(gpt2, tokenizer, compile={"backend": "eager"})
     counters = nnsight.fx.counters
     logits_of(model, TEXT)
     logits_of(model, SHORT)

@@ -228,18 +228,17 @@ def test_threads_that_come_at_once_load_once(
 
 def test_options_reach_from_pretrained_unchanged(loads: list[Any]) -> None:
     options = {
-        "dtype": torch.bfloat16,
         "attn_implementation": "eager",
         "device_map": "cpu",
         "revision": "main",
         "trust_remote_code": False,
         "output_hidden_states": True,
     }
-    model = LanguageModel(nnsight.demo.path(), **options)
+    model = LanguageModel(nnsight.demo.path(), torch_dtype=torch.bfloat16, **options)
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
     assert model.config.output_hidden_states and loads == []
     model.dispatch()
-    assert loads == [{"name": nnsight.demo.path(), **options}]
+    assert loads == [{"name": nnsight.demo.path(), "dtype": torch.bfloat16, **options}]  # under its present name
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
 
 

@@ -234,11 +234,6 @@ class NNsight(Editable):
         Afterwards ``_fake_output`` and ``_fake_inputs`` of every envoy are what its module returned and was given,
         as fake tensors, until the next scan; outside of traces ``.output``, ``.input`` and ``.inputs`` show the same.
 
-        Args:
-            *args: The model's input.
-            backend: Where the block runs; in this process by default.
-            **kwargs: The model's input, by name.
-
         Raises:
             RuntimeError: If the block, or the model, needs the value of a tensor (``DataDependentOutputException`` of torch).
 
@@ -264,11 +259,7 @@ class NNsight(Editable):
     ) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
-        Args:
-            backend: Where the block runs; in this process by default.
-            remote: As in :meth:`trace`, for all traces in the block: they are one job, and values go from one to the next there.
-            blocking: Likewise.
-            tracer_cls: Class of the tracer.
+        Arguments are those of :meth:`trace`, for all traces in the block. Remotely they are one job, in which values are handed on.
         """
         leave_to_python("model.session()")
         return tracer_cls(self._remote_backend(remote, backend, blocking))

@@ -87,14 +87,9 @@ class Editable(Envoy):
             The file: ``export_dir/name/variant.safetensors``.
 
         Raises:
-            ValueError: If the model has no edits.
+            ValueError: If the model has no edits, or the arguments contradict each other.
             TypeError: If an edit uses a value that cannot be written; the message names the variable.
 
-        Example:
-            >>> with model.edit() as edited:
-            ...     model.transformer.h[5].output[:] += 4.0 * direction
-            >>> edited.export_edits("steering.safetensors")
-            >>> model.import_edits("steering.safetensors")
         """
         from .edit_files import edit_file, write_edits
 

@@ -148,11 +148,11 @@ class LanguageModel(TextInput, MetaMixin):
 
         Args:
             *inputs: The prompts, in any form that :meth:`trace` takes.
-            compile: Whether the model runs compiled; by default as chosen with :meth:`compile`.
-            backend: Where the block runs; in this process by default.
-            remote: As in :meth:`trace`; for blocks only.
+            compile: As in :meth:`trace`.
+            backend: Likewise.
+            remote: Likewise, for blocks only.
             blocking: Likewise.
-            scan: As in :meth:`trace`, for blocks only. On fakes as many tokens are made as there may be.
+            scan: Likewise. On fakes as many tokens are made as there may be.
             validate: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
@@ -184,11 +184,7 @@ class LanguageModel(TextInput, MetaMixin):
 
 
 def demo_model(**kwargs: Any) -> LanguageModel:
-    """Return the small language model that comes with this package, with its weights; nothing is downloaded.
-
-    Args:
-        **kwargs: Those of :class:`LanguageModel`, for instance ``compile=True``.
-    """
+    """Return the small language model that comes with this package, with its weights; ``kwargs`` are those of :class:`LanguageModel`."""
     return LanguageModel(DEMO_NAME, **{"dispatch": True, **kwargs})
 
 

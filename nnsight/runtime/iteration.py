@@ -39,14 +39,7 @@ def running_mediator(what: str) -> Mediator:
 
 
 class IteratorTracer(Tracer):
-    """The steps selected by ``tracer.iter[...]``, as an iterable and as a context manager.
-
-    Args:
-        steps: An occurrence, a slice or a list of occurrences, counted from 0.
-
-    Raises:
-        ValueError: For negative steps: the number of occurrences is not known in advance.
-    """
+    """The steps selected by ``tracer.iter[...]``, counted from 0, as an iterable and as a context manager."""
 
     must_be_entered = False  # it may be looped over instead
 
@@ -140,13 +133,7 @@ def _is_named(name: str) -> bool:
 def keep_pace(mediator: Mediator, step: int, visited: object) -> bool:
     """Let the model run through a step in which the block has asked for nothing.
 
-    Args:
-        mediator: The block.
-        step: The occurrence.
-        visited: The visit before the loop.
-
-    Returns:
-        Whether the end of the step is known: in a generation, and if the loop has waited for a location before.
+    Returns whether the end of the step is known: in a generation, and if the loop has waited for a location since it ``visited`` one.
     """
     run = mediator.interleaver
     assert run is not None

@@ -35,7 +35,13 @@ class Replacements:
             ReplacementShapeError: For a tensor in place of a tuple, list or dict, and inputs that are not ``(args, kwargs)``.
         """
         if location.endswith(".input"):
-            _check_inputs(location.removesuffix(".input"), new)
+            pair = isinstance(new, tuple) and len(new) == 2 and isinstance(new[0], (tuple, list)) and isinstance(new[1], dict)
+            if not pair:
+                raise ReplacementShapeError(
+                    f"The replacement of `{location}` has another structure than the model's value there: `.inputs` is a pair of a "
+                    f"tuple and a dict, not a {type(new).__name__}. Write `.inputs = (x,), {{}}`, or assign the first argument alone: "
+                    "`.input = x`."
+                )
         elif location == "result":  # nothing follows it
             return
         elif isinstance(old, (tuple, list, Mapping)) and isinstance(new, torch.Tensor):
@@ -63,15 +69,3 @@ class Replacements:
 def _here(message: str) -> str:
     """Return ``message`` with the user's file and line in front."""
     return "{}:{}: {}".format(*user_position_now(), message)
-
-
-def _check_inputs(path: str, new: Any) -> None:
-    """Raise unless ``new`` is ``(args, kwargs)``."""
-    if not (
-        isinstance(new, tuple) and len(new) == 2 and isinstance(new[0], (tuple, list)) and isinstance(new[1], dict)
-    ):
-        raise ReplacementShapeError(
-            f"The replacement of `{path}.input` has another structure than the model's value there: `.inputs` is a pair of a "
-            f"tuple and a dict, not a {type(new).__name__}. Write `.inputs = (x,), {{}}`, or assign the first argument alone: "
-            "`.input = x`."
-        )

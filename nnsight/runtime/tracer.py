@@ -234,8 +234,7 @@ class InterleavingTracer(RunControls, Tracer):
     def call_edited(self, must_run: bool = True) -> Any:
         """Run the model with its edits and no other block, on arguments as they are, and return what it returns.
 
-        Args:
-            must_run: Whether a location of an edit that does not occur is an error even if no module is called.
+        With ``must_run``, a location of an edit that does not occur is an error even if no module is called.
 
         Raises:
             ValueError: If an edit stops the run, so that there is nothing to return.

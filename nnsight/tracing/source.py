@@ -84,10 +84,7 @@ def _extent(node: ast.AST) -> tuple[int, int, int, int]:
 
 
 def find_with(frame: types.FrameType) -> WithSite:
-    """Locate the ``with`` item that ``frame`` is entering.
-
-    Args:
-        frame: The caller of ``__enter__``.
+    """Locate the ``with`` item that ``frame``, the caller of ``__enter__``, is entering.
 
     Raises:
         WithBlockNotFoundError: If the frame has no source text, is not entering a ``with`` statement, or its

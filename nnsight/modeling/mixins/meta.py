@@ -1,7 +1,6 @@
 """Models whose weights are loaded when they are needed.
 
 A model by name begins on the *meta device*: its tensors have sizes and no memory, and it can be printed, addressed, edited and scanned.
-:meth:`MetaMixin.dispatch`, or the first run, loads the weights.
 
 Loading makes new modules (perhaps of other classes, on several devices, or quantised), and the envoys get these modules. Changes of the
 lazy model are repeated on the loaded one: modules that were added, replaced or removed, hooks, training mode, and frozen weights. Wrappers

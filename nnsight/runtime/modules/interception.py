@@ -40,9 +40,7 @@ _COMPILED = "_compiled_call_impl"
 def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]:
     """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> what the call returns``.
 
-    Args:
-        path: Prefix of the locations of the call's input and output.
-        traced_call: What it does while dynamo traces it.
+    ``traced_call`` is what it does while dynamo traces it; by default it leaves no mark.
     """
     input_location, output_location = f"{path}.input", f"{path}.output"
 
@@ -90,11 +88,7 @@ _module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_f
 class Instrumentation:
     """Intercepts the calls of a tree of modules while entered.
 
-    Entering nests and may happen in several threads at once.
-
-    Args:
-        modules: The modules by path; the path is the prefix of the module's locations.
-        traced_call: What an intercepted call does while dynamo traces it; by default it leaves no mark.
+    Entering nests and may happen in several threads at once. ``modules`` are given by path, the prefix of their locations.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:

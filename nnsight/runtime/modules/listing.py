@@ -70,11 +70,7 @@ _definitions: dict[int, _Known] = {}
 
 
 def listing_of(function: types.FunctionType) -> Listing:
-    """Return the listing of a plain function; made once for its code.
-
-    Raises:
-        SourceError: If there is no source, or what is written there does not compile to this code.
-    """
+    """Return the listing of a plain function; made once for its code. For errors see :func:`definition_of`."""
     listing: Listing = _once(_listings, function, _list)
     return listing
 

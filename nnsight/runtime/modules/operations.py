@@ -33,11 +33,7 @@ _ORIGINAL = "__nnsight_original__"
 
 
 def layers_of(function: Any, what: str) -> list[types.FunctionType]:
-    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped.
-
-    Raises:
-        SourceError: If it is no Python function.
-    """
+    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped."""
     if isinstance(function, torch.nn.Module):
         raise SourceError(f"{what} is a module ({type(function).__name__}): use the `.source` of its own envoy.")
     if isinstance(function, type):
@@ -66,10 +62,7 @@ def _replaced_cell(layer: types.FunctionType, old: Any, new: Any) -> types.Funct
 
 
 class Operations:
-    """The functions of one tree of modules whose operations are watched.
-
-    Args:
-        traced_call: What an operation does while dynamo traces it.
+    """The functions of one tree of modules whose operations are watched; ``traced_call`` as for :func:`.intercepted`.
 
     Attributes:
         opened: Paths of the modules, and of the operations, that were looked into.

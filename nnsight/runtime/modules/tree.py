@@ -46,10 +46,7 @@ class ModuleTree:
 
     @classmethod
     def of(cls, root: torch.nn.Module, traced_call: TracedCall | None = None) -> ModuleTree:
-        """Return the tree of ``root`` under the path ``model``; wrapping one model twice shares it.
-
-        Sharing lets runs of both wrappers, in several threads at once, use one interception.
-        """
+        """Return the tree of ``root`` under the path ``model``; several wrappers of one model, and their runs, share it."""
         found = _trees.get(id(root))
         if found is None or found.root is not root or found._traced_call is not traced_call:
             found = _trees[id(root)] = cls(root, traced_call=traced_call)

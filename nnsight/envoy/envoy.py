@@ -63,14 +63,8 @@ class Envoy(Located):
         known: dict[torch.nn.Module, Envoy] | None = None,
         envoys: EnvoyClasses = None,
     ) -> None:
-        own = self.__dict__
-        own["_path"] = path
-        own["_module"] = module
-        own["_tree"] = tree or ModuleTree(module, path)
-        own["_children"] = {}
-        own["_envoys"] = envoys
-        own["_aliases"] = set()
-        own["_version"] = own["_tree"].version
+        tree = tree or ModuleTree(module, path)
+        self.__dict__.update(_path=path, _module=module, _tree=tree, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
         known = {} if known is None else known
         known[module] = self
         for name, child in module._modules.items():

@@ -21,7 +21,7 @@ from ..runtime.tracer import Arguments, Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from .editable import Editable
-from .methods import TracedFunction, TracedMethod
+from .methods import TracedFunction, traced_method
 from .scanning import ScanningTracer
 from .tracing import ModelTracer, session_backend, tracer_class
 
@@ -81,8 +81,7 @@ class NNsight(Editable):
 
             module, found = options_of_compiled(module)
             chosen = found if chosen is None else chosen
-        own = {"_compiled": None, "_compile_by_default": chosen is not None, "_edits": [], "_rename": dict(rename or {})}
-        self.__dict__.update(own)
+        self.__dict__.update(_compiled=None, _compile_by_default=chosen is not None, _edits=[], _rename=dict(rename or {}))
         self._mount(module, envoys, chosen)
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
@@ -193,7 +192,7 @@ class NNsight(Editable):
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
         backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True))
-        return root._tracer(TracedMethod(root, envoy, name), args, kwargs, compile, backend)
+        return root._tracer(traced_method(root, envoy, name), args, kwargs, compile, backend)
 
     def _tracer(
         self,

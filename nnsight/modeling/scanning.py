@@ -32,7 +32,7 @@ from ..runtime.mediator import Mediator
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.rows.fakes import Guesses, fake_modules, same_generators
-from ..runtime.tracer import Arguments, Batchable, InterleavingTracer, Named
+from ..runtime.tracer import Arguments, Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend
 
 _local = threading.local()
@@ -100,10 +100,15 @@ class ScanningDriver:
                 modules.fakes = seen
 
 
-def scan_alone(modules: ModuleTree, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Scan without blocks, only to know what passes each location; the blocks of a run may be waiting meanwhile."""
-    with _scanning(), Interleaver([]) as run:
-        ScanningDriver(modules, model)(run, args, kwargs, Report())
+def scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:
+    """Return a driver that scans the model, without blocks, before it runs it."""
+
+    def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+        with _scanning(), Interleaver([]) as alone:
+            ScanningDriver(modules, model)(alone, args, kwargs, Report())
+        return driver(interleaver, args, kwargs, report)
+
+    return run
 
 
 class _OutsideFakeMode:

@@ -23,7 +23,7 @@ from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
 from ..tracing.block import is_bound, names_of
 from ..tracing.saving import saves
-from .scanning import ScanningTracer, scan_alone
+from .scanning import ScanningTracer, scan_first
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
@@ -99,7 +99,7 @@ class ModelTracer(InterleavingTracer):
             self._rehearse(self._modules, model, args, kwargs)
         driver = self._choose_driver()
         if self._scan and not self._validate:
-            driver = _scan_first(self._modules, model, driver)
+            driver = scan_first(self._modules, model, driver)
         self._call = (driver, model, args, kwargs)
         if self._attempt is None:
             return super().execute(function)
@@ -156,16 +156,6 @@ def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
     made = type(kind.__name__, (kind, ModelTracer), members)
     setattr(kind, _FOR_MODELS, made)
     return made
-
-
-def _scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:
-    """Return a driver that scans the model before it runs it."""
-
-    def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-        scan_alone(modules, model, args, kwargs)
-        return driver(interleaver, args, kwargs, report)
-
-    return run
 
 
 def _not_chosen(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:

@@ -61,15 +61,8 @@ class ValueWriter:
         self.tensors: dict[str, torch.Tensor] = {}
         self._model = model
         self._device = _device_of(module)
-        self._parts: dict[int, tuple[str, str]] = {
-            id(part): (kind, path)
-            for kind, found in (
-                ("buffer", module.named_buffers()),
-                ("parameter", module.named_parameters()),
-                ("module", module.named_modules()),
-            )
-            for path, part in found
-        }
+        parts = {"buffer": module.named_buffers(), "parameter": module.named_parameters(), "module": module.named_modules()}
+        self._parts = {id(part): (kind, path) for kind, found in parts.items() for path, part in found}
         self._rows: dict[int, int | None] = {}
         self._alive: list[Any] = []  # another object could get the id of one that is gone
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import nnsight
 from nnsight import LanguageModel, NNsight
 
 from ..conftest import Rows
@@ -535,29 +534,24 @@ def test_an_expanded_gradient_can_be_edited_in_place() -> None:
 # -- language models --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo() -> LanguageModel:
-    return nnsight.demo_model(compile={"backend": "aot_eager"})
-
-
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-def test_gradients_of_the_residual_stream(demo: LanguageModel, compile: bool) -> None:
-    answer = demo.tokenizer.encode(" Paris")[0]
-    with demo.trace(PROMPT, compile=compile):
-        hidden = demo.transformer.h[1].output
+def test_gradients_of_the_residual_stream(lm: LanguageModel, compile: bool) -> None:
+    answer = lm.tokenizer.encode(" Paris")[0]
+    with lm.trace(PROMPT, compile=compile):
+        hidden = lm.transformer.h[1].output
         hidden.requires_grad_()
-        logits = demo.lm_head.output
+        logits = lm.lm_head.output
         with logits[0, -1, answer].backward():
             found = hidden.grad.clone().save()
 
     seen: list[torch.Tensor] = []
-    handle = demo._module.transformer.h[1].register_forward_hook(lambda _, __, out: seen.append(out))
-    ids = demo.tokenizer(PROMPT, return_tensors="pt").input_ids
+    handle = lm._module.transformer.h[1].register_forward_hook(lambda _, __, out: seen.append(out))
+    ids = lm.tokenizer(PROMPT, return_tensors="pt").input_ids
     try:
-        (expected,) = torch.autograd.grad(demo._module(ids).logits[0, -1, answer], seen)
+        (expected,) = torch.autograd.grad(lm._module(ids).logits[0, -1, answer], seen)
     finally:
         handle.remove()
-        demo._module.zero_grad()
+        lm._module.zero_grad()
     assert expected.abs().sum() > 0
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 

@@ -144,7 +144,7 @@ class Instrumentation:
             if self._users == 0:
                 for namespace, _ in self._calls:
                     namespace.pop(INTERCEPTED_METHOD, None)
-                for (_, name), (namespace, value) in self._shadowed.items():
+                for (_owner, name), (namespace, value) in self._shadowed.items():
                     if value is _ABSENT:
                         namespace.pop(name, None)
                     else:

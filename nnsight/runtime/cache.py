@@ -32,9 +32,6 @@ class CacheEntry:
     """Values of one module. When the module ran several times, each is a list with one item for each call.
 
     ``len(entry)`` is the number of calls, ``entry[i]`` and iteration give the entry of one call.
-
-    Attributes:
-        path: The module's path.
     """
 
     def __init__(self, path: str) -> None:

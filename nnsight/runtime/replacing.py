@@ -17,16 +17,11 @@ from .errors import ReplacementShapeError, replacement_message
 
 
 class Replacements:
-    """Checks the replacements of one run; called with location, the model's value and the replacement.
-
-    Attributes:
-        reshaped: Replacements by a tensor of another shape, one line for each: the likely cause if the model fails.
-        odd: Other differences, which may be the cause if the model fails.
-    """
+    """Checks the replacements of one run; called with location, the model's value and the replacement."""
 
     def __init__(self) -> None:
-        self.reshaped: list[str] = []
-        self.odd: list[str] = []
+        self.reshaped: list[str] = []  # replacements by a tensor of another shape, a line for each: the likely cause if the model fails
+        self.odd: list[str] = []  # other differences, which may be the cause if the model fails
 
     def __call__(self, location: str, old: Any, new: Any) -> None:
         """Raise for a replacement that is a certain mistake; record one that differs.

@@ -62,16 +62,11 @@ def _replaced_cell(layer: types.FunctionType, old: Any, new: Any) -> types.Funct
 
 
 class Operations:
-    """The functions of one tree of modules whose operations are watched; ``traced_call`` as for :func:`.intercepted`.
-
-    Attributes:
-        opened: Paths of the modules, and of the operations, that were looked into.
-        refused: Why the function that an operation called could not be looked into, by its path.
-    """
+    """The functions of one tree of modules whose operations are watched; ``traced_call`` as for :func:`.intercepted`."""
 
     def __init__(self, traced_call: TracedCall | None = None) -> None:
-        self.opened: set[str] = set()
-        self.refused: dict[str, str] = {}
+        self.opened: set[str] = set()  # paths of the modules, and of the operations, that were looked into
+        self.refused: dict[str, str] = {}  # why the function that an operation called could not be looked into, by its path
         self._traced_call = traced_call
         self._made: dict[str, weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType]] = {}
 

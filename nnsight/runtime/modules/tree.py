@@ -36,12 +36,6 @@ class ModuleTree:
         root: The wrapped module.
         path: Prefix of all locations.
         traced_call: What intercepted calls do while dynamo traces them.
-
-    Attributes:
-        paths: Path of each module.
-        version: Grows whenever the modules, or what is attached to them, are found to have changed.
-        roots: The root envoys of the tree.
-        fakes: What passed each location in the latest scan: fake tensors, which have no memory.
     """
 
     @classmethod
@@ -60,12 +54,12 @@ class ModuleTree:
         self._mentioned: set[tuple[int, Chains]] = set()
         self._opening = threading.RLock()
         self.paths: dict[torch.nn.Module, str] = {}
-        self.version = 0
+        self.version = 0  # grows whenever the modules, or what is attached to them, are found to have changed
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
         self._instrumentation: Instrumentation | None = None
-        self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()
-        self.fakes: Mapping[str, Any] = {}
+        self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()  # the root envoys
+        self.fakes: Mapping[str, Any] = {}  # what passed each location in the latest scan: fake tensors, which have no memory
         self._scan()
 
     def _scan(self) -> None:

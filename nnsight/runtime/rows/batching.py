@@ -35,18 +35,12 @@ class RowSequence:
 
 @dataclass(frozen=True)
 class BatchGroup:
-    """The rows of one invoke.
+    """The rows of one invoke."""
 
-    Attributes:
-        start: First row.
-        size: Number of rows.
-        total: Rows of the whole batch.
-        dims: Knows which dimensions have the rows. By default, first dimensions of this size do.
-    """
-
-    start: int
-    size: int
-    total: int
+    start: int  # the first
+    size: int  # their number
+    total: int  # rows of the whole batch
+    #: Knows which dimensions have the rows. By default, first dimensions of this size do.
     dims: BatchDims = field(default_factory=BatchDims, compare=False)
 
     def __iter__(self) -> Iterator[int]:

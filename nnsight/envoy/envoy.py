@@ -148,11 +148,8 @@ class Envoy(Located):
         Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
         no location is passed and no hook of the module runs.
 
-        Args:
-            *args: Arguments of the module.
-            hook: Pass the module's locations all the same, so that other invokes can read and edit its input and output.
-                For modules that are not part of the forward pass, such as an autoencoder added to the model.
-            **kwargs: Arguments of the module, by name.
+        With ``hook`` the module's locations are passed all the same, so that other invokes can read and edit its input and
+        output: for modules that are not part of the forward pass, such as an autoencoder added to the model.
         """
         if is_compiling():
             load("call_edited")  # dynamo then knows what the active run is
@@ -205,12 +202,7 @@ class Envoy(Located):
         return source_of(self)
 
     def modules(self, include_fn: Callable[[Envoy], bool] | None = None, names: bool = False) -> list[Any]:
-        """Return this envoy and all below it, each once.
-
-        Args:
-            include_fn: Only those for which this is true.
-            names: Return pairs of path and envoy.
-        """
+        """Return this envoy and all below it for which ``include_fn`` is true, each once; with ``names``, pairs of path and envoy."""
         found: dict[int, Envoy] = {}
         pending: list[Envoy] = [self]
         while pending:

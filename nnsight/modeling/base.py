@@ -338,8 +338,7 @@ class NNsight(Editable):
 
         Args:
             batched: The arguments joined so far, ``None`` for the first invoke.
-            *args: Arguments of this invoke, as :meth:`_prepare_input` returned them.
-            **kwargs: Likewise.
+            *args: Arguments of this invoke, as :meth:`_prepare_input` returned them; likewise ``kwargs``.
 
         Returns:
             The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.

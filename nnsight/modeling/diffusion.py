@@ -242,12 +242,7 @@ class PipelineRun:
         return module.run(**{**kwargs, **repeated, "seed": None, "generator": None})
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Return the arguments of the pipeline, all by name; texts as lists.
-
-        Raises:
-            TypeError: If there are several inputs, or the input is no text.
-            ValueError: If there are no prompts, or both a seed and a generator.
-        """
+        """Return the arguments of the pipeline, all by name; texts as lists."""
         if len(inputs) > 1:
             raise TypeError(f"A generation takes one input, not {len(inputs)}. Pass several prompts as a list.")
         if inputs:

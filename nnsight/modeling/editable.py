@@ -48,10 +48,9 @@ class Editable(Envoy):
         return edited
 
     def apply(self, program: Any) -> Any:
-        """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
+        """Return a copy of this model that runs a :class:`nnsight.Program` in each of its traces and calls, as :meth:`edit` does.
 
-        Args:
-            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``, which returns this model.
+        Anything else goes to ``torch.nn.Module.apply``, which returns this model.
 
         Raises:
             InvalidProgramError: If this model lacks a part that the program names.

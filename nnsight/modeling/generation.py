@@ -56,11 +56,7 @@ class Generation:
         return output if run is None else run.handle("model.generator.output", output)
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Generate with ``module``, a copy on fakes, whose ids do not say when to stop: it makes as many as it may.
-
-        Raises:
-            ValueError: For a generation that returns more than ids, or follows several candidates, which have values.
-        """
+        """Generate with ``module``, a copy on fakes, whose ids do not say when to stop: it makes as many as it may."""
         config = _configured(module, kwargs)
         if config["num_beams"] != 1 or config["return_dict_in_generate"]:
             raise ValueError(

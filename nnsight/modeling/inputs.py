@@ -47,11 +47,7 @@ _IGNORED_LABEL = -100
 
 
 class TextInput:
-    """Turns prompts into the arguments of a model; a base of root envoys that have a tokenizer.
-
-    Attributes:
-        tokenizer: The tokenizer, or None.
-    """
+    """Turns prompts into the arguments of a model; a base of root envoys that have a tokenizer, or None."""
 
     tokenizer: Any
     _module: torch.nn.Module
@@ -95,11 +91,6 @@ class TextInput:
             - ``position_ids``, of the same shape, for decoders that take them.
             - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given neither those nor labels.
             - All others as they were given, except what tokenizers return and this model does not take.
-
-        Raises:
-            ValueError: If there is no prompt, or one without tokens.
-            TypeError: If the input has none of the forms above.
-            AttributeError: If the input is text and there is no tokenizer.
         """
         given = by_name(inputs, kwargs)
         ids = given.pop("input_ids", None)
@@ -125,11 +116,7 @@ class TextInput:
         }
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
-        """Join the prompts of one more invoke to those before it, padded to one rectangle.
-
-        Raises:
-            ValueError: If only some invokes have an argument with rows, or others differ between invokes.
-        """
+        """Join the prompts of one more invoke to those before it, padded to one rectangle."""
         rows = next(value for name, value in kwargs.items() if name in _BATCH_NAMES).shape[0]
         if batched is None:
             return ((), kwargs), rows

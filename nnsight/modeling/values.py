@@ -117,10 +117,7 @@ class ValueWriter:
 def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> list[Any]:
     """Return the values of the rows of a table, with parts of ``model``. It runs no code but that of imported Python modules.
 
-    Raises:
-        ValueError: If the model lacks a part, or a device is missing.
-        ImportError: If something cannot be imported.
-        LookupError: Or another error, if the table is damaged.
+    Errors are those of :meth:`.Editable.import_edits`; a ``LookupError``, or another, if the table is damaged.
     """
     values: list[Any] = []
     for row in table:

@@ -87,10 +87,6 @@ class VisionLanguageModel(LanguageModel):
             *inputs: With images, a text, a list of texts, a chat or a list of chats.
             **kwargs: ``images`` (and ``videos``, ``audio``), in any form that the processor takes, a single image too; all
                 others are arguments of the model by name.
-
-        Raises:
-            ValueError: If there are images and the prompt says nowhere where, or is no text.
-            AttributeError: If there are images and there is no processor.
         """
         media = {name: kwargs.pop(name) for name in _MEDIA if kwargs.get(name) is not None}
         for name in _MEDIA:

@@ -97,12 +97,7 @@ def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
 
 
 def paths_to_cache(modules: Any, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
-    """Return the paths of what the user chose: envoys or paths; all of ``known`` for ``None``.
-
-    Raises:
-        TypeError: If ``modules`` is no list of envoys and paths.
-        ValueError: If one is not known.
-    """
+    """Return the paths of what the user chose: envoys or paths; all of ``known`` for ``None``."""
     if modules is None:
         return list(known)
     one = isinstance(modules, str) or hasattr(modules, "_path")

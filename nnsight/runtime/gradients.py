@@ -39,7 +39,7 @@ class Gradient:
     """The object in place of ``tensor`` in ``tensor.grad`` inside a backward block."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        object.__setattr__(self, "_tensor", tensor)
+        self._tensor = tensor
 
     @property
     def grad(self) -> Any:
@@ -53,8 +53,6 @@ class Gradient:
         location = self._offer()
         mediator.request_once(location)
         mediator.swap_here(value)
-
-    _tensor: torch.Tensor
 
     @staticmethod
     def _mediator() -> Mediator:

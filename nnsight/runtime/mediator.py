@@ -343,12 +343,7 @@ class Mediator:
         self._switch_to_model(ANYWHERE, step)
 
     def advance(self, steps: int) -> None:
-        """Let requests ask for the occurrence ``steps`` after the one they ask for now, which may be that of the latest visit.
-
-        Raises:
-            TypeError: If ``steps`` is no int.
-            ValueError: If it is negative: the model does not go back.
-        """
+        """Let requests ask for the occurrence ``steps`` after the one they ask for now, which may be that of the latest visit."""
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(f"next() takes an int, not {type(steps).__name__}.")
         if steps < 0:

@@ -28,18 +28,12 @@ class Break:
 
 @dataclass(frozen=True)
 class Capture:
-    """A graph that was captured for a call, because none that was there fits it.
+    """A graph that was captured for a call, because none that was there fits it."""
 
-    Attributes:
-        reason: Why, in words: "gradients are enabled now", "another length of prompt: 5 -> 9, sizes are symbolic from here on".
-        kind: What kind of reason: ``"first"``, ``"size"``, ``"value"``, ``"arguments"``, ``"type"``, ``"cache"``, ``"torch"`` (its grad
-            mode and the like), ``"model"``, ``"break"``, or ``"unknown"``.
-        guard: The condition of torch that did not hold, as torch writes it; empty if there was none.
-    """
-
-    reason: str
+    reason: str  # in words: "gradients are enabled now", "another length of prompt: 5 -> 9, sizes are symbolic from here on"
+    #: "first", "size", "value", "arguments", "type", "cache", "torch" (its grad mode and the like), "model", "break" or "unknown".
     kind: str = "first"
-    guard: str = ""
+    guard: str = ""  # the condition of torch that did not hold, as torch writes it; empty if there was none
 
     def __str__(self) -> str:
         return self.reason
@@ -74,16 +68,10 @@ class Report:
             f"{len(self.breaks)} break{'s' * (len(self.breaks) != 1)}, "
             f"{self.recordings} recorded, {self.compiles} compiled",
         ]
-        if self.captures:
-            lines.append("  captured because")
-            times = Counter(map(str, self.captures))
-            lines += [f"    {reason}{f' ({count} graphs)' * (count > 1)}" for reason, count in times.items()]
-        if self.spliced:
-            lines.append("  spliced at")
-            lines += [f"    {location}" for location in self.spliced]
-        if self.breaks:
-            lines.append("  cut at")
-            lines += [f"    {cut}" for cut in self.breaks]
+        times = Counter(map(str, self.captures))
+        reasons = [f"{reason}{f' ({count} graphs)' * (count > 1)}" for reason, count in times.items()]
+        for title, items in (("captured because", reasons), ("spliced at", self.spliced), ("cut at", self.breaks)):
+            lines += [f"  {title}", *(f"    {item}" for item in items)] if items else []
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -87,10 +87,6 @@ class InterleavingTracer(RunControls, Tracer):
         kwargs: Likewise, by name. With invokes, arguments of the call that all of them share.
         backend: Where the block runs; in this process by default.
         named: The model, with its modules, names and edits.
-
-    Attributes:
-        report: What the run did.
-        invoked: The blocks of its invokes, in the order in which they were opened.
     """
 
     path = ""
@@ -122,7 +118,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
         self._invokes: list[Invoke] | None = None
-        self.invoked: list[Block] = []
+        self.invoked: list[Block] = []  # the blocks of its invokes, in the order in which they were opened
         self._at_end: list[Callable[[], None]] = []
 
     # -- the user's side -------------------------------------------------------------------------------------------

@@ -127,11 +127,7 @@ class Branch(Scope):
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A compiled body, ready to be bound to a scope.
-
-    Attributes:
-        target: Name bound by ``as`` in the statement, or names if it is a tuple of them; ``None`` for anything else.
-    """
+    """A compiled body, ready to be bound to a scope."""
 
     code: types.CodeType  # code object of the body; every variable of the block is free in it
     filename: str  # the user's file
@@ -139,7 +135,7 @@ class Block:
     shared: tuple[str, ...]  # names of all variables of the block
     stored: frozenset[str]  # those that it assigns
     inner: frozenset[str]  # those that `with` statements in it assign
-    target: str | tuple[str, ...] | None
+    target: str | tuple[str, ...] | None  # name bound by `as`, or names if it is a tuple of them; `None` for anything else
     body: tuple[ast.stmt, ...] = ()  # its syntax tree, as it was compiled
 
     @property
@@ -230,12 +226,7 @@ _blocks: dict[tuple[int, int], tuple[weakref.ref[types.CodeType], Block]] = {}
 
 
 def block_at(frame: types.FrameType) -> Block:
-    """Return the compiled block that ``frame`` is entering; each place in the code is compiled once.
-
-    Raises:
-        WithBlockNotFoundError: If the block has no source.
-        SyntaxError: If the body contains a statement that cannot be deferred.
-    """
+    """Return the compiled block that ``frame`` is entering; each place in the code is compiled once."""
     key = (id(frame.f_code), frame.f_lasti)
     known = _blocks.get(key)
     if known is not None:

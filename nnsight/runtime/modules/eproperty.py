@@ -24,17 +24,14 @@ from ..interleaver import Interleaver, active_interleaver
 
 
 class IEnvoy(Protocol):
-    """What an owner of eproperties has.
+    """What an owner of eproperties has."""
 
-    Attributes:
-        path: The prefix of its locations. Without one, or with ``None`` or an empty one, the key alone is the location.
-        interleaver: The run to ask where none is active in this context; an owner can do without.
-    """
-
-    path: str | None
+    path: str | None  # the prefix of its locations; without one, or with an empty one, the key alone is the location
 
     @property
-    def interleaver(self) -> Interleaver: ...
+    def interleaver(self) -> Interleaver:
+        """The run to ask where none is active in this context; an owner can do without."""
+        ...
 
 
 def requires_output(stub: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,11 +107,9 @@ class Instrumentation:
         self._lock = threading.RLock()
 
     def replace(self, path: str, replacement: Callable[[], tuple[dict[str, Any], str, Any]]) -> None:
-        """Replace an attribute of an instance, too, during runs; those that are active included.
+        """Replace an attribute of the instance at ``path``, too, during runs; those that are active included.
 
-        Args:
-            path: Whose attribute it is; a later replacement for the same path takes the place of this one.
-            replacement: Called when a run begins: the namespace of the instance, the attribute, and its value for the run.
+        ``replacement`` is called when a run begins: the namespace of the instance, the attribute, and its value for the run.
         """
         with self._lock:
             self._functions[path] = replacement

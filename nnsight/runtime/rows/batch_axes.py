@@ -87,14 +87,11 @@ SEQUENCES = Rows(0)
 
 @dataclass
 class Place:
-    """What is known of one occurrence of a location.
-
-    Attributes:
-        known: The answers for structures that were asked for lately.
-    """
+    """What is known of one occurrence of a location."""
 
     rows: dict[str, Rows | None]  # by the path of a leaf, where its rows are; `None` if it has none
     otherwise: Rows = FIRST  # the rule for leaves that are not among them
+    #: The answers for structures that were asked for lately.
     known: list[tuple[pytree.TreeSpec, tuple[Rows | None, ...]]] = field(default_factory=list)
 
     def of(self, value: Any, structure: pytree.TreeSpec) -> tuple[Rows | None, ...]:

@@ -212,11 +212,7 @@ class DiffusionModel(MetaMixin):
         generation = PipelineRun(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)
-        self.dispatch()
-        args, kwargs = generation._prepare_input(*inputs, **kwargs)
-        if self._edits_apply():
-            return self._call_edited(generation, args, kwargs)
-        return generation(*args, **kwargs)
+        return self._run_plainly(generation, inputs, kwargs)
 
 
 class PipelineRun:

@@ -169,11 +169,7 @@ class LanguageModel(TextInput, MetaMixin):
             raise ValueError("generate(scan=..., validate=...) needs a block: `with model.generate(...) as tracer:`.")
         if remote is not False:
             raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
-        self.dispatch()
-        args, kwargs = generation._prepare_input(*inputs, **kwargs)
-        if self._edits_apply():
-            return self._call_edited(generation, args, kwargs)
-        return generation(*args, **kwargs)
+        return self._run_plainly(generation, inputs, kwargs)
 
     @functools.cached_property
     def generator(self) -> Envoy:

@@ -138,13 +138,11 @@ class VisionLanguageModel(LanguageModel):
 
     def _stack_tokens(self, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
         """Return rows that have one entry, or one vector, for each token."""
-        width = max(above.shape[1], below.shape[1])
-        tensors = []
+        width, padded = max(above.shape[1], below.shape[1]), []
         for part in (above, below):
-            missing = width - part.shape[1]
-            filling = part.new_zeros(part.shape[0], missing, *part.shape[2:])
-            tensors.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
-        return _one_behind_the_other(tensors[0], tensors[1])
+            filling = part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
+            padded.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
+        return _one_behind_the_other(*padded)
 
     def _process(self, prompt: Any, media: dict[str, Any]) -> dict[str, Any]:
         """Return what the processor makes of text or chats, and images."""

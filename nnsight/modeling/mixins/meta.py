@@ -167,6 +167,12 @@ class MetaMixin(LoadableMixin):
         self.dispatch()
         return super()._driver(*args, **kwargs)
 
+    def _run_plainly(self, generation: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a generation with the edits of this model, without another block."""
+        self.dispatch()
+        args, kwargs = generation._prepare_input(*inputs, **kwargs)
+        return self._call_edited(generation, args, kwargs) if self._edits_apply() else generation(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its weights; see :meth:`NNsight.__call__ <nnsight.modeling.base.NNsight.__call__>`."""
         if is_compiling() or active_interleaver() is None:

@@ -119,10 +119,6 @@ class BatchDims:
             return (FIRST,) * structure.num_leaves
         return places[occurrence % len(places)].of(value, structure)
 
-    def in_carrier(self, place: str) -> Rows | None:
-        """Return where the rows of the tensor at ``place`` of a carrier are."""
-        return self.carried.get(place, FIRST)
-
 
 def leaf_paths(value: Any) -> list[str]:
     """Return a name for each leaf of ``value``: its keys from the root, carriers being leaves."""

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..carriers import is_carrier, on_tensors, write_back
 from ..errors import ReplacementShapeError
-from .batch_axes import BatchDims, Rows
+from .batch_axes import FIRST, BatchDims, Rows
 
 
 class RowSequence:
@@ -180,7 +180,7 @@ class View:
 
 
 def _rows_in_carrier(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:
-    return group.rows_of(tensor, group.dims.in_carrier(place))
+    return group.rows_of(tensor, group.dims.carried.get(place, FIRST))
 
 
 def _take_once(group: BatchGroup, taken: dict[int, torch.Tensor], place: str, tensor: torch.Tensor) -> torch.Tensor:

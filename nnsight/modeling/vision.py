@@ -142,7 +142,7 @@ class VisionLanguageModel(LanguageModel):
         for part in (above, below):
             filling = part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
             padded.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
-        return _one_behind_the_other(*padded)
+        return _one_behind_the_other(padded[0], padded[1])
 
     def _process(self, prompt: Any, media: dict[str, Any]) -> dict[str, Any]:
         """Return what the processor makes of text or chats, and images."""

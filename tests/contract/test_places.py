@@ -67,11 +67,6 @@ def python(*arguments: str, executable: str = sys.executable, fails: bool = Fals
 
 #: Each defines ``run(block, log)``, in which ``with block():`` is a trace or does nothing.
 CONSTRUCTS = {
-    "two_statements_on_a_line": """
-def run(block, log):
-    with block():
-        a = 1; b = 2; log.append(a + b)
-""",
     "backslashes": """
 def run(block, log):
     total = 1
@@ -80,28 +75,6 @@ def run(block, log):
         value = total + \\
             2
         log.append(value)
-""",
-    "walrus_in_comprehension": """
-def run(block, log):
-    with block():
-        found = [last for item in range(4) if (last := item * 2) > 2]
-        log.append((found, last))
-""",
-    "unpacking": """
-def run(block, log):
-    rest = None
-    with block():
-        first, *rest, (last, *_) = [1, 2, 3, "xyz"]
-        log.append((first, rest, last, {**{"a": 1}, "b": 2}, [*rest, *rest]))
-""",
-    "augmented_outer": """
-def run(block, log):
-    count, items = 1, [1]
-    with block():
-        count += 4
-        items += [2]
-        items[0] -= 5
-        log.append((count, items))
 """,
     "delete": """
 def run(block, log):
@@ -113,18 +86,6 @@ def run(block, log):
             value
         except NameError as error:
             log.append((isinstance(error, NameError), table))
-""",
-    "except_name_is_unbound": """
-def run(block, log):
-    with block():
-        try:
-            raise KeyError("k")
-        except KeyError as error:
-            log.append(str(error))
-        try:
-            error
-        except NameError:
-            log.append("unbound")
 """,
     "except_star": """
 def run(block, log):
@@ -495,14 +456,6 @@ def run(block, log):
             log.append([factor_ * scale for factor_ in (1, 2)])
     log.append("factor" in vars(Body))
 """,
-    "shadowed_builtins_and_parameters": """
-def run(block, log, *args, key=2, **kwargs):
-    list = [1]
-    with block():
-        list = list + [key, args, kwargs]
-        len = 3
-        log.append((list, len))
-""",
     "unicode_names": """
 def run(block, log):
     größe, 变量 = 2, "é😀"
@@ -515,17 +468,6 @@ def run(block, log):
     + "".join(f"        v{i} = {i}\n" for i in range(400))
     + "        log.append(v0 + v399)\n",
 }
-if sys.version_info >= (3, 12):
-    CONSTRUCTS["type_parameters"] = """
-def run(block, log):
-    with block():
-        type Pair[T] = tuple[T, T]
-        def first[T](pair: Pair[T]) -> T:
-            return pair[0]
-        class Box[T]:
-            pass
-        log.append((first((1, 2)), Pair.__name__, Box.__name__, f"{'nested' + f"{1}"}"))
-"""
 
 
 class Deferred(Tracer):

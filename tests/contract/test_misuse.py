@@ -389,6 +389,7 @@ def makes_a_barrier_of_too_many(case: Case) -> None:
             barrier()
 
 
+inside("a_barrier_of_none", lambda _, tracer: tracer.barrier(0), ValueError, "at least one participant", "0")
 inside("a_barrier_of_a_float", lambda _, tracer: tracer.barrier(2.0), TypeError, "tracer.barrier", "number of its participants", "float")
 
 
@@ -428,6 +429,7 @@ def reads_inside_a_skipped_module(case: Case) -> None:
 
 inside("an_unknown_module_cached", lambda _, t: t.cache(["model.frist"]), ValueError, "'model.frist'", "Did you mean `model.first`")
 inside("a_module_not_wrapped", lambda model, t: t.cache([model._module.first]), TypeError, "modules of the wrapped model", "Linear")
+inside("a_cache_of_nothing", lambda _, t: t.cache(include_output=False), ValueError, "tracer.cache()", "neither outputs nor inputs")
 inside("a_dtype_by_name", lambda _, t: t.cache(dtype="float16"), TypeError, "dtype of a cache", "torch.float16")
 inside("an_unknown_device", lambda _, t: t.cache(device="gpu"), RuntimeError, "gpu")
 behind("a_cache_outside", lambda _, t: t.cache(), ValueError, "tracer.cache()", "inside the block")
@@ -530,6 +532,7 @@ def edits_what_does_not_run(case: Case) -> None:
 
 
 outside("one_edit_cleared", lambda case: case.model.clear_edits("all"), TypeError, "clear_edits()", "positional argument")
+outside("names_in_a_list", lambda case: NNsight(case.net, rename=["first"]), TypeError, "rename=", "dict")
 outside("a_number_as_name", lambda case: NNsight(case.net, rename={"first": 3}), TypeError, "rename", "string")
 outside("no_class_of_envoys", lambda case: NNsight(case.net, envoys=3), TypeError, "envoys=")
 outside("an_unknown_option", lambda case: NNsight(case.net, renames={}), TypeError, "unknown options", "renames")

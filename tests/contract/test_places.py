@@ -533,6 +533,16 @@ def test_a_block_cannot_wait_for_an_event_loop(tmp_path: Path, line: str) -> Non
     assert (raised.value.lineno, raised.value.filename) == (3, str(tmp_path / "waits.py"))
 
 
+def test_without_columns_in_the_code(tmp_path: Path) -> None:
+    """``-X no_debug_ranges`` leaves lines only."""
+    script = tmp_path / "lines.py"
+    script.write_text(
+        "from nnsight.tracing import Tracer\nwith Tracer():\n    a = [1].save()\n    with Tracer():\n        b = [2].save()\n"
+        "print(a, b)\n"
+    )
+    assert python("-X", "no_debug_ranges", str(script)) == "[1] [2]\n"
+
+
 # -- text that is another than the code -------------------------------------------------------------------------------
 
 EDITS = {

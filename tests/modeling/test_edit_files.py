@@ -503,6 +503,7 @@ def rewrite(file: Path, change: Any) -> None:
         lambda content: content["values"].append({"import": ["os"]}),
         lambda content: content["values"].append({"tensor": {"name": "x", "device": "cpu", "requires_grad": False}}),
         lambda content: content.update(values=None),
+        lambda content: content.update(version=99),
     ],
 )
 def test_contents_that_make_no_sense(exported: Path, other: NNsight, change: Any) -> None:

@@ -284,6 +284,18 @@ def test_a_generation_about_an_image(seeing: VisionLanguageModel, compile: bool)
     assert torch.equal(model.generate(QUESTION, images=IMAGES[0], **options), expected)
 
 
+def test_generations_of_several_invokes(seeing: VisionLanguageModel) -> None:
+    model = seeing
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    with model.generate(**options) as tracer:
+        with tracer.invoke(QUESTION, images=IMAGES[0]):
+            one = tracer.result[:, -3:].save()
+        with tracer.invoke("<image> a cat and a dog ?", images=IMAGES[1]):
+            two = tracer.result[:, -3:].save()
+    for found, text, image in ((one, QUESTION, IMAGES[0]), (two, "<image> a cat and a dog ?", IMAGES[1])):
+        assert torch.equal(found, model._module.generate(**alone(model, text, [image]), **options)[:, -3:])
+
+
 # -- loading and misuse -----------------------------------------------------------------------------------------------
 
 

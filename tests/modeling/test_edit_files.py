@@ -656,17 +656,16 @@ def test_imported_edits_do_not_keep_their_model_alive(model: NNsight, tmp_path: 
 # -- language models --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-def test_edits_of_a_language_model(tmp_path: Path, hooks: Any, compile: bool) -> None:
-    demo = nnsight.demo_model(compile={"backend": "eager"})
+def test_edits_of_a_language_model(tmp_path: Path, hooks: Any) -> None:
+    demo = nnsight.demo_model()
     with demo.edit() as edited:
         demo.transformer.h[1].mlp.output[:] = 0
     file = edited.export_edits(export_dir=tmp_path)
     assert file.parent.parent == tmp_path
-    importing = nnsight.demo_model(compile={"backend": "eager"})
+    importing = nnsight.demo_model()
     importing.import_edits(export_dir=tmp_path)
     prompt = "The Eiffel Tower is in the city of"
-    with importing.trace(prompt, compile=compile):
+    with importing.trace(prompt):
         logits = importing.lm_head.output.save()
     prepared = importing.tokenizer(prompt, return_tensors="pt")
     expected = hooks(importing._module).output("transformer.h.1.mlp", torch.zeros_like)(**prepared).logits

@@ -47,9 +47,7 @@ HOOKS: dict[str, Callable[[Whole], Any]] = {
     "forward": lambda net: net.one.register_forward_hook(thrice),
     "forward of a leaf": lambda net: net.one.lin.register_forward_hook(lambda *_: _[2] * 3),
     "forward, before": lambda net: net.two.register_forward_pre_hook(thrice_what_goes_in),
-    "of the model": lambda net: net.register_forward_hook(lambda *_: _[2] * 3),
     "for all modules": lambda net: for_all_modules.register_module_forward_hook(thrice),
-    "forward, prepended": lambda net: net.one.register_forward_hook(thrice, prepend=True),
 }
 
 

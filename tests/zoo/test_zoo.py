@@ -25,7 +25,7 @@ KEPT = outcomes()
 SAMPLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("gpt2", "eager"): ("everything", "batch", "generation", "generate-skip", "half"),
     ("resnet", "eager"): ("forward", "skip-result", "stop", "bfloat16", "training"),
-    ("dicts", "aot_eager"): ("forward", "batch", "backward"),
+    ("dicts", "aot_eager"): ("forward", "batch"),
     ("shared", "aot_eager"): ("everything", "skip-result", "stop"),
 }
 #: The slow tests run one of this many features that work eagerly, for each model.

@@ -6,8 +6,7 @@ the default. ``print(CONFIG)`` shows every value and its origin.
 
 The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.json`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It is read when the first option is
 looked up, and has an object for each section: ``{"APP": {"DEBUG": true}}``. It is JSON because the standard library reads and writes that.
-Mistakes in the file or in an environment variable are warnings, so that a broken file does not stop a program; mistakes of a program are
-errors.
+Mistakes in the file or in an environment variable are warnings; mistakes of a program are errors.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ class Config:
         vars(self).update(APP=AppConfig(file), API=ApiConfig(file), _file=file)
 
     def save(self) -> None:
-        """Keep what this program has assigned in the user's file, for later programs.
-
-        The file gets values that differ from the default, and no values of environment variables; its other content stays. It is replaced
-        as a whole, and only the user can read it.
+        """Keep what this program has assigned in the user's file, for later programs; its other content stays.
 
         Raises:
             ValueError: If the file that is there cannot be understood.

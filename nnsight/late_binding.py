@@ -19,11 +19,7 @@ def provide(**modules: str) -> None:
 
 
 def late(name: str) -> Any:
-    """Return the function with this name.
-
-    Raises:
-        KeyError: If no module provides it.
-    """
+    """Return the function with this name."""
     return getattr(import_module(_modules[name]), name)
 
 

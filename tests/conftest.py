@@ -296,10 +296,9 @@ def no_gc() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _lean_process() -> Iterator[None]:
-    """Let go of what dynamo and fake tensors keep of the models of other files, over which each collection would walk."""
-    gc.freeze()  # modules and classes, most of all
+    """Let go of what dynamo and fake tensors keep of the models of a file, over which each collection would walk."""
+    gc.freeze()  # modules and classes, most of all; they stay frozen, as there are so many of them
     yield
-    gc.unfreeze()
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
     gc.collect()
@@ -482,13 +481,13 @@ def cases() -> dict[str, Case]:
     return made
 
 
-#: Those that take longest to capture, and one that is much like the Llama.
-_LARGE = ("qwen2", "qwen3", "mixtral", "t5")
+#: What else the slow tests look at; the others are much like the Llama.
+_LARGE = ("mixtral", "bert", "t5")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in _LARGE else []) for name in MODEL_NAMES])
+@pytest.fixture(params=["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in _LARGE)])
 def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
-    """Each of the transformers models in turn."""
+    """Some of the transformers models in turn."""
     return cases[request.param]
 
 

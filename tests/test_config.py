@@ -56,17 +56,6 @@ def run(code: str, **environment: str) -> str:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_defaults() -> None:
-    config = Config()
-    assert config.APP.DEBUG is False
-    assert config.APP.CROSS_INVOKER is True
-    assert config.APP.PYMOUNT is True
-    assert config.APP.REMOTE_LOGGING is True
-    assert config.API.HOST.startswith("https://")
-    assert config.API.KEY is None
-    assert isinstance(nnsight.CONFIG, Config)
-
-
 def test_program_before_environment_before_file_before_default(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(path, {"API": {"HOST": "http://file"}})
     config = Config()
@@ -226,12 +215,6 @@ def test_an_empty_file_and_a_folder_in_place_of_the_file(path: Path) -> None:
     config.APP.DEBUG = True
     with pytest.raises(OSError, match="Is a directory"):
         config.save()
-
-
-def test_variables_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNSIGHT_APP_DEBUG", "perhaps")
-    with pytest.warns(ConfigWarning, match="NNSIGHT_APP_DEBUG is 'perhaps'.*not used"):
-        assert Config().APP.DEBUG is False
 
 
 # -- keeping ------------------------------------------------------------------------------------------------------------

@@ -273,7 +273,7 @@ def run_all(model: Rows, compile: bool, rounds: int) -> None:
             trace(model, compile)
 
 
-@pytest.mark.parametrize(("compile", "traces"), [(False, 300), (True, 60)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("compile", "traces"), [(False, 150), (True, 40)], ids=["eager", "compiled"])
 def test_many_traces_leave_nothing(compile: bool, traces: int) -> None:
     """Counts after a warm-up are the counts at the end, and so is the memory that Python has handed out."""
     model = new_model()
@@ -362,7 +362,7 @@ def test_an_error_holds_what_it_happened_to_and_no_longer(compile: bool, no_gc: 
 
 @both
 def test_threads_leave_nothing(compile: bool) -> None:
-    """Four threads trace one model twenty times each; the same counts hold as for one."""
+    """Four threads trace one model ten times each; the same counts hold as for one."""
     model = new_model()
     expected = model._module(X, ROW)
     failures: list[BaseException] = []
@@ -370,7 +370,7 @@ def test_threads_leave_nothing(compile: bool) -> None:
     def work(number: int) -> None:
         kinds = list(KINDS.values())
         try:
-            for count in range(20):
+            for count in range(10):
                 trace = kinds[(number + count) % len(kinds)]
                 if trace not in (keeps_edits_and_clears_them, gradients, fails_in_a_backward_block):
                     trace(model, compile)

@@ -84,20 +84,15 @@ class Batcher:
 
 
 class Interleaver(runtime.Interleaver):
-    """One run, see :class:`nnsight.runtime.interleaver.Interleaver`.
-
-    Attributes:
-        defer_exceptions: Whether an error of a block ends that block only, and is kept as its ``deferred_exception``, for the caller to
-            look at: for runs that serve several users.
-        offered: Location and value that a driver has assigned to the batcher.
-    """
+    """One run, see :class:`nnsight.runtime.interleaver.Interleaver`."""
 
     def __init__(self, mediators: Iterable[Mediator] = (), tracer: Any = None, batcher: None = None, **options: Any) -> None:
         if batcher is not None:
             raise TypeError("An interleaver takes no batcher, as each run has its own: give each mediator its `batch_group`.")
         super().__init__(mediators, tracer, **options)
+        #: Whether an error of a block ends that block only, as its `deferred_exception`: for runs that serve several users.
         self.defer_exceptions = False
-        self.offered: tuple[str | None, Any] = (None, None)
+        self.offered: tuple[str | None, Any] = (None, None)  # location and value that a driver has assigned to the batcher
 
     batcher = property(Batcher, doc="The value that the run has stopped at, and the rows of each block.")
 

@@ -31,19 +31,11 @@ _STATE = ("intervention", "info", "name", "batch_group", "_publish", "iteration"
 
 
 class Mediator(runtime.Mediator):
-    """Runs the function of a block, see :class:`nnsight.runtime.mediator.Mediator`.
-
-    Attributes:
-        all_stop: How often the function runs, each time for the next occurrence of its locations; once for ``None``.
-        args: What the function is called with, if it is set before the run.
-        deferred_exception: What the block raised in a run with ``defer_exceptions``; ``None`` if it raised nothing.
-        hooks: Handles with a method ``remove()``, called when the run ends. For hooks that the author of a property registers.
-        lock: How many hold the block: 0, as block and model take turns on one thread.
-        skip_container: Not used: the run has what modules are to return unrun, see :attr:`Interleaver.skips`.
-    """
+    """Runs the function of a block, see :class:`nnsight.runtime.mediator.Mediator`."""
 
     MissedProviderError, OutOfOrderError, Value = errors.MissedProviderError, errors.OutOfOrderError, Value
-    lock, skip_container = 0, None
+    lock = 0  # how many hold the block: none, as block and model take turns on one thread
+    skip_container = None  # not used: the run has what modules are to return unrun
 
     def __init__(
         self,
@@ -55,10 +47,10 @@ class Mediator(runtime.Mediator):
         **options: Any,
     ) -> None:
         super().__init__(intervention, info, name, batch_group, **options)
-        self.all_stop = stop
-        self.args: Sequence[Any] = []
-        self.deferred_exception: Exception | None = None
-        self.hooks: list[Any] = []
+        self.all_stop = stop  # how often the function runs, each time for the next occurrence of its locations; once for `None`
+        self.args: Sequence[Any] = []  # what the function is called with, if it is set before the run
+        self.deferred_exception: Exception | None = None  # what the block raised in a run with `defer_exceptions`
+        self.hooks: list[Any] = []  # handles that are removed when the run ends, for hooks that the author of a property registers
 
     def __enter__(self) -> Mediator:
         """Return the mediator, which ends with the ``with`` statement: for one that is started without ``with run:``."""

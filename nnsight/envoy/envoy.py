@@ -63,14 +63,8 @@ class Envoy(Located):
         known: dict[torch.nn.Module, Envoy] | None = None,
         envoys: EnvoyClasses = None,
     ) -> None:
-        own = self.__dict__
-        own["_path"] = path
-        own["_module"] = module
-        own["_tree"] = tree or ModuleTree(module, path)
-        own["_children"] = {}
-        own["_envoys"] = envoys
-        own["_aliases"] = set()
-        own["_version"] = own["_tree"].version
+        tree = tree or ModuleTree(module, path)
+        self.__dict__.update(_path=path, _module=module, _tree=tree, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
         known = {} if known is None else known
         known[module] = self
         for name, child in module._modules.items():
@@ -119,14 +113,7 @@ class Envoy(Located):
 
     @uncompiled
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Run this module alone, with the block of the ``with`` statement reading and editing its internals.
-
-        Args:
-            *args: Arguments of the module.
-            **kwargs: Likewise, by name; and the options of :meth:`NNsight.trace <nnsight.modeling.base.NNsight.trace>`.
-
-        Returns:
-            The tracer; ``tracer.result`` is what the module returns.
+        """Run this module alone on its own arguments, as :meth:`NNsight.trace <nnsight.modeling.base.NNsight.trace>` runs the model.
 
         Example:
             >>> with pipe.unet.trace(sample, timestep, encoder_hidden_states=prompt):
@@ -136,12 +123,7 @@ class Envoy(Located):
 
     @uncompiled
     def scan(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, and this module alone, on fake tensors: sizes and types without values.
-
-        Args:
-            *args: Arguments of the module.
-            **kwargs: Likewise, by name.
-        """
+        """Run the block, and this module alone on its own arguments, on fake tensors: sizes and types without values."""
         return self._as_root.scan(*args, **kwargs)
 
     @uncompiled
@@ -151,11 +133,7 @@ class Envoy(Located):
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> Any:
-        """Keep a block and run it whenever this module is traced or called by itself; runs of the whole model go without.
-
-        Args:
-            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds.
-        """
+        """Keep a block for runs of this module by itself, as :meth:`NNsight.edit` does for those of the model."""
         return self._as_root.edit(inplace=inplace)
 
     def clear_edits(self) -> None:
@@ -170,11 +148,8 @@ class Envoy(Located):
         Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
         no location is passed and no hook of the module runs.
 
-        Args:
-            *args: Arguments of the module.
-            hook: Pass the module's locations all the same, so that other invokes can read and edit its input and output.
-                For modules that are not part of the forward pass, such as an autoencoder added to the model.
-            **kwargs: Arguments of the module, by name.
+        With ``hook`` the module's locations are passed all the same, so that other invokes can read and edit its input and
+        output: for modules that are not part of the forward pass, such as an autoencoder added to the model.
         """
         if is_compiling():
             load("call_edited")  # dynamo then knows what the active run is
@@ -227,12 +202,7 @@ class Envoy(Located):
         return source_of(self)
 
     def modules(self, include_fn: Callable[[Envoy], bool] | None = None, names: bool = False) -> list[Any]:
-        """Return this envoy and all below it, each once.
-
-        Args:
-            include_fn: Only those for which this is true.
-            names: Return pairs of path and envoy.
-        """
+        """Return this envoy and all below it for which ``include_fn`` is true, each once; with ``names``, pairs of path and envoy."""
         found: dict[int, Envoy] = {}
         pending: list[Envoy] = [self]
         while pending:

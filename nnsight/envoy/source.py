@@ -25,12 +25,9 @@ _CONTEXT = 5
 
 
 class Source:
-    """The operations of one function.
+    """The operations of the ``function``, with its decorators, of the module or operation at ``path``.
 
-    Args:
-        tree: The modules of the model.
-        path: The path of the module or operation whose function it is.
-        function: The function, with its decorators; ``None`` if only a run can tell which one is called.
+    The function is ``None`` if only a run can tell which one is called.
 
     Raises:
         SourceError: If the function has no Python source.

@@ -17,11 +17,11 @@ from ..runtime.gradients import add_tensor_methods
 from ..runtime.interleaver import active_interleaver
 from ..runtime.modules.interception import is_compiling
 from ..runtime.modules.tree import ModuleTree
-from ..runtime.tracer import Driver, InterleavingTracer
+from ..runtime.tracer import Arguments, Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from .editable import Editable
-from .methods import TracedFunction, TracedMethod
+from .methods import TracedFunction, traced_method
 from .scanning import ScanningTracer
 from .tracing import ModelTracer, session_backend, tracer_class
 
@@ -81,13 +81,8 @@ class NNsight(Editable):
 
             module, found = options_of_compiled(module)
             chosen = found if chosen is None else chosen
-        self.__dict__["_compiled"] = None
-        self.__dict__["_compile_by_default"] = False
-        self.__dict__["_edits"] = []
-        self.__dict__["_rename"] = dict(rename or {})
+        self.__dict__.update(_compiled=None, _compile_by_default=chosen is not None, _edits=[], _rename=dict(rename or {}))
         self._mount(module, envoys, chosen)
-        if chosen is not None:
-            self.__dict__["_compile_by_default"] = True
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
@@ -197,7 +192,7 @@ class NNsight(Editable):
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
         backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True))
-        return root._tracer(TracedMethod(root, envoy, name), args, kwargs, compile, backend)
+        return root._tracer(traced_method(root, envoy, name), args, kwargs, compile, backend)
 
     def _tracer(
         self,
@@ -233,16 +228,10 @@ class NNsight(Editable):
         """Run the block on fake tensors: sizes and types without values, and without computing anything.
 
         Nothing changes: weights, buffers, caches given as input and random number generators stay as they are. Weights are
-        not needed, so a model that is not loaded stays so. As in a trace, what is used after the block has to be saved.
-        Mistakes in shapes and indices are raised at the line of the block.
+        not needed, so a model that is not loaded stays so. Mistakes in shapes and indices are raised at the line of the block.
 
         Afterwards ``_fake_output`` and ``_fake_inputs`` of every envoy are what its module returned and was given,
         as fake tensors, until the next scan; outside of traces ``.output``, ``.input`` and ``.inputs`` show the same.
-
-        Args:
-            *args: The model's input.
-            backend: Where the block runs; in this process by default.
-            **kwargs: The model's input, by name.
 
         Raises:
             RuntimeError: If the block, or the model, needs the value of a tensor (``DataDependentOutputException`` of torch).
@@ -269,28 +258,19 @@ class NNsight(Editable):
     ) -> Tracer:
         """Group traces: inside the block, each can use the variables of those before it without saving them.
 
-        Args:
-            backend: Where the block runs; in this process by default.
-            remote: As in :meth:`trace`, for all traces in the block: they are one job, and values go from one to the next there.
-            blocking: Likewise.
-            tracer_cls: Class of the tracer.
+        Arguments are those of :meth:`trace`, for all traces in the block. Remotely they are one job, in which values are handed on.
         """
         leave_to_python("model.session()")
         return tracer_cls(self._remote_backend(remote, backend, blocking))
 
     def _driver(self, compile: bool | str | None, function: Callable[..., Any] | None = None) -> Driver:
         """Return the driver of the model, or of a ``function`` that calls it, compiled or not."""
-        if compile is None and function is None and self._compile_by_default:
-            self._sync()
-            return self._compiled_driver()
         if compile is not None and not isinstance(compile, bool) and compile != _BACKGROUND:
             raise TypeError(
                 f"trace(compile=...) is True, False or {_BACKGROUND!r}, not {compile!r}. Options go to `model.compile(...)`."
             )
         self._sync()
-        if compile == _BACKGROUND and self._compiled is None:
-            self._make_driver({"background": True})
-        if compile == _BACKGROUND and not self._compiled_driver().options.get("background"):
+        if compile == _BACKGROUND and not (self._compiled or self._make_driver({"background": True})).options.get("background"):
             raise ValueError(
                 "trace(compile='background'): this model was compiled before, with other options. Call "
                 "`model.compile(background=True, ...)` once instead."
@@ -346,22 +326,19 @@ class NNsight(Editable):
 
         return self._call_edited(call, args, kwargs, must_run=False)
 
-    def _prepare_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""
         return args, kwargs
 
     def _compiled_driver(self) -> CompiledDriver:
         return self._compiled or self._make_driver({})
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the arguments of one more invoke to those of earlier ones; subclasses that can do so override.
 
         Args:
             batched: The arguments joined so far, ``None`` for the first invoke.
-            *args: Arguments of this invoke, as :meth:`_prepare_input` returned them.
-            **kwargs: Likewise.
+            *args: Arguments of this invoke, as :meth:`_prepare_input` returned them; likewise ``kwargs``.
 
         Returns:
             The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.
@@ -380,10 +357,8 @@ class NNsight(Editable):
 
     def _alias_paths(self) -> dict[str, str]:
         """Return the path behind each further name that ``rename`` gave."""
-        found: dict[str, str] = {}
-        for envoy in Envoy.modules(self):
-            found.update({f"{envoy._path}.{name}": envoy.__dict__[name]._path for name in envoy._aliases})
-        return found
+        envoys = Envoy.modules(self)
+        return {f"{envoy._path}.{name}": envoy.__dict__[name]._path for envoy in envoys for name in envoy._aliases}
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         super()._mirror(known, version)
@@ -415,14 +390,8 @@ def _check_options(compile: Any, rename: Any, envoys: Any) -> None:
             raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")
 
 
-def _traced_call(
-    input_location: str,
-    output_location: str,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _traced_call(*call: Any) -> Any:
     """Call a module while dynamo traces it; see :func:`nnsight.fx.capturing.taps.tapped_call`."""
     from ..fx.capturing.taps import tapped_call
 
-    return tapped_call(input_location, output_location, call, args, kwargs)
+    return tapped_call(*call)

@@ -127,9 +127,8 @@ class Component(NNsight):
         return driver
 
     @property
-    def _scanned(self) -> ModuleTree:
-        tree: Any = self._subtree
-        return tree
+    def _scanned(self) -> Any:
+        return self._subtree
 
     def _tracer(
         self, function: Any, args: Any, kwargs: Any, compile: Any, backend: Any, tracer_cls: Any = None, **options: bool

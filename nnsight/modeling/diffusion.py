@@ -5,8 +5,7 @@ A pipeline of `diffusers` is no module. It calls several (text encoder, denoiser
 ``trace`` runs that, with the arguments of the denoiser. ``generate`` runs the pipeline, in which every location of the denoiser occurs once
 for each step.
 
-While ``generate`` runs, the pipeline's calls of the denoiser are redirected to the :class:`Diffuser`. So a step is a call of the whole
-model, and is compiled if the model is.
+While ``generate`` runs, the pipeline's calls of the denoiser are redirected to the :class:`Diffuser`: a step is a call of the model.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from ..runtime.interleaver import active_interleaver
+from ..runtime.tracer import Arguments
 from ..runtime.uncompiled import leave_to_python, uncompiled_itself
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
@@ -61,9 +61,9 @@ class Diffuser(torch.nn.Module):
         self._lock = threading.Lock()
 
     @property
-    def denoiser(self) -> torch.nn.Module:
+    def denoiser(self) -> Any:
         """The component that is called once for each step."""
-        return self._modules[self.denoiser_name]  # type: ignore[return-value]
+        return self._modules[self.denoiser_name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one denoising step: call the denoiser."""
@@ -173,7 +173,7 @@ class DiffusionModel(MetaMixin):
 
     # -- a single step -------------------------------------------------------------------------------------------
 
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Check the arguments of the denoiser."""
         if inputs and (isinstance(inputs[0], str) or _is_texts(inputs[0])):
             raise TypeError(
@@ -182,9 +182,7 @@ class DiffusionModel(MetaMixin):
             )
         return inputs, kwargs
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the arguments of the denoiser of one more invoke to those before it, along their first dimensions."""
         names = list(inspect.signature(type(self._module.denoiser).forward).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -197,9 +195,8 @@ class DiffusionModel(MetaMixin):
     def generate(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
         """Make images: as a context manager with a block that runs along, as a plain call without.
 
-        In the block every location of the denoiser occurs once for each step; ``tracer.iter`` and ``next()`` choose among the
-        occurrences. ``tracer.result`` is what the pipeline returns. Where the pipeline guides with an empty prompt, the denoiser is
-        given both at once, and an invoke sees the two rows of each of its prompts.
+        In the block every location of the denoiser occurs once for each step. ``tracer.result`` is what the pipeline returns.
+        Where it guides with an empty prompt, the denoiser is given both at once, and an invoke sees the two rows of each of its prompts.
 
         Args:
             *inputs: At most one: the prompt, or a list of prompts.
@@ -215,11 +212,7 @@ class DiffusionModel(MetaMixin):
         generation = PipelineRun(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)
-        self.dispatch()
-        args, kwargs = generation._prepare_input(*inputs, **kwargs)
-        if self._edits_apply():
-            return self._call_edited(generation, args, kwargs)
-        return generation(*args, **kwargs)
+        return self._run_plainly(generation, inputs, kwargs)
 
 
 class PipelineRun:
@@ -244,13 +237,8 @@ class PipelineRun:
         repeated = {name: [value[0]] * count for name, value in kwargs.items() if _is_texts(value)}
         return module.run(**{**kwargs, **repeated, "seed": None, "generator": None})
 
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the pipeline, all by name; texts as lists.
-
-        Raises:
-            TypeError: If there are several inputs, or the input is no text.
-            ValueError: If there are no prompts, or both a seed and a generator.
-        """
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
+        """Return the arguments of the pipeline, all by name; texts as lists."""
         if len(inputs) > 1:
             raise TypeError(f"A generation takes one input, not {len(inputs)}. Pass several prompts as a list.")
         if inputs:
@@ -276,9 +264,7 @@ class PipelineRun:
         prepared = {name: [value] * count if name in texts else value for name, value in kwargs.items()}
         return (), {**prepared, _ROWS: torch.arange(count)}
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke to those before it."""
         if _ROWS not in kwargs:
             raise ValueError("Several invokes need prompts, or `prompt_embeds`, so that the images can be told apart.")

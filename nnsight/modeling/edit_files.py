@@ -45,11 +45,7 @@ SUFFIX = ".safetensors"
 
 
 def edit_file(model: NNsight, name: Any, export_dir: Any, variant: str) -> Path:
-    """Return the file that ``name``, ``export_dir`` and ``variant`` stand for.
-
-    Raises:
-        ValueError: If they contradict each other.
-    """
+    """Return the file that ``name``, ``export_dir`` and ``variant`` stand for; errors are those of :meth:`.Editable.export_edits`."""
     if isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(SUFFIX)):
         if export_dir is not None:
             raise ValueError(f"{os.fspath(name)!r} is a file already: give a name and `export_dir`, or the file alone.")
@@ -67,12 +63,7 @@ def edit_file(model: NNsight, name: Any, export_dir: Any, variant: str) -> Path:
 
 
 def write_edits(model: NNsight, path: Path) -> None:
-    """Write the edits of ``model`` to a file.
-
-    Raises:
-        ValueError: If it has none.
-        TypeError: If one of them uses what cannot be written. The file is as it was then.
-    """
+    """Write the edits of ``model`` to a file, which is as it was in case of an error."""
     if not model._edits:
         raise ValueError(
             "The model has no edits to export. `model.edit()` puts the edit on a copy, which `as` binds: export that one, or "
@@ -84,13 +75,7 @@ def write_edits(model: NNsight, path: Path) -> None:
 
 
 def read_edits(model: NNsight, path: Path) -> list[Edit]:
-    """Return the edits in a file, as edits of ``model``.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is no edit file, is damaged, or does not fit the model.
-        ImportError: If an edit uses something that cannot be imported.
-    """
+    """Return the edits in a file, as edits of ``model``; errors are those of :meth:`.Editable.import_edits`."""
     if not path.is_file():
         variants = sorted(file.stem for file in path.parent.glob("*" + SUFFIX)) if path.parent.is_dir() else []
         there = f" There are the variants {', '.join(variants)}." if variants else ""

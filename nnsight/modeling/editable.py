@@ -48,10 +48,9 @@ class Editable(Envoy):
         return edited
 
     def apply(self, program: Any) -> Any:
-        """Return a copy of this model that runs ``program`` in each of its traces and calls, as a block kept with :meth:`edit`.
+        """Return a copy of this model that runs a :class:`nnsight.Program` in each of its traces and calls, as :meth:`edit` does.
 
-        Args:
-            program: A :class:`nnsight.Program`. Anything else goes to ``torch.nn.Module.apply``, which returns this model.
+        Anything else goes to ``torch.nn.Module.apply``, which returns this model.
 
         Raises:
             InvalidProgramError: If this model lacks a part that the program names.
@@ -87,14 +86,9 @@ class Editable(Envoy):
             The file: ``export_dir/name/variant.safetensors``.
 
         Raises:
-            ValueError: If the model has no edits.
+            ValueError: If the model has no edits, or the arguments contradict each other.
             TypeError: If an edit uses a value that cannot be written; the message names the variable.
 
-        Example:
-            >>> with model.edit() as edited:
-            ...     model.transformer.h[5].output[:] += 4.0 * direction
-            >>> edited.export_edits("steering.safetensors")
-            >>> model.import_edits("steering.safetensors")
         """
         from .edit_files import edit_file, write_edits
 

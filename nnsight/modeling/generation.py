@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime.interleaver import active_interleaver
+from ..runtime.tracer import Arguments
 
 if TYPE_CHECKING:
     from .language import LanguageModel
@@ -55,11 +56,7 @@ class Generation:
         return output if run is None else run.handle("model.generator.output", output)
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Generate with ``module``, a copy on fakes, whose ids do not say when to stop: it makes as many as it may.
-
-        Raises:
-            ValueError: For a generation that returns more than ids, or follows several candidates, which have values.
-        """
+        """Generate with ``module``, a copy on fakes, whose ids do not say when to stop: it makes as many as it may."""
         config = _configured(module, kwargs)
         if config["num_beams"] != 1 or config["return_dict_in_generate"]:
             raise ValueError(
@@ -93,7 +90,7 @@ class Generation:
         """Generate with another module in place of the model, to see how it is called."""
         return module.generate(*args, **{name: value for name, value in kwargs.items() if name != "streamer"})
 
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
         given = {"position_ids", "decoder_input_ids"} & kwargs.keys()
         args, prepared = self._model._prepare_input(*inputs, **kwargs)
@@ -104,9 +101,7 @@ class Generation:
             prepared.setdefault("pad_token_id", self._model._pad_id())
         return args, prepared
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         return self._model._batch(batched, *args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from ..runtime.tracer import Arguments
 from .forms import FORMS, all_are, by_name, describe, id_rows, id_tensor
 
 logger = logging.getLogger("nnsight.modeling")
@@ -46,11 +47,7 @@ _IGNORED_LABEL = -100
 
 
 class TextInput:
-    """Turns prompts into the arguments of a model; a base of root envoys that have a tokenizer.
-
-    Attributes:
-        tokenizer: The tokenizer, or None.
-    """
+    """Turns prompts into the arguments of a model; a base of root envoys that have a tokenizer, or None."""
 
     tokenizer: Any
     _module: torch.nn.Module
@@ -60,7 +57,7 @@ class TextInput:
         tokenizer = self.tokenizer
         if tokenizer is None:
             return
-        side = self._default_padding_side
+        side = "left" if self._is_decoder else "right"
         if tokenizer.padding_side != side:
             logger.info("tokenizer set to pad on the %s for %s", side, type(self._module).__name__)
             tokenizer.padding_side = side
@@ -77,37 +74,23 @@ class TextInput:
         family = getattr(getattr(self._module, "config", None), "model_type", None)
         return not self._is_encoder_decoder and family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    @property
-    def _default_padding_side(self) -> str:
-        return "left" if self._is_decoder else "right"
-
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Turn prompts into the arguments of the model.
 
         Args:
-            *inputs: At most one: a string, a list of strings, token ids as a list, a list of lists, or an
-                integer tensor or array ``[sequence]`` or ``[batch, sequence]``, a dict or ``BatchEncoding``,
-                a chat or a list of chats. A chat goes through the tokenizer's chat template; the model is to
-                answer it, or to go on with the last message if that is the assistant's.
-            **kwargs: Arguments of the model by name. ``input_ids`` may have all the forms above; masks,
-                labels and the like may be lists, of different lengths too. Labels are padded with -100.
+            *inputs: At most one, in one of the forms of :data:`~nnsight.modeling.forms.FORMS`. A chat goes through the tokenizer's
+                chat template; the model is to answer it, or to go on with the last message if that is the assistant's.
+            **kwargs: Arguments of the model by name. ``input_ids`` may have all these forms; masks, labels and the like may be
+                lists, of different lengths too. Labels are padded with -100.
 
         Returns:
             No positional arguments, and as keyword arguments, on the model's device:
 
-            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor
-              without a mask are taken to have no padding. A decoder's call that continues a cache
-              (``cache``, called ``past_key_values`` before transformers 5.24) gets no mask but a given one,
-              which has to cover the cache as well.
+            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor without a mask have no
+              padding. A decoder's call that continues a cache gets no mask but a given one, which has to cover the cache as well.
             - ``position_ids``, of the same shape, for decoders that take them.
-            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given
-              neither those nor labels.
+            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given neither those nor labels.
             - All others as they were given, except what tokenizers return and this model does not take.
-
-        Raises:
-            ValueError: If there is no prompt, or one without tokens.
-            TypeError: If the input has none of the forms above.
-            AttributeError: If the input is text and there is no tokenizer.
         """
         given = by_name(inputs, kwargs)
         ids = given.pop("input_ids", None)
@@ -132,14 +115,8 @@ class TextInput:
             if name in accepted or name not in optional
         }
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
-        """Join the prompts of one more invoke to those before it, padded to one rectangle.
-
-        Raises:
-            ValueError: If only some invokes have an argument with rows, or others differ between invokes.
-        """
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
+        """Join the prompts of one more invoke to those before it, padded to one rectangle."""
         rows = next(value for name, value in kwargs.items() if name in _BATCH_NAMES).shape[0]
         if batched is None:
             return ((), kwargs), rows
@@ -148,9 +125,7 @@ class TextInput:
             before, added = batched[1].get(name), kwargs.get(name)
             if name not in _BATCH_NAMES:
                 if before is not added and before != added:
-                    raise ValueError(
-                        f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch."
-                    )
+                    raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
                 joined[name] = added
             elif before is None or added is None:
                 raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
@@ -235,7 +210,8 @@ class TextInput:
 
     @property
     def _padding_side(self) -> str:
-        return self._default_padding_side if self.tokenizer is None else self.tokenizer.padding_side
+        own = "left" if self._is_decoder else "right"
+        return own if self.tokenizer is None else self.tokenizer.padding_side
 
     def _filler(self, name: str) -> int:
         """Return what pads the rows of the argument ``name``."""
@@ -295,20 +271,15 @@ class TextInput:
 
 def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:
     """Return the names of the parameters of ``module.forward``, and whether it takes any other name."""
-    if "forward" in module.__dict__:  # set on the instance by a hook; not remembered, it would keep the module alive
-        return _signature_of(module.forward)
-    return _class_signature(type(module).forward)
+    own = module.__dict__.get("forward")  # set on the instance by a hook; not remembered, it would keep the module alive
+    return _signature_of(type(module).forward) if own is None else _signature_of.__wrapped__(own)
 
 
+@functools.lru_cache(maxsize=256)
 def _signature_of(function: Any) -> tuple[set[str], bool]:
     parameters = inspect.signature(function).parameters
     names = {name for name in parameters if name != "self"}
     return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-
-
-@functools.lru_cache(maxsize=256)
-def _class_signature(forward: Callable[..., Any]) -> tuple[set[str], bool]:
-    return _signature_of(forward)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:

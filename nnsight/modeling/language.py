@@ -47,14 +47,13 @@ class LanguageModel(TextInput, MetaMixin):
             is loaded already. ``"nnsight/demo"`` is the small model that comes with this package.
         tokenizer: The tokenizer, or the name or folder to load it from. By default that of ``model`` if
             ``model`` is a name; a model that is loaded already has none and then takes token ids only.
-        compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
         automodel: The class whose ``from_pretrained`` loads the model: ``AutoModelForSeq2SeqLM`` for T5,
             ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
         dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
             run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
         **from_pretrained_kwargs: Passed to ``automodel.from_pretrained``, for instance ``device_map``,
             ``dtype`` (or ``torch_dtype``), ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
-            ``rename`` and ``envoys``, which are those of :class:`NNsight`.
+            ``compile``, ``rename`` and ``envoys``, which are those of :class:`NNsight`.
 
     Attributes:
         tokenizer: The tokenizer, or None. Padding has to fit the model, so its ``padding_side`` is set to
@@ -80,7 +79,6 @@ class LanguageModel(TextInput, MetaMixin):
         model: str | os.PathLike[str] | torch.nn.Module,
         tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
         *,
-        compile: bool | str | dict[str, Any] = False,
         automodel: Any = AutoModelForCausalLM,
         dispatch: bool = False,
         **from_pretrained_kwargs: Any,
@@ -98,7 +96,7 @@ class LanguageModel(TextInput, MetaMixin):
             options |= {"automodel": automodel, "dispatch": dispatch or not makes_from_config}
         elif not isinstance(model, torch.nn.Module):
             raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {describe(model)}.")
-        super().__init__(model, compile=compile, **options)
+        super().__init__(model, **options)
         if isinstance(tokenizer, (str, os.PathLike)):
             with naming(tokenizer):
                 tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
@@ -150,11 +148,11 @@ class LanguageModel(TextInput, MetaMixin):
 
         Args:
             *inputs: The prompts, in any form that :meth:`trace` takes.
-            compile: Whether the model runs compiled; by default as chosen with :meth:`compile`.
-            backend: Where the block runs; in this process by default.
-            remote: As in :meth:`trace`; for blocks only.
+            compile: As in :meth:`trace`.
+            backend: Likewise.
+            remote: Likewise, for blocks only.
             blocking: Likewise.
-            scan: As in :meth:`trace`, for blocks only. On fakes as many tokens are made as there may be.
+            scan: Likewise. On fakes as many tokens are made as there may be.
             validate: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
@@ -171,11 +169,7 @@ class LanguageModel(TextInput, MetaMixin):
             raise ValueError("generate(scan=..., validate=...) needs a block: `with model.generate(...) as tracer:`.")
         if remote is not False:
             raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
-        self.dispatch()
-        args, kwargs = generation._prepare_input(*inputs, **kwargs)
-        if self._edits_apply():
-            return self._call_edited(generation, args, kwargs)
-        return generation(*args, **kwargs)
+        return self._run_plainly(generation, inputs, kwargs)
 
     @functools.cached_property
     def generator(self) -> Envoy:
@@ -186,11 +180,7 @@ class LanguageModel(TextInput, MetaMixin):
 
 
 def demo_model(**kwargs: Any) -> LanguageModel:
-    """Return the small language model that comes with this package, with its weights; nothing is downloaded.
-
-    Args:
-        **kwargs: Those of :class:`LanguageModel`, for instance ``compile=True``.
-    """
+    """Return the small language model that comes with this package, with its weights; ``kwargs`` are those of :class:`LanguageModel`."""
     return LanguageModel(DEMO_NAME, **{"dispatch": True, **kwargs})
 
 

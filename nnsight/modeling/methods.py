@@ -11,44 +11,33 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.envoy import Envoy
+from ..runtime.tracer import Arguments
 
 if TYPE_CHECKING:
     from .base import NNsight
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 class TracedFunction:
-    """A function that calls modules of the model ``root``, for a trace."""
+    """A ``function`` that calls modules of the model ``root``, for a trace; ``prepares``: on input prepared as the model's."""
 
-    def __init__(self, root: NNsight, function: Callable[..., Any]) -> None:
-        self._root = root
-        self._function = function
+    def __init__(self, root: NNsight, function: Callable[..., Any], prepares: bool = True) -> None:
+        self._root, self._function, self._prepares = root, function, prepares
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
-        return self._root._prepare_input(*args, **kwargs)[:2]
+        return self._root._prepare_input(*args, **kwargs)[:2] if self._prepares else (args, kwargs)
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         return self._root._batch(batched, *args, **kwargs)
 
 
-class TracedMethod(TracedFunction):
-    """A method of the module of ``envoy``, looked up when it runs, as the module may be loaded by then.
+def traced_method(root: NNsight, envoy: Envoy, name: str) -> TracedFunction:
+    """Return a method of the module of ``envoy``, which is looked up when it runs, as the module may be loaded by then."""
 
-    Arguments are prepared if the envoy is the model ``root``.
-    """
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = getattr(envoy, f"__nnsight_{name}__", None)
+        return (own or getattr(envoy._module, name))(*args, **kwargs)
 
-    def __init__(self, root: NNsight, envoy: Envoy, name: str) -> None:
-        super().__init__(root, self._call)
-        self._envoy = envoy
-        self._name = name
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(self._envoy, f"__nnsight_{self._name}__", None)
-        return (own or getattr(self._envoy._module, self._name))(*args, **kwargs)
-
-    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
-        return super()._prepare_input(*args, **kwargs) if self._envoy is self._root else (args, kwargs)
+    return TracedFunction(root, call, prepares=envoy is root)

@@ -1,8 +1,7 @@
 """Scans: runs on fake tensors, which have sizes and types and no values.
 
 A scan computes nothing and needs no weights. It runs a copy of the model with fakes for all tensors (:mod:`~nnsight.runtime.rows.fakes`),
-on copies of the inputs, so the model, its buffers and a cache among the inputs stay as they are. Weights on the meta device become fakes
-on the device of the inputs.
+on copies of the inputs, so the model, its buffers and a cache among the inputs stay as they are.
 
 The blocks of a scan run under the fake mode from their first line, so what they compute is fake, too. The fakes at all locations are kept
 until the next scan.
@@ -33,7 +32,7 @@ from ..runtime.mediator import Mediator
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.rows.fakes import Guesses, fake_modules, same_generators
-from ..runtime.tracer import Arguments, Batchable, InterleavingTracer, Named
+from ..runtime.tracer import Arguments, Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend
 
 _local = threading.local()
@@ -59,8 +58,7 @@ class ScanningTracer(InterleavingTracer):
         backend: Backend | None = None,
         named: Named | None = None,
     ) -> None:
-        driver = ScanningDriver(modules, getattr(model, "_scan_on", None))
-        super().__init__(driver, _OutsideFakeMode(model), args, kwargs, backend, named)
+        super().__init__(ScanningDriver(modules, model), _OutsideFakeMode(model), args, kwargs, backend, named)
 
     def execute(self, function: Callable[[], None]) -> Any:
         """Run the blocks, and the model, under the fake mode."""
@@ -69,16 +67,11 @@ class ScanningTracer(InterleavingTracer):
 
 
 class ScanningDriver:
-    """Runs a model on fakes of its inputs.
+    """Runs the ``modules`` of a model on fakes of its inputs; ``model._scan_on``, if it is defined, calls the root module."""
 
-    Args:
-        modules: The modules of the model.
-        call: How the run calls the root module, ``call(root, args, kwargs)``, if not simply with the arguments.
-    """
-
-    def __init__(self, modules: ModuleTree, call: Callable[..., Any] | None = None) -> None:
+    def __init__(self, modules: ModuleTree, model: Batchable) -> None:
         self._modules = modules
-        self._call = call or _called
+        self._call: Callable[..., Any] = getattr(model, "_scan_on", lambda root, args, kwargs: root(*args, **kwargs))
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         """Call the model once within ``interleaver`` and return its fake output."""
@@ -90,7 +83,7 @@ class ScanningDriver:
             copies = fake_modules(modules.root, mode, device)
             by_path = {path: copies[module] for module, path in modules.paths.items() if module in copies}
             with _FakeCopies(mode, device):
-                args, kwargs = (_copied(part) for part in (args, kwargs))
+                args, kwargs = pytree.tree_map(_copied, (args, kwargs))
             _observe(interleaver, by_path, seen)
             guesses = _GuessesOfModel()
             try:
@@ -107,14 +100,15 @@ class ScanningDriver:
                 modules.fakes = seen
 
 
-def _called(root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return root(*args, **kwargs)
+def scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:
+    """Return a driver that scans the model, without blocks, before it runs it."""
 
+    def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+        with _scanning(), Interleaver([]) as alone:
+            ScanningDriver(modules, model)(alone, args, kwargs, Report())
+        return driver(interleaver, args, kwargs, report)
 
-def scan_alone(modules: ModuleTree, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Scan without blocks, only to know what passes each location; the blocks of a run may be waiting meanwhile."""
-    with _scanning(), Interleaver([]) as run:
-        ScanningDriver(modules, getattr(model, "_scan_on", None))(run, args, kwargs, Report())
+    return run
 
 
 class _OutsideFakeMode:
@@ -207,13 +201,9 @@ class _FakeCopies(TorchFunctionMode):
             return made.clone()
 
 
-def _copied(value: Any) -> Any:
-    """Return a deep copy of an argument, sharing what cannot be copied."""
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+def _copied(leaf: Any) -> Any:
+    """Return a deep copy of a part of the arguments, or the part itself if it cannot be copied."""
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(leaf)
     except Exception:  # a lock, a generator, a handle of a library
-        return value
+        return leaf

@@ -23,7 +23,7 @@ from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
 from ..tracing.block import is_bound, names_of
 from ..tracing.saving import saves
-from .scanning import ScanningTracer, scan_alone
+from .scanning import ScanningTracer, scan_first
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
@@ -37,16 +37,7 @@ _CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Coun
 class ModelTracer(InterleavingTracer):
     """Runs a model once, with blocks reading and editing its internals.
 
-    Args:
-        choose_driver: Returns the driver; called when the block is about to run.
-        modules: The modules of the model.
-        model: Prepares and batches inputs.
-        args: What the user passed as input.
-        kwargs: Likewise, by name.
-        backend: As for :class:`InterleavingTracer`.
-        named: Likewise.
-        scan: Run the model on fakes first.
-        validate: Run the block on fakes first.
+    ``choose_driver`` is called when the block is about to run; ``scan`` and ``validate`` are those of :meth:`NNsight.trace`.
     """
 
     def __init__(
@@ -69,10 +60,7 @@ class ModelTracer(InterleavingTracer):
         self._prepared: Any = None  # the arguments of the model then
 
     def replay(self) -> dict[str, Any] | None:
-        """Have what the block does without running it, if that is known; return what it saves then.
-
-        :mod:`nnsight.fx.replay.replay` says when it is known.
-        """
+        """Have what the block does without running it, if :mod:`nnsight.fx.replay` knows it; return what it saves then."""
         if self._validate or self._scan or not self.owns_scope or self._model is None or self._model._edits:
             return None
         assert self._call is not None and self._choose_driver is not None
@@ -111,7 +99,7 @@ class ModelTracer(InterleavingTracer):
             self._rehearse(self._modules, model, args, kwargs)
         driver = self._choose_driver()
         if self._scan and not self._validate:
-            driver = _scan_first(self._modules, model, driver)
+            driver = scan_first(self._modules, model, driver)
         self._call = (driver, model, args, kwargs)
         if self._attempt is None:
             return super().execute(function)
@@ -164,24 +152,10 @@ def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
     own = {"execute", "replay"} & {name for base in kind.__mro__[: kind.__mro__.index(InterleavingTracer)] for name in vars(base)}
     members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     if "execute" in own and "replay" not in own:  # it wants to see each run
-        members["replay"] = _runs_always
+        members["replay"] = lambda self: None
     made = type(kind.__name__, (kind, ModelTracer), members)
     setattr(kind, _FOR_MODELS, made)
     return made
-
-
-def _runs_always(self: ModelTracer) -> None:
-    """Replay nothing."""
-
-
-def _scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:
-    """Return a driver that scans the model before it runs it."""
-
-    def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-        scan_alone(modules, model, args, kwargs)
-        return driver(interleaver, args, kwargs, report)
-
-    return run
 
 
 def _not_chosen(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:

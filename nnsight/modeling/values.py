@@ -61,15 +61,8 @@ class ValueWriter:
         self.tensors: dict[str, torch.Tensor] = {}
         self._model = model
         self._device = _device_of(module)
-        self._parts: dict[int, tuple[str, str]] = {
-            id(part): (kind, path)
-            for kind, found in (
-                ("buffer", module.named_buffers()),
-                ("parameter", module.named_parameters()),
-                ("module", module.named_modules()),
-            )
-            for path, part in found
-        }
+        parts = {"buffer": module.named_buffers(), "parameter": module.named_parameters(), "module": module.named_modules()}
+        self._parts = {id(part): (kind, path) for kind, found in parts.items() for path, part in found}
         self._rows: dict[int, int | None] = {}
         self._alive: list[Any] = []  # another object could get the id of one that is gone
 
@@ -97,8 +90,7 @@ class ValueWriter:
             return {kind.__name__: [self.write(part) for part in _CONTAINERS[kind][0](value)]}
         if isinstance(value, Envoy):
             if value._tree is not self._model._tree:
-                fix = "An edit can use the parts of its own model only."
-                raise _refusal(f"the module `{value._path}` of another model", fix)
+                raise _refusal(f"the module `{value._path}` of another model", "An edit can use the parts of its own model only.")
             return {"envoy": value._path.partition(".")[2]}
         if id(value) in self._parts:
             part, path = self._parts[id(value)]
@@ -109,8 +101,7 @@ class ValueWriter:
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
         if value.grad_fn is not None:
-            fix = "The graph behind it cannot be exported: use `.detach()`."
-            raise _refusal("a tensor that was computed with gradients", fix)
+            raise _refusal("a tensor that was computed with gradients", "The graph behind it cannot be exported: use `.detach()`.")
         name = f"tensor {len(self.tensors)}"
         try:
             data = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -126,10 +117,7 @@ class ValueWriter:
 def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> list[Any]:
     """Return the values of the rows of a table, with parts of ``model``. It runs no code but that of imported Python modules.
 
-    Raises:
-        ValueError: If the model lacks a part, or a device is missing.
-        ImportError: If something cannot be imported.
-        LookupError: Or another error, if the table is damaged.
+    Errors are those of :meth:`.Editable.import_edits`; a ``LookupError``, or another, if the table is damaged.
     """
     values: list[Any] = []
     for row in table:
@@ -140,7 +128,11 @@ def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, to
             values.append(_part(model, kind, content))
         elif kind == "tensor":
             place = _device_of(model._module) if content["device"] is None else content["device"]
-            values.append(_placed(tensors[content["name"]], place).requires_grad_(content["requires_grad"]))
+            try:
+                tensor = tensors[content["name"]].to(place)
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(f"The edits use a tensor on the device {place}, which cannot be used here: {error}") from error
+            values.append(tensor.requires_grad_(content["requires_grad"]))
         elif kind == "import":
             values.append(_import(*content))
         else:
@@ -167,13 +159,6 @@ def _part(model: Envoy, kind: str, path: str) -> Any:
             f"The edits use the weights of `model.{path}`, which are not loaded yet. Load them first, with `model.dispatch()`."
         )
     return found
-
-
-def _placed(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    try:
-        return tensor.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The edits use a tensor on the device {device}, which cannot be used here: {error}") from error
 
 
 def _refusal(what: str, fix: str | None = None) -> TypeError:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
+from ..runtime.tracer import Arguments
+from .forms import all_are
 from .generation import Generation
 from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name
 from .mixins import naming
@@ -49,10 +51,6 @@ class VisionLanguageModel(LanguageModel):
         automodel: The class whose ``from_pretrained`` loads the model.
         **options: All others of :class:`LanguageModel`.
 
-    Attributes:
-        processor: The processor, or None.
-        tokenizer: Its tokenizer.
-
     Example:
         >>> model = VisionLanguageModel("llava-hf/llava-1.5-7b-hf")
         >>> with model.trace("<image> What is this?", images=image):
@@ -82,22 +80,13 @@ class VisionLanguageModel(LanguageModel):
         super().__init__(model, tokenizer, automodel=automodel, **options)
         self.processor: Any = processor
 
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn prompts, with images or without, into the arguments of the model.
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
+        """Turn prompts, with images or without, into the arguments of the model, as :class:`LanguageModel` does.
 
         Args:
-            *inputs: At most one: what :class:`LanguageModel` takes, or what the processor has made. With images, a text, a list
-                of texts, a chat or a list of chats.
+            *inputs: With images, a text, a list of texts, a chat or a list of chats.
             **kwargs: ``images`` (and ``videos``, ``audio``), in any form that the processor takes, a single image too; all
                 others are arguments of the model by name.
-
-        Returns:
-            No positional arguments, and as keyword arguments, on the model's device, those of :class:`LanguageModel` and what
-            the processor makes of images, such as ``pixel_values``, in the model's dtype.
-
-        Raises:
-            ValueError: If there are images and the prompt says nowhere where, or is no text.
-            AttributeError: If there are images and there is no processor.
         """
         media = {name: kwargs.pop(name) for name in _MEDIA if kwargs.get(name) is not None}
         for name in _MEDIA:
@@ -119,9 +108,7 @@ class VisionLanguageModel(LanguageModel):
                 prepared[name] = value.to(dtype)
         return args, prepared
 
-    def _batch(
-        self, batched: tuple[tuple[Any, ...], dict[str, Any]] | None, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke, and their images, to those before it."""
         before = {} if batched is None else batched[1]
         extra = sorted(name for name in {**before, **kwargs} if name in _TOKEN_ROWS or _is_of_media(name))
@@ -151,13 +138,11 @@ class VisionLanguageModel(LanguageModel):
 
     def _stack_tokens(self, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
         """Return rows that have one entry, or one vector, for each token."""
-        width = max(above.shape[1], below.shape[1])
-        tensors = []
+        width, padded = max(above.shape[1], below.shape[1]), []
         for part in (above, below):
-            missing = width - part.shape[1]
-            filling = part.new_zeros(part.shape[0], missing, *part.shape[2:])
-            tensors.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
-        return _one_behind_the_other(tensors[0], tensors[1])
+            filling = part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
+            padded.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
+        return _one_behind_the_other(padded[0], padded[1])
 
     def _process(self, prompt: Any, media: dict[str, Any]) -> dict[str, Any]:
         """Return what the processor makes of text or chats, and images."""
@@ -206,18 +191,14 @@ def _without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _read_images(module: Any, arguments: Mapping[str, Any]) -> None:
     """Run the part of ``module`` that reads images, as far as it goes."""
     read, pixels = getattr(module, "get_image_features", None), arguments.get("pixel_values")
-    if (
-        read is not None and pixels is not None and pixels.ndim == 4
-    ):  # others count images, for which fakes have no values
+    if read is not None and pixels is not None and pixels.ndim == 4:  # others count images, for which fakes have no values
         known = inspect.signature(read).parameters
         with contextlib.suppress(Exception):
             read(**{name: value for name, value in arguments.items() if name in known and _is_of_media(name)})
 
 
 def _is_text(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (
-        isinstance(prompt, (list, tuple)) and all(isinstance(item, str) for item in prompt)
-    )
+    return isinstance(prompt, str) or (isinstance(prompt, (list, tuple)) and all_are(prompt, str))
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:
@@ -241,9 +222,7 @@ def _without_text(prompt: Any) -> bool:
 
 def _is_of_media(name: str) -> bool:
     """Whether an argument is what a processor makes of images, videos or sound."""
-    return name.startswith(
-        ("pixel_", "image_", "video_", "input_features", "audio_", "feature_", "aspect_ratio_", "num_")
-    )
+    return name.startswith(("pixel_", "image_", "video_", "input_features", "audio_", "feature_", "aspect_ratio_", "num_"))
 
 
 def _has_row_for_each_prompt(arguments: Mapping[str, Any]) -> bool:

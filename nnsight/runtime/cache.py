@@ -32,9 +32,6 @@ class CacheEntry:
     """Values of one module. When the module ran several times, each is a list with one item for each call.
 
     ``len(entry)`` is the number of calls, ``entry[i]`` and iteration give the entry of one call.
-
-    Attributes:
-        path: The module's path.
     """
 
     def __init__(self, path: str) -> None:
@@ -100,12 +97,7 @@ def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
 
 
 def paths_to_cache(modules: Any, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
-    """Return the paths of what the user chose: envoys or paths; all of ``known`` for ``None``.
-
-    Raises:
-        TypeError: If ``modules`` is no list of envoys and paths.
-        ValueError: If one is not known.
-    """
+    """Return the paths of what the user chose: envoys or paths; all of ``known`` for ``None``."""
     if modules is None:
         return list(known)
     one = isinstance(modules, str) or hasattr(modules, "_path")
@@ -132,9 +124,9 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
     Args:
         paths: The modules to keep.
         aliases: Path by further name of a module, for renamed modules.
-        device: Device for the kept tensors; ``None`` for theirs.
-        dtype: Dtype for the kept floating point tensors; ``None`` for theirs.
-        detach: Whether tensors are detached from autograd.
+        device: As for :meth:`.InterleavingTracer.cache`.
+        dtype: Likewise.
+        detach: Likewise.
         keys: What is kept of each module: ``"output"``, ``"input"`` or both.
 
     Raises:
@@ -226,11 +218,9 @@ class _CacheView:
         self._cache, self._path = cache, path
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("output", "input", "inputs"):
-            return getattr(self._cache[self._path], name)
         if name.startswith("_"):
             raise AttributeError(name)
-        return _CacheView(self._cache, f"{self._path}.{name}")
+        return getattr(self._cache[self._path], name) if name in ("output", "input", "inputs") else self[name]
 
     def save(self) -> _CacheView:
         """Return this position, whose cache is saved already."""

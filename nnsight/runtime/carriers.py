@@ -119,7 +119,7 @@ def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, p
 
     Args:
         location: For messages.
-        whole: The carrier of the whole batch (or what an attribute of it holds), which is changed in place.
+        whole: The carrier of the whole batch (or what it holds at ``place``), which is changed in place.
         given: The invoke's copy as it got it.
         left: The invoke's copy after its turn, or what it put in its place.
         put: Joins a replacement with the rows of the others.

@@ -18,11 +18,7 @@ class EarlyStopException(Exception):
 
 
 class SkipException(Exception):
-    """Raised in a block that stands at the input of a module: ends the block, and the module returns ``value`` unrun.
-
-    Args:
-        value: What the module returns.
-    """
+    """Raised in a block that stands at the input of a module: ends the block, and the module returns ``value`` unrun."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)

@@ -6,8 +6,7 @@ pass, offer the locations. The compiled block has a call in place of ``tensor.gr
 ``loss.backward()`` without ``with`` is torch's own.
 
 Such blocks, and helper functions that call ``hidden.save()``, can be outside of runs. So tensors have the two methods from the first
-wrapped model on (:func:`add_tensor_methods`). Adding them for each run would also cost: a change of the class empties Python's cache of
-tensor attributes, and from version 3.13 on it is given up after a thousand changes.
+wrapped model on (:func:`add_tensor_methods`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Gradient:
     """The object in place of ``tensor`` in ``tensor.grad`` inside a backward block."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        object.__setattr__(self, "_tensor", tensor)
+        self._tensor = tensor
 
     @property
     def grad(self) -> Any:
@@ -54,8 +53,6 @@ class Gradient:
         location = self._offer()
         mediator.request_once(location)
         mediator.swap_here(value)
-
-    _tensor: torch.Tensor
 
     @staticmethod
     def _mediator() -> Mediator:
@@ -137,19 +134,22 @@ class _BackwardInterleaver(Interleaver):
 
     def offer_gradient(self, location: str, gradient: torch.Tensor) -> torch.Tensor | None:
         """Offer a gradient to the block, unless it is of another run, whose pass reaches the same tensor."""
-        return self.handle(location, _own(gradient)) if active_interleaver() is self else None
+        if active_interleaver() is not self:
+            return None
+        # A copy to edit: autograd passes one buffer to several tensors, and expanded ones.
+        return self.handle(location, gradient.clone(memory_format=torch.contiguous_format))
 
     def check_flows_through(self, tensor: torch.Tensor) -> None:
         """Raise if the gradient does not flow through ``tensor``, where a hook would be given zeros or nothing."""
         if self._edges is None:
-            self._edges = {_edge(self._loss)}
-            pending = [get_gradient_edge(self._loss).node]
+            start = get_gradient_edge(self._loss)
+            self._edges, pending = {start[:2]}, [start.node]
             while pending:
                 for node, number in pending.pop().next_functions:
                     if node is not None and (node, number) not in self._edges:
                         self._edges.add((node, number))
                         pending.append(node)
-        if _edge(tensor) not in self._edges:
+        if get_gradient_edge(tensor)[:2] not in self._edges:
             raise ValueError(
                 "The gradient of the loss does not flow through this tensor. The loss does not depend on it, or only by way "
                 "of something without gradients, such as `.detach()`."
@@ -167,28 +167,11 @@ def check_gradient(tensor: torch.Tensor, value: Any) -> None:
     """Raise unless ``value`` can flow on in place of the gradient of ``tensor``."""
     wanted = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"A gradient was replaced by a {type(value).__name__}; it has to be {wanted}: `torch.zeros_like(x)`."
-        )
+        raise TypeError(f"A gradient was replaced by a {type(value).__name__}; it has to be {wanted}: `torch.zeros_like(x)`.")
     if value.shape != tensor.shape:
-        raise ReplacementShapeError(
-            f"A gradient was replaced by one of shape {tuple(value.shape)}; it has to be {wanted}."
-        )
+        raise ReplacementShapeError(f"A gradient was replaced by one of shape {tuple(value.shape)}; it has to be {wanted}.")
     if (value.dtype, value.device) != (tensor.dtype, tensor.device):
-        raise TypeError(
-            f"A gradient was replaced by {value.dtype} on {value.device}; it has to be {wanted}: use `.to(x)`."
-        )
-
-
-def _own(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy to edit: autograd passes one buffer to several tensors, and expanded ones."""
-    return gradient.clone(memory_format=torch.contiguous_format)
-
-
-def _edge(tensor: torch.Tensor) -> tuple[Any, int]:
-    """Return where the gradient of ``tensor`` enters the autograd graph."""
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
+        raise TypeError(f"A gradient was replaced by {value.dtype} on {value.device}; it has to be {wanted}: use `.to(x)`.")
 
 
 class BackwardsTracer(Tracer):
@@ -230,12 +213,7 @@ def differentiate(
 ) -> None:
     """Run ``block`` with a backward pass from ``loss`` to ``tensors``, which accumulates no gradient.
 
-    Args:
-        loss: Where the pass begins.
-        tensors: The tensors whose gradients ``block`` requests.
-        block: The block.
-        gradient: The gradient of ``loss``; needed if it has several entries.
-        **how: ``retain_graph`` and ``create_graph``, as for :func:`torch.autograd.grad`.
+    ``gradient`` and ``how`` are ``grad_outputs`` and further arguments of :func:`torch.autograd.grad`.
     """
 
     def flow() -> None:

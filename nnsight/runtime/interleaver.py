@@ -76,31 +76,8 @@ class Interleaver:
 
     Args:
         mediators: The blocks, in the order in which they were defined.
-        tracer: The tracer that makes the run, for blocks and drivers that ask.
+        tracer: The tracer that makes the run, for blocks and drivers that ask, while the run lasts.
         on_blocks_done: Called once no block has code left to run, while the model may still have to.
-
-    Attributes:
-        waited: Number of mediators waiting, by location. A driver calls :meth:`handle` for these.
-        counts: How often the run has passed each location. A driver counts the others itself.
-        current: The mediator whose code is running, or ``None`` while the model runs.
-        at: The location and occurrence that is being handled.
-        ready: Mediators that can go on as soon as the running one waits.
-        failure: What a block raised, kept in case the model's own code catches it.
-        tracer: As given, while the run lasts.
-        observers: Functions that see values as they leave a location, each with the mediator whose rows it sees.
-        caches: The caches of this run, each with the mediator whose rows it keeps.
-        skips: Values that modules return without running, by the location of the module's input and by mediator.
-        offer: How intercepted calls call :meth:`handle`; a compiler sets it to keep itself out of the blocks' code.
-        tree: The modules whose locations occur in this run, if they are those of one model.
-        recorder: Records the blocks as data, if they run elsewhere; see :mod:`nnsight.remote.record.recorder`.
-        returns: Whether the caller uses what the model returns; otherwise only blocks do.
-        output_location: The location at which the run's result passes, if only its one block can change it after that. The block then
-            gets the result there, and its operations on the result can be part of a graph.
-        promises: Deferred outputs that blocks were given, see :mod:`nnsight.fx.recording.deferred_outputs`; ``None`` under a driver
-            without them.
-        uncounted: Paths of functions whose operations the run passed before a block mentioned one of them.
-        check_location: Set by a driver that knows which locations can still come; called with the location of a request.
-        check_replacement: Called with location, the model's value and the replacement; raises to refuse it.
     """
 
     def __init__(
@@ -112,25 +89,30 @@ class Interleaver:
     ) -> None:
         self.mediators = list(mediators)
         self.tracer = tracer
-        self.tree: Any = None
-        self.recorder: Any = None
-        self.failure: BaseException | None = None
+        self.tree: Any = None  # the modules whose locations occur in this run, if they are those of one model
+        self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.remote.record.recorder`
+        self.failure: BaseException | None = None  # what a block raised, kept in case the model's own code catches it
+        #: Functions that see values as they leave a location, each with the mediator whose rows it sees.
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
-        self.caches: list[tuple[Mediator, Cache]] = []
-        self.skips: dict[str, dict[Mediator, Any]] = {}
+        self.caches: list[tuple[Mediator, Cache]] = []  # each with the mediator whose rows it keeps
+        self.skips: dict[str, dict[Mediator, Any]] = {}  # what modules return unrun, by location of the input and by mediator
+        #: How intercepted calls call `handle`; a compiler sets it to keep itself out of the blocks' code.
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
+        #: Called with location, the model's value and the replacement; raises to refuse it.
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
+        #: Set by a driver that knows which locations can still come; called with the location of a request.
         self.check_location: Callable[[str], None] | None = None
+        #: Where the run's result passes, if only its one block can change it after that: there the block's operations join the graph.
         self.output_location: str | None = None
-        self.returns = True
-        self.promises: list[Any] | None = None
-        self.uncounted: set[str] = set()
+        self.returns = True  # whether the caller uses what the model returns; otherwise only blocks do
+        self.promises: list[Any] | None = None  # deferred outputs that blocks were given; `None` under a driver without them
+        self.uncounted: set[str] = set()  # functions whose operations the run passed before a block mentioned one of them
         self._on_blocks_done = on_blocks_done
-        self.waited = Waited()
-        self.counts: dict[str, int] = {}
-        self.current: Mediator | None = None
-        self.at: tuple[str, int] | None = None
-        self.ready: list[Mediator] = []
+        self.waited = Waited()  # number of mediators waiting, by location; a driver calls `handle` for these
+        self.counts: dict[str, int] = {}  # how often the run has passed each location; a driver counts the others itself
+        self.current: Mediator | None = None  # the mediator whose code is running; `None` while the model runs
+        self.at: tuple[str, int] | None = None  # the location and occurrence that is being handled
+        self.ready: list[Mediator] = []  # those that can go on as soon as the running one waits
         self._token: Any = None
 
     def __enter__(self) -> Interleaver:
@@ -157,13 +139,7 @@ class Interleaver:
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
         """Offer ``value`` to the mediators waiting at ``location``.
 
-        Args:
-            location: Name of the point the run has reached, without occurrence number.
-            value: What the model has there.
-            iterate: False if ``location`` may include its occurrence, as in ``x.i2``.
-
-        Returns:
-            The value with which the model continues.
+        Returns the value with which the model continues. Only if ``iterate`` is false may ``location`` have a number, as in ``x.i2``.
         """
         if not iterate:
             location, given = split_requester(location)
@@ -237,18 +213,15 @@ class Interleaver:
         whole = [value for mediator, value in asked.items() if mediator.batch_group is None]
         if whole:
             return (whole[-1],)
-        by_start = sorted(
-            ((mediator.batch_group, value) for mediator, value in asked.items() if mediator.batch_group is not None),
-            key=lambda item: item[0].start,
-        )
-        groups = [group for group, _ in by_start]
+        by_group = {mediator.batch_group: value for mediator, value in asked.items() if mediator.batch_group is not None}
+        groups = sorted(by_group, key=lambda group: group.start)
         if sum(group.size for group in groups) != groups[0].total:
             raise ValueError(
                 f"`{location.removesuffix('.input')}` is skipped by some invokes and not by others. They run as one batch, "
                 "so skip it in all of them."
             )
         output = f"{location.removesuffix('.input')}.output"
-        return (join_rows([value for _, value in by_start], groups, output, self.counts.get(output, 0)),)
+        return (join_rows([by_group[group] for group in groups], groups, output, self.counts.get(output, 0)),)
 
     def add(self, mediator: Mediator) -> None:
         """Add a block to the run and let it run to the first location it waits for."""

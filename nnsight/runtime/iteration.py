@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-import types
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,14 +39,7 @@ def running_mediator(what: str) -> Mediator:
 
 
 class IteratorTracer(Tracer):
-    """The steps selected by ``tracer.iter[...]``, as an iterable and as a context manager.
-
-    Args:
-        steps: An occurrence, a slice or a list of occurrences, counted from 0.
-
-    Raises:
-        ValueError: For negative steps: the number of occurrences is not known in advance.
-    """
+    """The steps selected by ``tracer.iter[...]``, counted from 0, as an iterable and as a context manager."""
 
     must_be_entered = False  # it may be looped over instead
 
@@ -134,22 +127,13 @@ def await_step(mediator: Mediator, step: int) -> None:
 
 def _is_named(name: str) -> bool:
     """Whether the code that is running has an attribute of this ``name``."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and name not in frame.f_code.co_names:
-        frame = frame.f_back
-    return frame is not None
+    return any(name in frame.f_code.co_names for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def keep_pace(mediator: Mediator, step: int, visited: object) -> bool:
     """Let the model run through a step in which the block has asked for nothing.
 
-    Args:
-        mediator: The block.
-        step: The occurrence.
-        visited: The visit before the loop.
-
-    Returns:
-        Whether the end of the step is known: in a generation, and if the loop has waited for a location before.
+    Returns whether the end of the step is known: in a generation, and if the loop has waited for a location since it ``visited`` one.
     """
     run = mediator.interleaver
     assert run is not None

@@ -45,16 +45,6 @@ class Mediator:
         batch_group: The rows that belong to this block; all by default.
         publish: Called whenever the block gives up its turn, to show its variables to others.
         explain: Called with what the block raised, to add to its message what the trace knows about the cause.
-
-    Attributes:
-        waiting: Location and occurrence the block waits for, or ``None``.
-        asks: Kind of its request: ``"value"`` or ``"barrier"``; ``"swap"`` or ``"skip"`` with the value.
-        iteration: Occurrence that requests ask for; ``None`` for the next one. A step of a loop over occurrences sets it for its first
-            request only, because modules that are called less often than others may never reach that number.
-        loops: How many loops over occurrences the block is in.
-        requests: How often the block has asked for a location.
-        visited: Location and occurrence of the latest visit.
-        disregarded: A location whose occurrences begin no step.
     """
 
     def __init__(
@@ -70,19 +60,21 @@ class Mediator:
         self.info = info
         self.name = name or f"Mediator{id(self)}"
         self.interleaver: Interleaver | None = None
-        self.waiting: tuple[str, int] | None = None
-        self.asks: tuple[Any, ...] = _VALUE
+        self.waiting: tuple[str, int] | None = None  # the location and occurrence that the block waits for
+        self.asks: tuple[Any, ...] = _VALUE  # kind of its request: "value" or "barrier"; "swap" or "skip" with the value
         self.batch_group = batch_group
         self._publish = publish
         self._explain = explain
+        #: Occurrence that requests ask for; `None` for the next one. A step of a loop over occurrences sets it for its first
+        #: request only, because modules that are called less often than others may never reach that number.
         self.iteration: int | None = 0
-        self.loops = 0
-        self.requests = 0
-        self.visited: tuple[str, int] | None = None
+        self.loops = 0  # how many loops over occurrences the block is in
+        self.requests = 0  # how often it has asked for a location
+        self.visited: tuple[str, int] | None = None  # location and occurrence of the latest visit
         self._sides = Sides()
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
-        self.disregarded: str | None = None
+        self.disregarded: str | None = None  # a location whose occurrences begin no step
         self._location: str | None = None  # of the current visit
         self._occurrence = 0
         self._value: Any = None
@@ -351,12 +343,7 @@ class Mediator:
         self._switch_to_model(ANYWHERE, step)
 
     def advance(self, steps: int) -> None:
-        """Let requests ask for the occurrence ``steps`` after the one they ask for now, which may be that of the latest visit.
-
-        Raises:
-            TypeError: If ``steps`` is no int.
-            ValueError: If it is negative: the model does not go back.
-        """
+        """Let requests ask for the occurrence ``steps`` after the one they ask for now, which may be that of the latest visit."""
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(f"next() takes an int, not {type(steps).__name__}.")
         if steps < 0:
@@ -366,7 +353,7 @@ class Mediator:
     def _is_at(self, location: str) -> bool:
         """Whether the model is stopped at ``location``, at the occurrence that requests ask for."""
         self.requests += 1
-        return self._location == location and (self.iteration is None or self.iteration == self._occurrence)
+        return self.stands_at(location)
 
     def next_occurrence(self, location: str) -> int:
         """Return the occurrence of ``location`` that a request would get."""

@@ -48,18 +48,17 @@ class ProbedInput:
     kind: Any  # what of it can decide how the model runs, to be compared
 
 
+#: The shape of a tensor, and how often the batch is repeated in its dimension.
+Shape = tuple[tuple[int, ...], int]
+
+
 @dataclass
 class Seen:
-    """What was seen in a run with ``rows`` rows.
+    """What was seen in a run."""
 
-    Attributes:
-        values: For each location its occurrences: shape, and how often the batch is repeated in a dimension, by leaf.
-        carried: The same for tensors in carriers, by class and attribute.
-    """
-
-    rows: int  # their number
-    values: dict[str, list[dict[str, tuple[tuple[int, ...], int]]]] = field(default_factory=dict)
-    carried: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    rows: int  # the number of rows
+    values: dict[str, list[dict[str, Shape]]] = field(default_factory=dict)  # by location, occurrence and leaf
+    carried: dict[str, Shape] = field(default_factory=dict)  # the same for tensors in carriers, by class and attribute
     error: Exception | None = None  # what ended the run early
 
 
@@ -142,19 +141,16 @@ def describe_inputs(joined: Any, leaves: Sequence[Any], parts: Sequence[Any], si
             inputs.append(ProbedInput(None, leaf if is_option else type(leaf)))
             continue
         pieces = [part.get(path) for part in by_path]
-        dim: int | None
+        dim = 0 if FIRST.fit(leaf, total) else None  # shared by the invokes, or built anew
         if all(isinstance(piece, torch.Tensor) and piece.dim() == leaf.dim() for piece in pieces):
             dim = next((dim for dim in range(leaf.dim()) if _is_joined(leaf, pieces, sizes, dim)), None)
-        else:  # shared by the invokes, or built anew
-            dim = 0 if FIRST.fit(leaf, total) else None
         inputs.append(ProbedInput(dim, (leaf.dim(), dim, leaf.dtype)))
     return inputs
 
 
 def _is_joined(leaf: torch.Tensor, parts: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
     entries, rest = divmod(leaf.shape[dim], max(sum(sizes), 1))
-    matching = all(part.shape[dim] == entries * size for part, size in zip(parts, sizes, strict=True))
-    return matching and entries > 0 and not rest
+    return entries > 0 and not rest and all(part.shape[dim] == entries * size for part, size in zip(parts, sizes, strict=True))
 
 
 def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int) -> BatchDims:
@@ -190,7 +186,8 @@ def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: Seen, seco
         if path not in other or len(other[path][0]) != len(shape):
             continue
         grown = other[path][0]
-        dim = next((d for d in range(len(shape)) if _grows(shape[d], grown[d], first.rows, second.rows)), None)
+        sizes = enumerate(zip(shape, grown, strict=True))
+        dim = next((d for d, (few, many) in sizes if few and few % first.rows == 0 and few * second.rows == many * first.rows), None)
         if dim is None or outer == MIXED or outer != other[path][1]:
             found[path] = None
         else:
@@ -198,20 +195,10 @@ def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: Seen, seco
     return found
 
 
-def _grows(size: int, grown: int, rows: int, more_rows: int) -> bool:
-    """Whether a dimension has the same number of entries for each row in both probes."""
-    return size > 0 and size % rows == 0 and grown % more_rows == 0 and size // rows == grown // more_rows
-
-
 def probe(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int) -> tuple[Seen, Seen]:
     """Return what two runs with two numbers of rows have seen. If they fail with ``call``, the module alone is tried.
 
-    Args:
-        modules: The modules of the model.
-        call: How the run calls the root module, if not simply with the arguments.
-        joined: The arguments, ``(args, kwargs)``.
-        inputs: Which dimensions of them have the rows.
-        total: How many rows they have.
+    ``inputs`` says which dimensions of the arguments ``joined`` have the rows, and ``total`` how many they are.
     """
     leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
     best: tuple[Seen, Seen] | None = None

@@ -17,16 +17,11 @@ from .errors import ReplacementShapeError, replacement_message
 
 
 class Replacements:
-    """Checks the replacements of one run; called with location, the model's value and the replacement.
-
-    Attributes:
-        reshaped: Replacements by a tensor of another shape, one line for each: the likely cause if the model fails.
-        odd: Other differences, which may be the cause if the model fails.
-    """
+    """Checks the replacements of one run; called with location, the model's value and the replacement."""
 
     def __init__(self) -> None:
-        self.reshaped: list[str] = []
-        self.odd: list[str] = []
+        self.reshaped: list[str] = []  # replacements by a tensor of another shape, a line for each: the likely cause if the model fails
+        self.odd: list[str] = []  # other differences, which may be the cause if the model fails
 
     def __call__(self, location: str, old: Any, new: Any) -> None:
         """Raise for a replacement that is a certain mistake; record one that differs.
@@ -35,7 +30,13 @@ class Replacements:
             ReplacementShapeError: For a tensor in place of a tuple, list or dict, and inputs that are not ``(args, kwargs)``.
         """
         if location.endswith(".input"):
-            _check_inputs(location.removesuffix(".input"), new)
+            pair = isinstance(new, tuple) and len(new) == 2 and isinstance(new[0], (tuple, list)) and isinstance(new[1], dict)
+            if not pair:
+                raise ReplacementShapeError(
+                    f"The replacement of `{location}` has another structure than the model's value there: `.inputs` is a pair of a "
+                    f"tuple and a dict, not a {type(new).__name__}. Write `.inputs = (x,), {{}}`, or assign the first argument alone: "
+                    "`.input = x`."
+                )
         elif location == "result":  # nothing follows it
             return
         elif isinstance(old, (tuple, list, Mapping)) and isinstance(new, torch.Tensor):
@@ -63,15 +64,3 @@ class Replacements:
 def _here(message: str) -> str:
     """Return ``message`` with the user's file and line in front."""
     return "{}:{}: {}".format(*user_position_now(), message)
-
-
-def _check_inputs(path: str, new: Any) -> None:
-    """Raise unless ``new`` is ``(args, kwargs)``."""
-    if not (
-        isinstance(new, tuple) and len(new) == 2 and isinstance(new[0], (tuple, list)) and isinstance(new[1], dict)
-    ):
-        raise ReplacementShapeError(
-            f"The replacement of `{path}.input` has another structure than the model's value there: `.inputs` is a pair of a "
-            f"tuple and a dict, not a {type(new).__name__}. Write `.inputs = (x,), {{}}`, or assign the first argument alone: "
-            "`.input = x`."
-        )

@@ -15,19 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Break:
-    """A point where a concrete value was needed, so the graph was cut there, or where the model itself broke it.
+    """A point where a concrete value was needed, so the graph was cut there, or where the model itself broke it."""
 
-    Attributes:
-        location: The location at which the block stood, or behind which the model broke the graph.
-        reason: What needed the value.
-        filename: The user's file, or the model's.
-        line: The line in it.
-    """
-
-    location: str
-    reason: str
-    filename: str
-    line: int
+    location: str  # where the block stood, or behind which the model broke the graph
+    reason: str  # what needed the value
+    filename: str  # the user's file, or the model's
+    line: int  # the line in it
 
     def __str__(self) -> str:
         return f"{self.filename}:{self.line}: {self.reason} at `{self.location}`"
@@ -35,18 +28,12 @@ class Break:
 
 @dataclass(frozen=True)
 class Capture:
-    """A graph that was captured for a call, because none that was there fits it.
+    """A graph that was captured for a call, because none that was there fits it."""
 
-    Attributes:
-        reason: Why, in words: "gradients are enabled now", "another length of prompt: 5 -> 9, sizes are symbolic from here on".
-        kind: What kind of reason: ``"first"``, ``"size"``, ``"value"``, ``"arguments"``, ``"type"``, ``"cache"``, ``"torch"`` (its grad
-            mode and the like), ``"model"``, ``"break"``, or ``"unknown"``.
-        guard: The condition of torch that did not hold, as torch writes it; empty if there was none.
-    """
-
-    reason: str
+    reason: str  # in words: "gradients are enabled now", "another length of prompt: 5 -> 9, sizes are symbolic from here on"
+    #: "first", "size", "value", "arguments", "type", "cache", "torch" (its grad mode and the like), "model", "break" or "unknown".
     kind: str = "first"
-    guard: str = ""
+    guard: str = ""  # the condition of torch that did not hold, as torch writes it; empty if there was none
 
     def __str__(self) -> str:
         return self.reason
@@ -54,33 +41,19 @@ class Capture:
 
 @dataclass(eq=False)
 class Report:
-    """Account of one trace; ``print(tracer.report)`` shows it.
+    """Account of one trace; ``print(tracer.report)`` shows it."""
 
-    Attributes:
-        mode: ``"eager"`` or ``"compiled"``; empty until the model ran.
-        graphs: Captured graphs that took part in the run.
-        spliced: Locations the block read or wrote in those graphs, in order.
-        breaks: Where graphs were cut because a value was needed, and where the model broke them.
-        captures: Graphs that were captured for the run, and why.
-        notes: What did not run as a compiled graph although no value was needed there, and why.
-        recordings: Programs recorded anew; 0 when the run followed programs that were known.
-        compiles: Graphs lowered anew during the run.
-        replayed: Whether the block itself did not run, because its effects were known.
-        where: File and line of the ``with`` statement.
-        pieces: What ran, one piece after the other; the compiler's to fill and to explain.
-    """
-
-    mode: str = ""
-    graphs: int = 0
-    spliced: list[str] = field(default_factory=list)
-    breaks: list[Break] = field(default_factory=list)
-    captures: list[Capture] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    recordings: int = 0
-    compiles: int = 0
-    replayed: bool = False
-    where: str = ""
-    pieces: list[Any] = field(default_factory=list, repr=False)
+    mode: str = ""  # "eager" or "compiled"; empty until the model ran
+    graphs: int = 0  # captured graphs that took part in the run
+    spliced: list[str] = field(default_factory=list)  # locations the block read or wrote in those graphs, in order
+    breaks: list[Break] = field(default_factory=list)  # where graphs were cut for a value, and where the model broke them
+    captures: list[Capture] = field(default_factory=list)  # graphs that were captured for the run, and why
+    notes: list[str] = field(default_factory=list)  # what ran uncompiled although no value was needed there, and why
+    recordings: int = 0  # programs recorded anew; 0 when the run followed programs that were known
+    compiles: int = 0  # graphs lowered anew during the run
+    replayed: bool = False  # whether the block itself did not run, because its effects were known
+    where: str = ""  # file and line of the `with` statement
+    pieces: list[Any] = field(default_factory=list, repr=False)  # what ran, in order; the compiler's to fill and to explain
 
     @property
     def code(self) -> str:
@@ -95,16 +68,10 @@ class Report:
             f"{len(self.breaks)} break{'s' * (len(self.breaks) != 1)}, "
             f"{self.recordings} recorded, {self.compiles} compiled",
         ]
-        if self.captures:
-            lines.append("  captured because")
-            times = Counter(map(str, self.captures))
-            lines += [f"    {reason}{f' ({count} graphs)' * (count > 1)}" for reason, count in times.items()]
-        if self.spliced:
-            lines.append("  spliced at")
-            lines += [f"    {location}" for location in self.spliced]
-        if self.breaks:
-            lines.append("  cut at")
-            lines += [f"    {cut}" for cut in self.breaks]
+        times = Counter(map(str, self.captures))
+        reasons = [f"{reason}{f' ({count} graphs)' * (count > 1)}" for reason, count in times.items()]
+        for title, items in (("captured because", reasons), ("spliced at", self.spliced), ("cut at", self.breaks)):
+            lines += [f"  {title}", *(f"    {item}" for item in items)] if items else []
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 

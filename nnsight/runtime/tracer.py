@@ -87,10 +87,6 @@ class InterleavingTracer(RunControls, Tracer):
         kwargs: Likewise, by name. With invokes, arguments of the call that all of them share.
         backend: Where the block runs; in this process by default.
         named: The model, with its modules, names and edits.
-
-    Attributes:
-        report: What the run did.
-        invoked: The blocks of its invokes, in the order in which they were opened.
     """
 
     path = ""
@@ -122,7 +118,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
         self._invokes: list[Invoke] | None = None
-        self.invoked: list[Block] = []
+        self.invoked: list[Block] = []  # the blocks of its invokes, in the order in which they were opened
         self._at_end: list[Callable[[], None]] = []
 
     # -- the user's side -------------------------------------------------------------------------------------------
@@ -171,9 +167,7 @@ class InterleavingTracer(RunControls, Tracer):
             include_inputs: Keep all their arguments.
 
         Raises:
-            TypeError: If ``modules`` is no list of modules and paths, or ``dtype`` no dtype.
-            ValueError: Outside a block, in a backward pass, for a module that is not part of the model, or if nothing is
-                to be kept.
+            ValueError: Outside a block, for a module that is not part of the model, or if nothing is to be kept.
         """
         mediator, model = running_mediator("tracer.cache()"), self._model
         if not (include_output or include_inputs):
@@ -236,8 +230,7 @@ class InterleavingTracer(RunControls, Tracer):
     def call_edited(self, must_run: bool = True) -> Any:
         """Run the model with its edits and no other block, on arguments as they are, and return what it returns.
 
-        Args:
-            must_run: Whether a location of an edit that does not occur is an error even if no module is called.
+        With ``must_run``, a location of an edit that does not occur is an error even if no module is called.
 
         Raises:
             ValueError: If an edit stops the run, so that there is nothing to return.

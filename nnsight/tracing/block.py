@@ -22,7 +22,7 @@ import linecache
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,17 +75,9 @@ class Scope:
                 cells[name] = cell
         return Branch(cells, block.inner, self, block.stored)
 
-    def bound(self) -> set[str]:
-        """Return the names of the variables that have a value."""
-        return {name for name, cell in self.cells.items() if is_bound(cell)}
-
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every bound variable."""
-        for name, cell in self.cells.items():
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # unbound
-                continue
+        return ((name, cell.cell_contents) for name, cell in self.cells.items() if is_bound(cell))
 
     def copy(self) -> Scope:
         """Return a scope with the same values in cells of its own."""
@@ -101,13 +93,12 @@ class Scope:
             if id(value) in marked:
                 self.cells[name].cell_contents = value
 
-    def drop_unsaved(self, names: Iterable[str]) -> None:
+    def drop_unsaved(self, names: frozenset[str]) -> None:
         """Unbind those of the variables ``names`` whose values are not saved."""
         marked = saves.get() or {}
-        for name in names:
-            cell = self.cells.get(name)
-            if cell is not None and is_bound(cell) and id(cell.cell_contents) not in marked:
-                del cell.cell_contents
+        for name, value in list(self.items()):
+            if name in names and id(value) not in marked:
+                del self.cells[name].cell_contents
 
     def clear(self) -> None:
         """Unbind all variables, so that the scope keeps no object alive."""
@@ -123,26 +114,20 @@ class Branch(Scope):
 
     def publish(self) -> None:
         """Show the others what is bound here."""
-        for name in self.names:
-            cell = self.cells.get(name)
-            if cell is not None and is_bound(cell):
-                self.around.cells[name].cell_contents = cell.cell_contents
+        for name, value in self.items():
+            if name in self.names:
+                self.around.cells[name].cell_contents = value
 
     def pull(self) -> None:
         """Bind those of its own variables that the block has not bound to what others have shown."""
-        for name in self.names:
-            cell, shown = self.cells.get(name), self.around.cells.get(name)
-            if cell is not None and shown is not None and is_bound(shown) and not is_bound(cell):
-                cell.cell_contents = shown.cell_contents
+        for name, value in self.around.items():
+            if name in self.names and not is_bound(self.cells[name]):
+                self.cells[name].cell_contents = value
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A compiled body, ready to be bound to a scope.
-
-    Attributes:
-        target: Name bound by ``as`` in the statement, or names if it is a tuple of them; ``None`` for anything else.
-    """
+    """A compiled body, ready to be bound to a scope."""
 
     code: types.CodeType  # code object of the body; every variable of the block is free in it
     filename: str  # the user's file
@@ -150,7 +135,7 @@ class Block:
     shared: tuple[str, ...]  # names of all variables of the block
     stored: frozenset[str]  # those that it assigns
     inner: frozenset[str]  # those that `with` statements in it assign
-    target: str | tuple[str, ...] | None
+    target: str | tuple[str, ...] | None  # name bound by `as`, or names if it is a tuple of them; `None` for anything else
     body: tuple[ast.stmt, ...] = ()  # its syntax tree, as it was compiled
 
     @property
@@ -178,14 +163,13 @@ class Block:
         cell, variables = types.CellType, frame.f_locals
         cells = {name: cell(variables[name]) if name in variables else cell() for name in self.shared}
         scope = Scope(cells, self.inner)
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            if _HAS_SNAPSHOTS:
-                variables.clear()
+        if _is_function(frame):
+            _forget_snapshot(frame, variables)
             return scope
         around: types.FrameType | None = frame
         while around is not None and not _is_function(around):
             # The body of a class does not list what it reads of the function around it, which is its caller.
-            wanted = set(around.f_code.co_freevars).intersection(cells) - scope.bound()
+            wanted = set(around.f_code.co_freevars).intersection(cells) - dict(scope.items()).keys()
             around = around.f_back
             if not wanted or around is None:
                 break
@@ -219,14 +203,6 @@ def _is_function(frame: types.FrameType) -> bool:
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
 
 
-def variables_of(frame: types.FrameType) -> dict[str, Any]:
-    """Return the variables of a frame, leaving no snapshot of them in it."""
-    variables = frame.f_locals
-    found = dict(variables)
-    _forget_snapshot(frame, variables)
-    return found
-
-
 def _scope_of(frame: types.FrameType) -> Scope:
     """Return the scope of a block's frame."""
     variables = frame.f_locals
@@ -240,7 +216,7 @@ def _forget_snapshot(frame: types.FrameType, variables: Any) -> None:
 
     A tensor the user deletes must not live on in it. The next look at ``f_locals`` fills it anew.
     """
-    if _HAS_SNAPSHOTS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if _HAS_SNAPSHOTS and _is_function(frame):
         variables.clear()
 
 
@@ -250,12 +226,7 @@ _blocks: dict[tuple[int, int], tuple[weakref.ref[types.CodeType], Block]] = {}
 
 
 def block_at(frame: types.FrameType) -> Block:
-    """Return the compiled block that ``frame`` is entering; each place in the code is compiled once.
-
-    Raises:
-        WithBlockNotFoundError: If the block has no source.
-        SyntaxError: If the body contains a statement that cannot be deferred.
-    """
+    """Return the compiled block that ``frame`` is entering; each place in the code is compiled once."""
     key = (id(frame.f_code), frame.f_lasti)
     known = _blocks.get(key)
     if known is not None:
@@ -268,13 +239,12 @@ def block_at(frame: types.FrameType) -> Block:
 
 
 def compile_block(site: WithSite, local: set[str] | None, in_function: bool, flags: int = 0) -> Block:
-    """Compile the body of a ``with`` statement.
+    """Compile the body of a ``with`` statement, which stands in code with the compiler flags ``flags``.
 
     Args:
         site: The statement.
         local: Variables of the code around it; ``None`` at module level, where they are globals.
         in_function: Whether that code is a function. There, an assigned name that is not local was declared global.
-        flags: Flags of that code.
 
     Raises:
         SyntaxError: If the body contains a statement that cannot be deferred.
@@ -369,7 +339,7 @@ def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     """Bind ``values`` as variables of ``frame``."""
     variables = frame.f_locals
     variables.update(values)
-    if _HAS_SNAPSHOTS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if _HAS_SNAPSHOTS and _is_function(frame):
         if values:
             _LOCALS_TO_FAST(frame, 0)
         variables.clear()  # also without values: skipping the body made the interpreter take a snapshot

@@ -10,6 +10,13 @@ SAVE_NAME = "__nnsight_save__"
 RESULT_NAME = "__nnsight_result__"
 GRADIENT_NAME = "__nnsight_gradient__"
 
+#: Statements and expressions that leave a function, as users call them.
+_JUMPS: dict[type[ast.AST], str] = {
+    ast.Return: "return",
+    **dict.fromkeys((ast.Yield, ast.YieldFrom), "yield"),
+    **dict.fromkeys((ast.Await, ast.AsyncFor, ast.AsyncWith), "await"),
+}
+
 
 class Rewriter(ast.NodeTransformer):
     """Rewrites a body so that it can be the body of a closure.
@@ -75,18 +82,11 @@ def refuse_jumps(node: ast.With, filename: str) -> None:
         for child in ast.iter_child_nodes(current):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
                 continue
-            jump = (
-                "return"
-                if isinstance(child, ast.Return)
-                else "yield"
-                if isinstance(child, (ast.Yield, ast.YieldFrom))
-                else "await"
-                if isinstance(child, (ast.Await, ast.AsyncFor, ast.AsyncWith))
-                or (isinstance(child, ast.comprehension) and child.is_async)
-                else "break or continue of a loop around the block"
-                if isinstance(child, (ast.Break, ast.Continue)) and not in_loop
-                else None
-            )
+            jump = _JUMPS.get(type(child))
+            if isinstance(child, ast.comprehension) and child.is_async:
+                jump = "await"
+            elif isinstance(child, (ast.Break, ast.Continue)) and not in_loop:
+                jump = "break or continue of a loop around the block"
             if jump is not None:
                 place: Any = child.target if isinstance(child, ast.comprehension) else child
                 line, end_line = place.lineno, place.end_lineno

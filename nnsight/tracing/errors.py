@@ -93,12 +93,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def wrap_exception(error: BaseException, info: object = None) -> BaseException:
-    """Return ``error``, same object and type, with a traceback that shows the user's lines.
-
-    Args:
-        error: What a block or the model raised.
-        info: The block it came from; accepted for backends that pass ``tracer.info``.
-    """
+    """Return ``error``, same object and type, with a traceback that shows the user's lines; backends may pass ``tracer.info``."""
     if CONFIG.APP.DEBUG:
         return error
     for shown in chain(error):
@@ -143,8 +138,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 def user_position_now(skip: str | tuple[str, ...] = "\0") -> tuple[str, int]:
     """Return file and line of the user's code that is running: the innermost frame that is not this package's.
 
-    Args:
-        skip: Frames of files under this directory, or these, are passed over as well, unless they are blocks.
+    Frames of files under ``skip`` are passed over as well, unless they are blocks.
     """
     return user_position_of(sys._getframe(1), skip)
 

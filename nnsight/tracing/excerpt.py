@@ -44,11 +44,7 @@ class Excerpt:
         return f"{self.filename}:{self.line}"
 
     def block(self, variables: Iterable[str]) -> Block:
-        """Compile the body, given the names of the variables of the code around it.
-
-        Raises:
-            SyntaxError: If the text is not a ``with`` statement of this version of Python.
-        """
+        """Compile the body, given the names of the variables of the code around it; it may be no Python of this version."""
         header = "if True:\n" if self.class_name is None else f"class {self.class_name}:\n"
         around = [header] if self.text[:1].isspace() else []  # something that it is indented under
         lines = ["\n"] * (self.line - 1 - len(around)) + around + io.StringIO(self.text).readlines()

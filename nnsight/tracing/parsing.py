@@ -41,9 +41,7 @@ def parameters(names: Iterable[str] = ()) -> ast.arguments:
     return ast.arguments(posonlyargs=[], args=[ast.arg(name) for name in names], kwonlyargs=[], kw_defaults=[], defaults=[])
 
 
-def nested_code(
-    statement: ast.stmt, free: Collection[str], class_name: str | None, filename: str, flags: int, imported: Iterable[str] = ()
-) -> types.CodeType:
+def nested_code(statement: ast.stmt, free: Collection[str], class_name: str | None, filename: str, flags: int) -> types.CodeType:
     """Compile a function definition, or a statement that returns a lambda, inside another function; return the code of the inner one.
 
     Args:
@@ -52,7 +50,6 @@ def nested_code(
         class_name: Name of the class around it, with which private names (``self.__x``) are mangled.
         filename: The file that tracebacks show.
         flags: Flags of the code in whose place the result is used, for the features imported from ``__future__``.
-        imported: Names that the file imports; their attributes are called by other instructions.
     """
     body = [statement]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.name not in free:
@@ -61,8 +58,7 @@ def nested_code(
     if class_name is not None:
         ast.copy_location(top, statement)
         top = ast.ClassDef(name=class_name, bases=[], keywords=[], body=[top], decorator_list=[], type_params=[])
-    imports: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in imported]
-    module = ast.fix_missing_locations(ast.Module(body=[*imports, ast.copy_location(top, statement)], type_ignores=[]))
+    module = ast.fix_missing_locations(ast.Module(body=[ast.copy_location(top, statement)], type_ignores=[]))
     code = compile(module, filename, "exec", flags & _FUTURE_FLAGS, dont_inherit=True)
     for _ in range(2 if class_name is None else 3):
         code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))

@@ -26,8 +26,7 @@ saves: ContextVar[dict[int, Any] | None] = ContextVar("nnsight_saves", default=N
 def save(value: T) -> T:
     """Mark ``value`` so that the names bound to it are still bound after the trace.
 
-    Args:
-        value: Any object. Containers are kept with what they hold.
+    Containers are kept with what they hold.
 
     Returns:
         The same object.

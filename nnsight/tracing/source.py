@@ -84,10 +84,7 @@ def _extent(node: ast.AST) -> tuple[int, int, int, int]:
 
 
 def find_with(frame: types.FrameType) -> WithSite:
-    """Locate the ``with`` item that ``frame`` is entering.
-
-    Args:
-        frame: The caller of ``__enter__``.
+    """Locate the ``with`` item that ``frame``, the caller of ``__enter__``, is entering.
 
     Raises:
         WithBlockNotFoundError: If the frame has no source text, is not entering a ``with`` statement, or its
@@ -112,7 +109,9 @@ def find_with(frame: types.FrameType) -> WithSite:
 def _site_in(tree: ast.Module, filename: str, frame: types.FrameType) -> WithSite | None:
     """Return the place in ``tree`` where ``frame`` is, if the code of the frame can come from there."""
     here, earlier = _enter_position(frame)
-    for node, class_name, first_argument in _with_statements(tree):
+    for node, class_name, first_argument in nodes_in_place(tree):
+        if not isinstance(node, ast.With):
+            continue
         item = None  # the body of a `finally` is compiled several times: each copy enters all items again
         if _extent(node) == here or (None in here and node.lineno == frame.f_lineno):
             item = earlier % len(node.items)
@@ -126,18 +125,17 @@ def _site_in(tree: ast.Module, filename: str, frame: types.FrameType) -> WithSit
     return None
 
 
-def _with_statements(tree: ast.Module) -> Iterator[tuple[ast.With, str | None, str | None]]:
-    """Yield every ``with`` statement, the class around it, and the first parameter of the function around it."""
+def nodes_in_place(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None, str | None]]:
+    """Yield every node, the name of the class around it, and the first parameter of the function around it."""
     stack: list[tuple[ast.AST, str | None, str | None]] = [(tree, None, None)]
     while stack:
         node, class_name, first_argument = stack.pop()
+        yield node, class_name, first_argument
         if isinstance(node, ast.ClassDef):
             class_name = node.name
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             parameters = node.args.posonlyargs + node.args.args
             first_argument = parameters[0].arg if parameters else None
-        elif isinstance(node, ast.With):
-            yield node, class_name, first_argument
         stack.extend((child, class_name, first_argument) for child in ast.iter_child_nodes(node))
 
 
@@ -173,10 +171,10 @@ def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
     lines = StringIO(source if isinstance(source, str) else "".join(source)).readlines()
     text = dedent("".join(lines))
     tree = _parsed(text)
-    found = [] if tree is None else [node for node, _, _ in _with_statements(tree) if node.lineno == line]
-    if not found:
+    nodes = () if tree is None else ast.walk(tree)
+    node = next((node for node in nodes if isinstance(node, ast.With) and node.lineno == line), None)
+    if node is None:
         raise WithBlockNotFoundError(f"No `with` statement begins at line {line} of the source.\n{_context(lines, line)}")
-    node = found[0]
     statement = node.body[0]
     first = statement.lineno
     body = lines[first - 1 : node.end_lineno]

@@ -82,22 +82,12 @@ def _noted(execute: Callable[..., Any]) -> Callable[..., Any]:
 class Tracer:
     """Captures the body of its ``with`` statement and defers it.
 
-    Args:
-        backend: Called with the tracer once the body is captured; runs it in this process by default.
-
-    Attributes:
-        info: The captured :class:`Block` while the context is open, else ``None``.
-        scope: Its variables, likewise.
+    ``backend`` is called with the tracer once the body is captured; by default it runs the body in this process.
     """
 
-    #: What :attr:`info` is.
-    Info = Block
-
-    #: Whether an object that is never entered is a mistake.
-    must_be_entered = True
-
-    #: What is wrong with entering an object for a second time; nothing, if it can run anew.
-    runs_once = ""
+    Info = Block  # what `info` is
+    must_be_entered = True  # whether an object that is never entered is a mistake
+    runs_once = ""  # what is wrong with entering an object for a second time; nothing, if it can run anew
 
     def __init__(self, backend: Backend | None = None) -> None:
         self._entered = True  # should the next line raise, nothing was forgotten
@@ -106,8 +96,8 @@ class Tracer:
         self._entered = False
         self._deferred = False
         self.backend = _HERE if backend is None else backend
-        self.info: Block | None = None
-        self.scope: Scope | None = None
+        self.info: Block | None = None  # what was captured, while the context is open
+        self.scope: Scope | None = None  # its variables, likewise
         self._frame: types.FrameType | None = None
         self._previous: tuple[Any, Any, bool] | None = None  # trace functions of the thread and the frame; opcodes
 

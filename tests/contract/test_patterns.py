@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import nnsight
-from nnsight import LanguageModel, NNsight, demo
+from nnsight import LanguageModel, NNsight
 
 from ..conftest import Hooks, both, close, same
-from .guide import LAYERS, PARIS, ROME, WIDTH, demo_model, encoded, hooked, ids, new_language_model, new_tower
+from .guide import LAYERS, PARIS, WIDTH, encoded, hooked, ids, new_language_model, new_tower
 
 
 @both
@@ -34,21 +34,6 @@ def test_activation_patching_in_one_trace(model: Any, compile: bool) -> None:
 
     close(patched, hooked(model, ids(2), layers__1=patch)[0])
     assert (patched - model._module(ids(2))).abs().max() > 1e-3
-
-
-def test_patching_moves_a_fact() -> None:
-    model = demo_model()
-    layer = model.transformer.h[demo.PATCH_LAST_LAYER]
-    with model.trace(compile=False) as tracer:
-        barrier = tracer.barrier(2)
-        with tracer.invoke(ROME):
-            rome = layer.output[:, -1, :]
-            barrier()
-        with tracer.invoke(PARIS):
-            barrier()
-            layer.output[:, -1, :] = rome
-            answer = model.lm_head.output[0, -1].argmax().save()
-    assert model.tokenizer.decode(answer) == " Rome"
 
 
 @both
@@ -119,27 +104,6 @@ def test_steering_adds_a_direction(lm: LanguageModel, compile: bool) -> None:
             return value
 
         same(logits, hooked(lm, PARIS, transformer__h__1=steer)[0].logits)
-
-
-@both
-def test_noise_and_restoring_traces_a_cause(model: Any, compile: bool) -> None:
-    """Causal tracing: corrupt the embeddings, put back one clean state, and see what that restores."""
-    noise = torch.randn(1, 5, WIDTH, generator=torch.Generator().manual_seed(3))
-    with model.session():
-        with model.trace(ids(), compile=compile):
-            clean = model.layers[1].output[0].clone()
-            right = model.head.output[0, -1].save()
-        with model.trace(ids(), compile=compile):
-            model.embed.output += noise
-            wrong = model.head.output[0, -1].save()
-        with model.trace(ids(), compile=compile):
-            model.embed.output += noise
-            model.layers[1].output[0][:] = clean
-            restored = model.head.output[0, -1].save()
-    same(right, model._module(ids())[0, -1])
-    same(wrong, hooked(model, ids(), embed=lambda value: value + noise)[0][0, -1])
-    same(restored, right)
-    assert not torch.equal(wrong, right)
 
 
 @both
@@ -218,33 +182,6 @@ def test_training_in_a_session(compile: bool) -> None:
     expected = by_hand(3)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[0] > losses[1] > losses[2]
-
-
-@both
-def test_gradient_times_activation_attributes_layers(model: Any, compile: bool) -> None:
-    """Attribution patching: one forward and one backward pass, gradients of every layer at once."""
-    with model.trace(ids(), compile=compile):
-        states = []
-        for layer in model.layers:
-            state = layer.output[0]
-            state.requires_grad_(True)
-            states.append(state)
-        logits = model.head.output
-        scores = [].save()
-        with logits[:, -1, 3].sum().backward():
-            for state in reversed(states):
-                scores.append((state.grad * state).sum())
-
-    hidden = model._module.embed(ids())
-    kept = []
-    for layer in model._module.layers:
-        hidden = layer(hidden)[0]
-        hidden.retain_grad()
-        kept.append(hidden)
-    model._module.head(model._module.norm(hidden))[:, -1, 3].sum().backward()
-    expected = [(state.grad * state).sum().detach() for state in reversed(kept)]
-    model._module.zero_grad()
-    close([score.detach() for score in scores], expected)
 
 
 def test_one_program_for_two_architectures() -> None:

@@ -65,28 +65,6 @@ def test_a_skipped_module_returns_the_value(model: Rows, net: Stack, a: torch.Te
     assert not torch.equal(net.head(first[0]), net(a)), "skipping makes a difference"
 
 
-def test_it_may_return_what_it_makes_of_its_input(model: Rows, net: Stack, a: torch.Tensor) -> None:
-    def run(compile: bool) -> tuple[Any, Any]:
-        with model.trace(a, compile=compile) as tracer:
-            x = model.second.input
-            model.second.skip((x * 2.0 + 1.0, None))
-            out = model.output.save()
-        return out, tracer
-
-    agree(run, net.head(net.first(a)[0] * 2.0 + 1.0))
-
-
-def test_the_value_can_be_edited_at_the_output(model: Rows, net: Stack, a: torch.Tensor) -> None:
-    def run(compile: bool) -> tuple[Any, Any]:
-        with model.trace(a, compile=compile) as tracer:
-            model.second.skip((torch.zeros(2, 4), None))
-            model.second.output[0][:, 0] = 7.0
-            out = model.output.save()
-        return out, tracer
-
-    agree(run, net.head(torch.tensor([[7.0, 0.0, 0.0, 0.0]] * 2)))
-
-
 def test_the_whole_model_can_be_skipped(model: Rows, a: torch.Tensor) -> None:
     def run(compile: bool) -> tuple[Any, Any]:
         with model.trace(a, compile=compile) as tracer:
@@ -339,30 +317,6 @@ def test_an_empty_invoke_skips_for_all(model: Rows, net: Stack, a: torch.Tensor,
         return torch.cat([one, two]), tracer
 
     agree(run, net.head(net.first(torch.cat([a, b]))[0]))
-
-
-@both
-def test_skipped_twice_by_one_invoke_is_still_not_skipped_by_the_other(
-    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
-) -> None:
-    with pytest.raises(ValueError, match="is skipped by some invokes and not by others"):
-        with model.trace(compile=compile) as tracer:
-            with tracer.invoke(a):
-                hidden = model.first.output
-                model.second.skip(hidden)
-                model.second.skip(hidden)
-            with tracer.invoke(b):
-                model.output.save()
-
-
-@both
-def test_the_last_value_counts(model: Rows, net: Stack, a: torch.Tensor, compile: bool) -> None:
-    with model.trace(a, compile=compile):
-        hidden, _ = model.first.output
-        model.second.skip((hidden, None))
-        model.second.skip((hidden * 5.0, None))
-        out = model.output.save()
-    same(out, net.head(net.first(a)[0] * 5.0))
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

@@ -86,14 +86,6 @@ def test_a_plain_call_passes_no_location(model: Rows, compile: bool) -> None:
                 model.sae.output.save()
 
 
-def test_a_plain_call_runs_no_hook_of_the_module(model: Rows) -> None:
-    calls: list[int] = []
-    model._module.sae.register_forward_hook(lambda *_: calls.append(1))
-    with model.trace(X):
-        model.sae(model.first.output)
-    assert calls == []
-
-
 @both
 def test_a_hooked_call_is_read_by_a_later_invoke(model: Rows, compile: bool) -> None:
     with model.trace(compile=compile) as tracer:
@@ -185,37 +177,12 @@ def test_a_cache_sees_hooked_calls(model: Rows, compile: bool) -> None:
     assert torch.equal(cache["model.sae"].input, module.first(X))
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_gradients_of_an_added_module(model: Rows, backend: str | None) -> None:
-    if backend is not None:
-        model._make_driver({"backend": backend})
-    with model.trace(X, compile=backend is not None):
-        model.first.output = model.sae(model.first.output)
-        out = model.output.save()
-    out.pow(2).sum().backward()
-    module = model._module
-    found = module.sae.encoder.weight.grad
-    (expected,) = torch.autograd.grad(patched(module, module.sae).pow(2).sum(), module.sae.encoder.weight)
-    assert expected.abs().sum() > 0
-    torch.testing.assert_close(found, expected)
-
-
 def test_outside_of_a_trace_a_call_is_the_modules(model: Rows) -> None:
     calls: list[int] = []
     model._module.sae.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(model.sae(X), model._module.sae(X))
     assert torch.equal(model.sae(X, hook=True), model._module.sae(X))
     assert calls == [1] * 4
-
-
-def test_arguments_by_name(model: Rows) -> None:
-    with model.trace() as tracer:
-        with tracer.invoke(X):
-            model.sae(x=model.first.output, hook=True)
-        with tracer.invoke():
-            args, kwargs = model.sae.inputs.save()
-            first = model.sae.input.clone().save()
-    assert torch.equal(first, model._module.first(X))
 
 
 @both

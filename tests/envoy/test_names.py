@@ -126,13 +126,6 @@ def test_a_leading_dot_ties_a_name_to_the_root() -> None:
         make(rename={".nonsense": "feedforward"})
 
 
-def test_a_leading_dot_in_front_of_a_name_that_the_root_has_not() -> None:
-    model = make(rename={".mlp": "feedforward", ".h": "layers"})
-    assert model.transformer.layers is model.transformer.h
-    assert model.transformer.h[1].feedforward is model.transformer.h[1].mlp
-    assert not hasattr(model, "layers")
-
-
 def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
     class WithBody(Net):
         @property
@@ -175,11 +168,6 @@ def test_a_name_that_is_a_path() -> None:
         make(rename={"transformer.h": "body.layers"})
 
 
-def test_a_name_for_two_modules() -> None:
-    with pytest.raises(ValueError, match="already has an attribute `both`"):
-        make(rename={"attn": "both", "mlp": "both"})
-
-
 @pytest.mark.parametrize("path", ["nonsense", "transformer.nonsense", "h.7", ".nonsense"])
 def test_a_missing_module(path: str) -> None:
     with pytest.raises(ValueError, match=f"there is no module `{path}`"):
@@ -197,17 +185,6 @@ def test_names_survive_deep_copies_and_edits() -> None:
     with edited.trace(X):
         zeros = edited.layers[0].output.save()
     assert torch.equal(zeros, torch.zeros(2, 4))
-
-
-def test_names_survive_an_added_module() -> None:
-    model = make(rename=RENAME)
-    layers = model.layers
-    model.extra = torch.nn.Linear(4, 4)
-    model.transformer.extra = torch.nn.Linear(4, 4)
-    assert model.layers is layers is model.transformer.h
-    with model.trace(X):
-        value = model.layers[0].feedforward.output.save()
-    assert value.shape == (2, 4)
 
 
 def test_a_further_name_follows_a_replaced_module() -> None:
@@ -301,12 +278,6 @@ def test_a_child_called_like_a_property_of_a_custom_class(compile: bool) -> None
     assert torch.equal(whole, torch.zeros(2, 4))
     assert isinstance(model[0], OddEnvoy)
     assert OddEnvoy.heads.key == "output", "the class itself is as it was"
-
-
-def test_a_further_name_for_a_child_called_output() -> None:
-    model = NNsight(torch.nn.Sequential(Odd()), rename={"output": "dense"})
-    assert model[0].dense is model[0].output
-    assert model[0].dense.path == "model.0.output"
 
 
 def test_classes_of_envoys_by_component_of_a_path() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +17,6 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-import nnsight
 from nnsight import DiffusionModel, NNsight
 
 from ..conftest import both
@@ -159,53 +156,6 @@ def test_one_step_is_edited(model: DiffusionModel, pipeline: Any, compile: bool)
         result = tracer.result.save()
     assert torch.equal(result.images, expected.images)
     assert not torch.equal(result.images, reference(pipeline, CAT).images)
-
-
-@both
-def test_the_text_encoder_is_edited(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
-    path = next(name for name, _ in pipeline.text_encoder.named_modules() if name.endswith("layers.0.mlp"))
-    calls: list[int] = []
-
-    def of_prompt(output: torch.Tensor) -> Any:
-        calls.append(1)
-        return torch.zeros_like(output) if len(calls) == 1 else None
-
-    with hooked(pipeline.text_encoder.get_submodule(path), of_prompt):
-        expected = reference(pipeline, CAT)
-    with model.generate(CAT, **OPTIONS, compile=compile) as tracer:
-        model.text_encoder.get(path).output[:] = 0
-        result = tracer.result.save()
-    assert torch.equal(result.images, expected.images)
-    assert not torch.equal(result.images, reference(pipeline, CAT).images)
-
-
-def test_steps_are_captured_once(pipeline: Any) -> None:
-    compiled = DiffusionModel(build(), compile={"backend": "eager"})
-    nnsight.fx.counters.reset()
-    for factor in (1.5, 2.5):
-        with compiled.generate(CAT, **OPTIONS) as tracer:
-            for _ in tracer.iter[:STEPS]:
-                compiled.unet.mid_block.output *= factor
-            result = tracer.result.save()
-        with hooked(pipeline.unet.mid_block, lambda out, factor=factor: out * factor):
-            assert torch.equal(result.images, reference(pipeline, CAT).images)
-    assert nnsight.fx.counters.captures == 1
-
-
-@both
-def test_an_edited_copy(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
-    with model.edit() as edited:
-        model.unet.conv_in.output[:] = 0
-    with edited.generate(CAT, **OPTIONS, compile=compile) as tracer:
-        result = tracer.result.save()
-    calls: list[int] = []
-
-    def at_first(output: torch.Tensor) -> Any:
-        calls.append(1)
-        return torch.zeros_like(output) if len(calls) == 1 else None
-
-    with hooked(pipeline.unet.conv_in, at_first):
-        assert torch.equal(result.images, reference(pipeline, CAT).images)
 
 
 def test_the_pipeline_is_as_it_was_after_a_run(model: DiffusionModel, pipeline: Any, clean: Any) -> None:
@@ -414,18 +364,7 @@ def test_a_deep_copy_is_a_pipeline_of_its_own(model: DiffusionModel, pipeline: A
     assert torch.equal(result.images, reference(pipeline, CAT).images)
 
 
-def test_the_package_is_imported_when_a_model_is_loaded() -> None:
-    code = "import sys, nnsight; from nnsight import DiffusionModel; assert 'diffusers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # -- misuse -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_is_for_generate(model: DiffusionModel) -> None:
-    with pytest.raises(TypeError, match=r"`trace` runs one step of `unet`.*use `model.generate\(prompt"):
-        with model.trace(CAT):
-            model.output.save()
 
 
 @pytest.mark.parametrize(

@@ -90,16 +90,6 @@ def test_a_plain_call_is_generate_of_transformers(model: LanguageModel, compile:
     same((output, result), (expected, expected))
 
 
-@both
-def test_options_of_generate_arrive(model: LanguageModel, compile: bool) -> None:
-    arguments = ids_of(model, LONG)
-    options = {"return_dict_in_generate": True, "output_scores": True}
-    expected = model._module.generate(**arguments, **GREEDY, **options)
-    with model.generate(LONG, **GREEDY, **options, compile=compile) as tracer:
-        result = tracer.result.save()
-    same((result.sequences, result.scores), (expected.sequences, expected.scores))
-
-
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_beams_are_searched(model: LanguageModel, compile: bool) -> None:
     beams = model._module.generate(**ids_of(model, LONG), **GREEDY, num_beams=2)
@@ -191,52 +181,6 @@ def test_next_goes_from_token_to_token(model: LanguageModel, compile: bool) -> N
     same(([first, second, third], result), (hooked.seen[:3], expected))
 
 
-@both
-def test_an_open_loop_needs_an_invoke_for_what_follows(model: LanguageModel, compile: bool) -> None:
-    hooked = Hooked(model, "transformer.h.1", lambda _, h: -h)  # the norm behind it undoes other factors
-    expected = hooked(**ids_of(model, LONG))
-    assert not torch.equal(expected, model._module.generate(**ids_of(model, LONG), **GREEDY))
-    with pytest.warns(UserWarning, match=rf"`model\.transformer\.h\.1\.output\.i{NEW}`, which did not occur"):
-        with model.generate(**GREEDY, compile=compile) as tracer:
-            with tracer.invoke(LONG):
-                count = [].save()
-                for step in tracer.all():
-                    model.transformer.h[1].output *= -1.0
-                    count.append(step)
-            with tracer.invoke():
-                result = tracer.result.save()
-    assert count == list(range(NEW))
-    same(result, expected)
-
-
-@both
-def test_a_stop_ends_the_generation(model: LanguageModel, compile: bool) -> None:
-    hooked = Hooked(model, "lm_head")
-    hooked(**ids_of(model, LONG))
-    after: list[str] = []
-    with model.generate(LONG, **GREEDY, compile=compile) as tracer:
-        logits = [].save()
-        for step in tracer.iter[:NEW]:
-            logits.append(model.lm_head.output)
-            if step == 1:
-                tracer.stop()
-        after.append("never")
-    same(logits, hooked.seen[:2])
-    assert not after
-
-
-@both
-def test_a_step_that_does_not_come(model: LanguageModel, compile: bool) -> None:
-    with pytest.warns(UserWarning, match=rf"`model\.lm_head\.output\.i{NEW + 2}`"):
-        with model.generate(LONG, **GREEDY, compile=compile) as tracer:
-            for _ in tracer.iter[NEW + 2]:
-                lost = model.lm_head.output.save()
-    assert "lost" not in locals()
-    with pytest.raises(OutOfOrderError, match=rf"it occurred only {NEW} times in this run"):
-        with model.generate(LONG, **GREEDY, compile=compile):
-            model.lm_head.next(NEW).output.save()
-
-
 # -- invokes ----------------------------------------------------------------------------------------------------------
 
 
@@ -285,47 +229,6 @@ def test_a_value_goes_from_prompt_to_prompt_by_a_barrier(model: LanguageModel, c
 # -- mistakes, and what is left ----------------------------------------------------------------------------------------
 
 
-@both
-def test_text_needs_a_tokenizer_and_ids_do_not(model: LanguageModel, compile: bool) -> None:
-    untold = LanguageModel(model._module, compile={"backend": "eager"})
-    arguments = ids_of(model, LONG)
-    with pytest.raises(AttributeError, match="Tokenizer not found"):
-        with untold.generate(LONG, **GREEDY, compile=compile):
-            untold.lm_head.output.save()
-    with pytest.raises(AttributeError, match="Tokenizer not found"):
-        untold.generate(LONG, **GREEDY, compile=compile)
-    expected = model._module.generate(**arguments, **GREEDY)
-    same(untold.generate(arguments["input_ids"], **GREEDY, compile=compile), expected)
-
-
-@both
-def test_there_must_be_a_prompt(model: LanguageModel, compile: bool) -> None:
-    with pytest.raises(ValueError, match="The model did not execute"):
-        with model.generate(**GREEDY, compile=compile) as tracer:
-            tracer.result.save()
-    with pytest.raises(ValueError, match="The model did not execute"):
-        model.generate(**GREEDY, compile=compile)
-    with pytest.raises(ValueError, match="it has no tokens"):
-        model.generate("", **GREEDY, compile=compile)
-    with pytest.raises(TypeError, match="takes one input"):
-        model.generate(LONG, SHORT, **GREEDY, compile=compile)
-
-
-@both
-def test_an_error_in_a_step_ends_the_generation(model: LanguageModel, compile: bool) -> None:
-    with pytest.raises(KeyError, match="mistake") as caught:
-        with model.generate(LONG, **GREEDY, compile=compile) as tracer:
-            logits = [].save()
-            for step in tracer.iter[:NEW]:
-                logits.append(model.lm_head.output)
-                if step == 2:
-                    raise KeyError("mistake")
-    assert "raise KeyError" in str(caught.traceback[-1].statement)
-    hooked = Hooked(model, "lm_head")
-    hooked(**ids_of(model, LONG))
-    same(logits[:2], hooked.seen[:2])
-
-
 def test_results_exist_in_generations_only(model: LanguageModel) -> None:
     with pytest.raises(ValueError, match="outside of interleaving"):
         model.generator.output  # noqa: B018
@@ -335,22 +238,6 @@ def test_results_exist_in_generations_only(model: LanguageModel) -> None:
                 model.generator.output.save()
     with pytest.raises(AttributeError, match="has no attribute `generate`"):
         NNsight(torch.nn.Linear(2, 2)).generate(torch.ones(1, 2))
-
-
-@both
-def test_nothing_is_left_on_the_model(model: LanguageModel, compile: bool) -> None:
-    with model.generate(LONG, **GREEDY, compile=compile) as tracer:
-        model.lm_head.output[:, -1, 5] += 1000.0
-        result = tracer.result.save()
-    assert result[0, -NEW] == 5
-    for module in model._module.modules():
-        assert "_call_impl" not in module.__dict__ and module.__dict__.get("_compiled_call_impl") is None
-    arguments = ids_of(model, LONG)
-    plain = model._module.generate(**arguments, **GREEDY)
-    assert plain[0, -NEW] != 5
-    with model.trace(LONG, compile=compile):
-        logits = model.lm_head.output.save()
-    same(logits, model._module(**arguments).logits)
 
 
 @both

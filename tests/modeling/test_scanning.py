@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import nnsight
 from nnsight import LanguageModel, NNsight
-from nnsight.intervention.interleaver import OutOfOrderError
 
 from ..conftest import CACHE, Case, Hooks
 
@@ -113,14 +112,6 @@ def test_values_in_the_block_are_fakes_with_sizes(model: NNsight, x: torch.Tenso
     assert tracer.report.mode == "scan"
 
 
-def test_text_is_scanned_as_it_is_traced(demo: LanguageModel) -> None:
-    with demo.scan(PROMPT):
-        hidden = demo.transformer.h[2].output.shape.save()
-        logits = demo.lm_head.output.shape.save()
-    length = len(demo.tokenizer(PROMPT)["input_ids"])
-    assert hidden == (1, length, 128) and logits == (1, length, len(demo.tokenizer))
-
-
 def test_invokes_are_scanned_as_one_batch_of_which_each_sees_its_rows(demo: LanguageModel) -> None:
     with demo.scan() as tracer:
         with tracer.invoke("Hello"):
@@ -131,14 +122,6 @@ def test_invokes_are_scanned_as_one_batch_of_which_each_sees_its_rows(demo: Lang
             both = demo.lm_head.output.shape.save()
     assert (first[0], second[0], both[0]) == (1, 2, 3) and len({first[1], second[1], both[1]}) == 1
     assert demo.lm_head._fake_output.shape[0] == 3
-
-
-def test_edits_run_in_a_scan(model: NNsight, x: torch.Tensor) -> None:
-    with model.edit() as edited:
-        edited.second.output = torch.cat([edited.second.output, edited.second.output], dim=1)
-    with edited.scan(x):
-        out = edited.output.shape.save()
-    assert out == (5, 4)
 
 
 def test_a_skipped_module_returns_the_replacement_and_nothing_inside_runs(x: torch.Tensor) -> None:
@@ -224,20 +207,6 @@ def test_an_index_out_of_range_is_raised_at_its_line(model: NNsight, x: torch.Te
     assert line_of(error) == "hidden[:, 10] = 0"
 
 
-def test_a_mismatch_of_shapes_is_raised_at_its_line(model: NNsight, x: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="must match|broadcast") as error:
-        with model.scan(x):
-            model.first.output[:] += torch.ones(3)
-    assert line_of(error) == "model.first.output[:] += torch.ones(3)"
-
-
-def test_asking_for_a_value_says_that_a_scan_has_none(model: NNsight, x: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="A scan has sizes and no values") as error:
-        with model.scan(x):
-            model.first.output.sum().item()
-    assert line_of(error) == "model.first.output.sum().item()"
-
-
 class Counting(torch.nn.Module):
     """Looks at values: it checks them, and cuts by one of them."""
 
@@ -270,25 +239,6 @@ def test_an_error_after_a_guess_says_that_there_was_one() -> None:
     with pytest.raises(RuntimeError, match="split") as caught, model.scan(torch.ones(5, 3)):
         never = model.layer.output
     assert "given guesses" in caught.value.__notes__[0]
-
-
-def test_a_function_that_calls_the_model_is_not_scanned(model: NNsight, x: torch.Tensor) -> None:
-    for option in ({"scan": True}, {"validate": True}):
-        with pytest.raises(ValueError, match="fn="), model.trace(x, fn=model._module, **option):
-            never = model.output
-
-
-def test_reading_out_of_order_is_an_error_as_in_a_trace(model: NNsight, x: torch.Tensor) -> None:
-    with pytest.raises(OutOfOrderError):
-        with model.scan(x):
-            model.second.output  # noqa: B018
-            model.first.output  # noqa: B018
-
-
-def test_a_scan_needs_input(model: NNsight) -> None:
-    with pytest.raises(ValueError, match="no input"):
-        with model.scan():
-            pass
 
 
 # -- no effects --------------------------------------------------------------------------------------------------------
@@ -393,12 +343,6 @@ def test_outside_of_a_run_properties_show_what_the_scan_saw(model: NNsight, x: t
     assert not isinstance(real, FakeTensor)
 
 
-def test_kept_fakes_show_what_the_block_left(model: NNsight, x: torch.Tensor) -> None:
-    with model.scan(x):
-        model.first.output = torch.zeros(9, 4)
-    assert model.first._fake_output.shape == (9, 4) and model.second._fake_output.shape == (9, 2)
-
-
 def test_kept_fakes_keep_no_weights_alive(no_gc: None) -> None:
     net = Net()
     model = NNsight(net)
@@ -448,14 +392,6 @@ def test_a_valid_block_runs_for_real_afterwards(x: torch.Tensor, options: dict[s
     expected = Hooks(net).output("0", lambda value: value * 2)(x)
     assert torch.equal(out, expected) and tracer.report.mode == ("compiled" if compiled else "eager")
     assert isinstance(model[1]._fake_output, FakeTensor) and model[1]._fake_output.shape == (5, 2)
-
-
-def test_a_scan_before_a_trace_does_not_run_the_block(model: NNsight, x: torch.Tensor) -> None:
-    runs = CountRuns()
-    with model.trace(x, scan=True):
-        runs.add()
-        shape = model.first._fake_output.shape.save() if model.first.output is not None else None
-    assert runs.count == 1 and shape == (5, 4)
 
 
 class CountRuns:

@@ -186,16 +186,6 @@ def test_from_where_the_cache_is_made_on(model: NNsight, compile: bool) -> None:
 
 
 @both
-def test_two_caches(model: NNsight, compile: bool) -> None:
-    with model.trace(X, compile=compile) as tracer:
-        one = tracer.cache(modules=[model.layers[0]])
-        two = tracer.cache(modules=[model.layers[0], model.layers[1]])
-    assert torch.equal(one["model.layers.0"].output, hooked(model, "layers.0")[0])
-    assert torch.equal(two["model.layers.0"].output, one["model.layers.0"].output)
-    assert list(one) == ["model.layers.0"]
-
-
-@both
 def test_a_skipped_module(model: NNsight, compile: bool) -> None:
     with model.trace(X, compile=compile) as tracer:
         cache = tracer.cache()
@@ -204,17 +194,6 @@ def test_a_skipped_module(model: NNsight, compile: bool) -> None:
     assert torch.equal(cache["model.shared"].output[0], model._module.shared(torch.ones(2, 6)))
     with pytest.raises(AttributeError, match="did not run"):
         cache["model.pair.inner"].output  # noqa: B018
-
-
-@both
-def test_a_stopped_trace_keeps_what_there_was(model: NNsight, compile: bool) -> None:
-    with model.trace(X, compile=compile) as tracer:
-        cache = tracer.cache()
-        model.layers[1].input  # noqa: B018
-        tracer.stop()
-    assert torch.equal(cache["model.layers.0"].output, hooked(model, "layers.0")[0])
-    with pytest.raises(AttributeError, match="did not run"):
-        cache["model.layers.1"].output  # noqa: B018
 
 
 # -- how tensors are kept ---------------------------------------------------------------------------------------------
@@ -302,24 +281,6 @@ def test_further_names_of_modules(model: NNsight) -> None:
     assert cache.model.both.inner.output is cache["model.pair.inner"].output
 
 
-def test_names_inside_renamed_modules() -> None:
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = torch.nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.mlp(x)
-
-    module = torch.nn.Sequential(Block(), Block())
-    model = NNsight(torch.nn.ModuleDict({"inner": module}), rename={"inner": "body", "mlp": "feedforward"})
-    model._module.forward = lambda x: module(x)  # noqa: PLW0108 - a module would become a child
-    with model.trace(X) as tracer:
-        cache = tracer.cache()
-    assert cache["model.body.1.feedforward"].output is cache["model.inner.1.mlp"].output
-    assert cache.model.body[1].feedforward.output is cache["model.inner.1.mlp"].output
-
-
 # -- invokes and generations ------------------------------------------------------------------------------------------
 
 
@@ -378,12 +339,6 @@ def test_unknown_paths(model: NNsight, unknown: str, clean: Any) -> None:
         with model.trace(X) as tracer:
             tracer.cache(modules=[unknown])
     clean(model._module)
-
-
-def test_a_further_name_as_a_choice(model: NNsight) -> None:
-    with model.trace(X) as tracer:
-        cache = tracer.cache(modules=["model.blocks.0"])
-    assert torch.equal(cache["model.layers.0"].output, hooked(model, "layers.0")[0])
 
 
 def test_missing_entries(model: NNsight) -> None:
@@ -447,15 +402,6 @@ def test_the_input_of_a_module_without_arguments() -> None:
     assert cache["model.constant"].inputs == ((), {})
     with pytest.raises((ValueError, AttributeError), match="without arguments"):
         cache["model.constant"].input  # noqa: B018
-
-
-def test_an_error_in_the_block_keeps_the_cache(model: NNsight, clean: Any) -> None:
-    with pytest.raises(ZeroDivisionError):
-        with model.trace(X) as tracer:
-            cache = tracer.cache()
-            model.layers[1].input / (1 // 0)
-    assert torch.equal(cache["model.layers.0"].output, hooked(model, "layers.0")[0])
-    clean(model._module)
 
 
 @both

@@ -80,22 +80,6 @@ def test_an_edit_runs_in_every_trace_of_the_copy(model: NNsight, compile: bool) 
 
 
 @both
-def test_locations_may_be_named_by_the_copy(model: NNsight, compile: bool) -> None:
-    with model.edit() as edited:
-        edited.first.output[:, 1] = 0
-    assert torch.equal(output(edited, compile), by_hand(model, zero_column))
-
-
-@both
-def test_a_trace_of_the_copy_may_read_by_the_original(model: NNsight, compile: bool) -> None:
-    with model.edit() as edited:
-        model.first.output = model.first.output * 2
-    with edited.trace(X, compile=compile):
-        value = model.first.output.save()
-    assert torch.equal(value, model._module.first(X) * 2)
-
-
-@both
 def test_inplace_edits_and_clearing(model: NNsight, compile: bool) -> None:
     plain = by_hand(model)
     with model.edit(inplace=True) as same:
@@ -180,14 +164,6 @@ def test_edits_act_on_all_rows_of_a_batch(compile: bool) -> None:
 
 
 @both
-def test_a_replacement_and_a_skip(model: NNsight, compile: bool) -> None:
-    with model.edit() as edited:
-        model.first.skip(torch.ones(2, 6))
-    ones = torch.ones(2, 6)
-    assert torch.equal(output(edited, compile), model._module.second(ones))
-
-
-@both
 def test_a_stopped_trace_ends_edits_that_still_wait(model: NNsight, compile: bool) -> None:
     with model.edit() as edited:
         model.first.output = model.first.output * 2
@@ -254,19 +230,6 @@ def test_each_run_has_variables_of_its_own(model: NNsight, compile: bool) -> Non
     for _ in range(3):
         assert torch.equal(output(edited, compile), by_hand(model, lambda v: v * 2))
     assert count == 1
-
-
-@both
-def test_objects_are_shared_with_the_outside(model: NNsight, compile: bool) -> None:
-    steering = {"factor": 2.0}
-    norms: list[float] = []
-    with model.edit() as edited:
-        model.first.output = model.first.output * steering["factor"]
-        norms.append(1.0)
-    output(edited, compile)
-    steering["factor"] = 3.0
-    assert torch.equal(output(edited, compile), by_hand(model, lambda v: v * 3))
-    assert norms == [1.0, 1.0]
 
 
 def test_edits_go_with_their_copy(model: NNsight, no_gc: None) -> None:
@@ -389,26 +352,6 @@ def test_the_copy_shares_modules_and_envoys(model: NNsight) -> None:
     assert edited.path == "model"
 
 
-def test_a_module_added_to_the_copy_is_seen_by_both(model: NNsight) -> None:
-    with model.edit() as edited:
-        model.first.output[:, 1] = 0
-    edited.extra = torch.nn.Linear(6, 2)
-    assert model.extra._module is edited.extra._module
-    assert torch.equal(output(edited, False), by_hand(model, zero_column))
-    assert torch.equal(output(model, False), by_hand(model))
-
-
-@both
-def test_an_edit_that_applies_an_added_module(model: NNsight, compile: bool) -> None:
-    model.adapter = torch.nn.Linear(6, 6)
-    with model.edit() as edited:
-        model.first.output = model.first.output + model.adapter(model.first.output)
-    adapter = model._module.adapter
-    expected = by_hand(model, lambda v: v + adapter(v))
-    assert not torch.equal(expected, by_hand(model))
-    assert torch.equal(output(edited, compile), expected)
-
-
 @both
 def test_an_edit_may_bind_the_tracer_and_the_copy(model: NNsight, compile: bool) -> None:
     with model.edit() as (tracer, edited):
@@ -462,17 +405,6 @@ def test_an_edit_acts_on_the_prompt_of_a_generation(tiny: LanguageModel, compile
     assert not torch.equal(ids, plain)
 
 
-@both
-def test_an_edit_that_steps_along_a_generation(tiny: LanguageModel, compile: bool) -> None:
-    with tiny.edit() as edited:
-        for _ in range(2):
-            tiny.lm_head.output[:, -1, 7] = 1e4
-            tiny.lm_head.next()
-    with edited.generate(IDS, **GREEDY, compile=compile) as tracer:
-        ids = tracer.result.save()
-    assert ids.tolist() == [[3, 4, 5, 7, 7]]
-
-
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
@@ -494,16 +426,6 @@ def test_an_exception_in_an_edit_ends_at_its_line(model: NNsight, compile: bool,
     assert torch.equal(early, X)
     edited.clear_edits()
     assert torch.equal(output(edited, compile), by_hand(model))
-
-
-def test_a_statement_that_cannot_be_deferred(model: NNsight) -> None:
-    def define() -> Any:
-        with model.edit():
-            return model.first.output
-
-    with pytest.raises(SyntaxError, match="`return`"):
-        define()
-    assert model._edits == []
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -40,21 +40,6 @@ def model() -> NNsight:
 
 
 @both
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_nothing_is_left_after_an_error(model: NNsight, compile: bool, kind: type[BaseException]) -> None:
-    with pytest.raises(kind):
-        with model.trace(X, compile=compile):
-            model.linear.output  # noqa: B018
-            raise kind
-    assert_no_instrumentation(model._module)
-    with pytest.raises(RuntimeError):
-        with model.trace(torch.ones(5, 99), compile=compile):
-            model.output.save()
-    assert_no_instrumentation(model._module)
-    assert torch.equal(model._module(X)[1], -model._module.linear(X))
-
-
-@both
 def test_arguments_and_results_by_keyword(model: NNsight, compile: bool) -> None:
     reference = Hooks(model._module)
     reference.input("keywords", lambda a, k: ((a[0] + 1,), {**k, "scale": k["scale"] * 3}))
@@ -72,14 +57,6 @@ def test_arguments_and_results_by_keyword(model: NNsight, compile: bool) -> None
     assert torch.equal(scaled, expected[0])
     assert torch.equal(plain, expected[1])
     assert not torch.equal(plain, model._module(X)[1])
-
-
-@both
-def test_an_item_of_a_result_assigned_in_place(model: NNsight, compile: bool) -> None:
-    with model.trace(X, compile=compile):
-        model.keywords.output["plain"] = torch.zeros(2, 3)
-        plain = model.output[1].save()
-    assert torch.equal(plain, torch.zeros(2, 3))
 
 
 @both
@@ -117,18 +94,6 @@ def test_users_forward_hooks_are_part_of_the_module(model: NNsight) -> None:
     assert len(linear._forward_hooks) == len(linear._forward_pre_hooks) == 1
     pre.remove()
     post.remove()
-
-
-def test_users_forward_hooks_when_compiled(model: NNsight) -> None:
-    linear = model._module.linear
-    handle = linear.register_forward_hook(lambda _, __, out: out + 100)
-    with model.trace(X, compile=True):
-        value = model.linear.output.clone().save()
-    assert torch.equal(value, linear.forward(X) + 100)
-    handle.remove()
-    with model.trace(X, compile=True):
-        value = model.linear.output.clone().save()
-    assert torch.equal(value, linear.forward(X))
 
 
 @both
@@ -180,18 +145,6 @@ def test_deepcopy_and_pickle_after_a_trace(model: NNsight, compile: bool) -> Non
             wrapped.linear.output[:] = 1.0
             value = wrapped.output[1].save()
         assert torch.equal(value, -torch.ones(2, 3))
-
-
-def test_deepcopy_during_a_trace_takes_no_interception_along(model: NNsight) -> None:
-    with model.trace(X):
-        model.linear.output  # noqa: B018
-        copied = nnsight_copy(model._module).save()
-    assert_no_instrumentation(model._module)
-    assert torch.equal(copied(X)[0], model._module(X)[0])
-
-
-def nnsight_copy(module: torch.nn.Module) -> Any:
-    return copy.deepcopy(module)
 
 
 def test_entering_nests() -> None:

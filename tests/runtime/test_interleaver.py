@@ -97,35 +97,6 @@ def test_several_blocks_take_turns_in_their_order() -> None:
         run.finish()
 
 
-def test_occurrences_are_counted() -> None:
-    seen: list[Any] = []
-
-    def block() -> None:
-        current().iteration = 2
-        seen.append(current().request("a"))
-
-    walk(block, ("a", "zero"), ("a", "one"), ("a", "two"), ("a", "three"))
-    assert seen == ["two"]
-
-
-def test_a_request_for_a_passed_location_is_out_of_order() -> None:
-    def block() -> None:
-        current().request("b")
-        current().request("a")
-
-    with pytest.raises(OutOfOrderError, match=r"missed for a\.i0.*stopped at `b\.i0`"):
-        walk(block, ("a", 1), ("b", 2))
-
-
-def test_a_request_that_was_never_served_names_the_occurrence() -> None:
-    def block() -> None:
-        current().iteration = 5
-        current().request("a")
-
-    with pytest.raises(OutOfOrderError, match=r"`a\.i5` was not provided: it occurred only 2 times"):
-        walk(block, ("a", 1), ("a", 2))
-
-
 def test_the_run_is_active_only_inside() -> None:
     run = Interleaver([])
     assert active_interleaver() is None
@@ -152,15 +123,6 @@ def test_a_cancelled_block_runs_its_finally() -> None:
     assert run.waited == {}
 
 
-def test_an_error_before_the_first_request_ends_the_run() -> None:
-    def block() -> None:
-        raise KeyError("early")
-
-    with pytest.raises(KeyError, match="early"):
-        walk(block)
-    assert active_interleaver() is None
-
-
 def test_blocks_that_start_before_a_failing_one_are_ended() -> None:
     events: list[str] = []
 
@@ -180,32 +142,6 @@ def test_blocks_that_start_before_a_failing_one_are_ended() -> None:
 
 
 # -- with a model, eager and compiled ---------------------------------------------------------------------------------
-
-
-@both
-def test_the_first_call_of_a_module_is_served(model: NNsight, compile: bool) -> None:
-    module = model._module
-    with model.trace(X, compile=compile):
-        first = model.step.output.save()
-        same = model.step.output.save()
-        item = model.items[0].input.save()
-    assert torch.equal(first, module.step(X))
-    assert first is same
-    assert torch.equal(item, module.step(module.step(X)))
-
-
-@both
-def test_an_edit_affects_the_first_call_only(model: NNsight, compile: bool) -> None:
-    module = model._module
-    with model.trace(X, compile=compile):
-        model.step.output = model.step.output * 0
-        out = model.output.save()
-    expected = module.step(torch.zeros(2, 3))
-    for item in module.items:
-        expected = item(expected)
-    expected = module.step(expected)
-    assert torch.equal(out, expected)
-    assert not torch.equal(out, module(X))
 
 
 @both

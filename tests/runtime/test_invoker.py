@@ -52,39 +52,6 @@ def test_blocks_take_turns_in_the_order_of_their_definition(
 
 
 @both
-def test_invokes_may_be_opened_in_a_helper(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
-    kept: dict[str, torch.Tensor] = {}
-
-    def doubled(tracer: Any, x: torch.Tensor, name: str) -> None:
-        with tracer.invoke(x):
-            model[0].output = model[0].output * 2.0
-            kept[name] = model.output
-
-    with model.trace(compile=compile) as tracer:
-        doubled(tracer, a, "a")
-        doubled(tracer, b, "b")
-    expected = Hooks(model._module).output("0", lambda h: h * 2.0)(torch.cat([a, b]))
-    same(torch.cat([kept["a"], kept["b"]]), expected)
-
-
-@both
-def test_the_input_of_an_invoke_is_evaluated_once_and_in_order(model: Rows, compile: bool) -> None:
-    made: list[int] = []
-
-    def make(number: int) -> torch.Tensor:
-        made.append(number)
-        return torch.full((1, 4), float(number))
-
-    with model.trace(compile=compile) as tracer:
-        with tracer.invoke(make(1)):
-            one = model.input.save()
-        with tracer.invoke(make(2)):
-            two = model.input.save()
-    assert made == [1, 2]
-    assert one.unique().tolist() == [1.0] and two.unique().tolist() == [2.0]
-
-
-@both
 def test_only_saved_names_are_bound_afterwards(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
     def run() -> set[str]:
         with model.trace(compile=compile) as tracer:
@@ -151,19 +118,6 @@ def test_a_variable_that_two_invokes_assign_needs_two_names(
                 hidden = hidden + model[1].output
 
 
-@both
-def test_a_name_that_no_invoke_binds_is_an_error_of_python(
-    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
-) -> None:
-    with pytest.raises(NameError) as caught:
-        with model.trace(compile=compile) as tracer:
-            with tracer.invoke(a):
-                hidden = model[0].output
-            with tracer.invoke(b):
-                model[0].output = missing  # noqa: F821
-    assert str(caught.value) == "name 'missing' is not defined"
-
-
 def test_a_barrier_hands_a_value_over_at_one_location(model: Rows, a: torch.Tensor, b: torch.Tensor) -> None:
     patched = Hooks(model._module).output("0", lambda h: torch.cat([h[:2], h[:2] * 2.0]))
     expected = patched(torch.cat([a, b]))
@@ -208,16 +162,6 @@ def test_a_barrier_may_be_used_again(model: Rows, a: torch.Tensor, b: torch.Tens
         return (one, two), tracer
 
     agree(run, (expected[:2], expected[2:]))
-
-
-@both
-def test_a_barrier_of_one_lets_through(model: Rows, a: torch.Tensor, compile: bool) -> None:
-    with model.trace(compile=compile) as tracer:
-        barrier = tracer.barrier(1)
-        with tracer.invoke(a):
-            barrier()
-            out = model.output.save()
-    same(out, model._module(a))
 
 
 class Box:

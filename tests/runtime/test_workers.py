@@ -10,7 +10,6 @@ import pstats
 import subprocess
 import sys
 import threading
-import types
 import weakref
 from typing import Any
 
@@ -254,32 +253,6 @@ def test_greenlets_of_the_user_can_trace(model: NNsight) -> None:
     expected = model._module[0].forward(X)
     for number in range(3):
         torch.testing.assert_close(results[number], torch.tanh(expected + number), rtol=0.0, atol=0.0)
-
-
-def test_a_trace_function_comes_and_goes(model: NNsight) -> None:
-    """It sees the lines of blocks while it is set, and nothing later."""
-    lines: list[str] = []
-
-    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
-        lines.append(frame.f_code.co_name)
-        return trace
-
-    def traced() -> int:
-        lines.clear()
-        previous = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            used_by_a_trace(model)
-        finally:
-            sys.settrace(previous)
-        return lines.count("__nnsight_block__")
-
-    first = traced()
-    assert first > 3
-    untraced = len(lines)
-    used_by_a_trace(model)
-    assert len(lines) == untraced
-    assert traced() == first
 
 
 SCRIPT = """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -29,7 +28,6 @@ from nnsight.runtime.errors import OutOfOrderError
 from nnsight.tracing import Tracer
 
 from ..contract.test_places import ENVIRONMENT, every_version, interpreter
-from .test_tracing import load
 
 PACKAGE = str(Path(nnsight.__file__).parent) + os.sep
 X = torch.ones(1, 2)
@@ -96,24 +94,6 @@ def test_what_format_exc_prints_behind_the_block(model: NNsight) -> None:
     assert "During handling" not in text
 
 
-def test_helpers_and_their_callers(model: NNsight) -> None:
-    def helper(value: torch.Tensor) -> None:
-        raise KeyError("missing")
-
-    def traced() -> None:
-        with model.trace(X):
-            helper(model[0].output)
-
-    with caught(KeyError) as found:
-        traced()
-    assert lines(found[0]) == [
-        "traced()",
-        "with model.trace(X):",
-        "helper(model[0].output)",
-        'raise KeyError("missing")',
-    ]
-
-
 def test_errors_of_the_model_show_the_model(model: NNsight) -> None:
     with caught(RuntimeError) as found:
         with model.trace(torch.ones(1, 3)):
@@ -174,18 +154,6 @@ def test_debug_shows_all_frames(model: NNsight, monkeypatch: pytest.MonkeyPatch)
     with caught(WithBlockNotFoundError) as found:
         exec("with Tracer():\n    a = 1\n", {"Tracer": Tracer})
     assert any(entry.filename.startswith(PACKAGE) for entry in traceback.extract_tb(found[0].__traceback__))
-
-
-def test_the_same_error_again_and_again(model: NNsight) -> None:
-    """Raising one object from several traces shows them all, as Python does, and still nothing else."""
-    error = RuntimeError("on purpose")
-    for count in range(1, 4):
-        with caught(RuntimeError) as found:
-            with model.trace(X):
-                raise error
-        assert found[0] is error
-        assert lines(error).count("raise error") == count
-    assert torch.is_tensor(model(X))
 
 
 # -- kinds of exceptions ----------------------------------------------------------------------------------------------
@@ -276,16 +244,6 @@ def test_contexts_have_no_frames_of_the_package_either(model: NNsight) -> None:
     assert isinstance(cause, OutOfOrderError)
     lines(cause)
     assert PACKAGE not in "".join(traceback.format_exception(found[0]))
-
-
-def test_pickled_errors(model: NNsight) -> None:
-    with caught(OutOfOrderError) as found:
-        with model.trace(X):
-            model[2].output  # noqa: B018
-            model[0].output  # noqa: B018
-    loaded = pickle.loads(pickle.dumps(found[0]))
-    assert type(loaded) is OutOfOrderError
-    assert str(loaded) == str(found[0])
 
 
 def test_an_interrupt_while_the_model_runs() -> None:
@@ -405,22 +363,6 @@ def test_errors_of_the_model_on_fakes_show_the_model(model: NNsight) -> None:
     shown = lines(found[0])
     assert "return F.linear(input, self.weight, self.bias)" in shown
     assert not [entry for entry in traceback.extract_tb(found[0].__traceback__) if "_subclasses" in entry.filename]
-
-
-def test_a_body_on_the_line_of_its_with(tmp_path: Path) -> None:
-    module = load(
-        tmp_path / "one_line.py",
-        "def run(model, x, fail):\n"
-        "    with model.trace() as tracer:\n"
-        "        with tracer.invoke(x): model[0].output; fail()\n",
-    )
-    for model in (make(), make(compile={"backend": "eager"})):
-        with caught(KeyError) as found:
-            module.run(model, X, fail)
-        assert lines(found[0])[-2:] == [
-            "with tracer.invoke(x): model[0].output; fail()",
-            'raise KeyError("on purpose")',
-        ]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -25,13 +25,13 @@ KEPT = outcomes()
 SAMPLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("gpt2", "eager"): ("everything", "batch", "generation", "generate-skip", "half"),
     ("resnet", "eager"): ("forward", "skip-result", "stop", "bfloat16", "training"),
-    ("dicts", "aot_eager"): ("forward", "batch", "backward"),
+    ("dicts", "aot_eager"): ("forward", "batch"),
     ("shared", "aot_eager"): ("everything", "skip-result", "stop"),
 }
 #: The slow tests run one of this many features that work eagerly, for each model.
-EAGER_SHARE = 3
+EAGER_SHARE = 8
 #: They run one feature in each compiled mode, for one of this many models.
-COMPILED_SHARE = 3
+COMPILED_SHARE = 8
 
 
 def share(model: str, mode: str) -> tuple[str, ...]:

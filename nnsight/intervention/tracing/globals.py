@@ -27,11 +27,7 @@ class _TracingCache:
 
 
 class _Globals:
-    """The state of this thread and context.
-
-    Attributes:
-        cache: What was made of the source of blocks.
-    """
+    """The state of this thread and context."""
 
     cache = _TracingCache()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ class LoadableMixin(NNsight):
 
     Args:
         *args: A module, or the arguments of :meth:`_load`, such as a name.
-        compile: As for :class:`~nnsight.modeling.base.NNsight`.
-        rename: Likewise.
-        **kwargs: ``envoys``, likewise; all others are those of :meth:`_load`.
+        **kwargs: ``compile``, ``rename`` and ``envoys`` of :class:`~nnsight.modeling.base.NNsight`; all others are those of :meth:`_load`.
 
     Raises:
         TypeError: If a module is given together with arguments for loading one.
@@ -29,14 +26,8 @@ class LoadableMixin(NNsight):
         >>> model = Net(3)
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        compile: bool | str | dict[str, Any] = False,
-        rename: Mapping[str, str | Sequence[str]] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        options = {"envoys": kwargs.pop("envoys")} if "envoys" in kwargs else {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in ("compile", "rename", "envoys") if name in kwargs}
         if args and isinstance(args[0], torch.nn.Module):
             module, surplus = args[0], [*map(repr, args[1:]), *sorted(kwargs)]
             if surplus:
@@ -46,7 +37,7 @@ class LoadableMixin(NNsight):
                 )
         else:
             module = self._first_module(*args, **kwargs)
-        super().__init__(module, compile=compile, rename=rename, **options)
+        super().__init__(module, **options)
 
     def _first_module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Return the module to begin with."""

@@ -1,7 +1,6 @@
 """Models whose weights are loaded when they are needed.
 
 A model by name begins on the *meta device*: its tensors have sizes and no memory, and it can be printed, addressed, edited and scanned.
-:meth:`MetaMixin.dispatch`, or the first run, loads the weights.
 
 Loading makes new modules (perhaps of other classes, on several devices, or quantised), and the envoys get these modules. Changes of the
 lazy model are repeated on the loaded one: modules that were added, replaced or removed, hooks, training mode, and frozen weights. Wrappers
@@ -11,7 +10,6 @@ that share the lazy model, such as the copies of ``edit()``, are dispatched toge
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -93,11 +91,7 @@ class _Weights:
 class MetaMixin(LoadableMixin):
     """A root class whose model is lazy: subclasses define :meth:`_load` and :meth:`_load_meta`.
 
-    Args:
-        *args: A module, which is taken as it is, or the arguments of :meth:`_load` and :meth:`_load_meta`.
-        dispatch: Load the weights at once.
-        **kwargs: ``compile``, ``rename`` and ``envoys`` of :class:`~nnsight.modeling.base.NNsight`; all others are those of
-            :meth:`_load` and :meth:`_load_meta`.
+    ``dispatch=True`` loads the weights at once; all other arguments are those of :class:`LoadableMixin`.
 
     Example:
         >>> class Net(MetaMixin):
@@ -173,6 +167,12 @@ class MetaMixin(LoadableMixin):
         self.dispatch()
         return super()._driver(*args, **kwargs)
 
+    def _run_plainly(self, generation: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a generation with the edits of this model, without another block."""
+        self.dispatch()
+        args, kwargs = generation._prepare_input(*inputs, **kwargs)
+        return self._call_edited(generation, args, kwargs) if self._edits_apply() else generation(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its weights; see :meth:`NNsight.__call__ <nnsight.modeling.base.NNsight.__call__>`."""
         if is_compiling() or active_interleaver() is None:
@@ -181,14 +181,14 @@ class MetaMixin(LoadableMixin):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        if name in _ABOUT_WEIGHTS and not self.dispatched and active_interleaver() is None:
-            return functools.partial(self._call_loaded, name)
-        return found
+        if name not in _ABOUT_WEIGHTS or self.dispatched or active_interleaver() is not None:
+            return found
 
-    def _call_loaded(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module that has weights."""
-        self.dispatch()
-        return getattr(self._module, name)(*args, **kwargs)
+        def call_loaded(*args: Any, **kwargs: Any) -> Any:
+            self.dispatch()
+            return getattr(self._module, name)(*args, **kwargs)
+
+        return call_loaded
 
 
 def _frozen(module: torch.nn.Module) -> set[str]:

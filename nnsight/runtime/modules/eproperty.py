@@ -24,17 +24,14 @@ from ..interleaver import Interleaver, active_interleaver
 
 
 class IEnvoy(Protocol):
-    """What an owner of eproperties has.
+    """What an owner of eproperties has."""
 
-    Attributes:
-        path: The prefix of its locations. Without one, or with ``None`` or an empty one, the key alone is the location.
-        interleaver: The run to ask where none is active in this context; an owner can do without.
-    """
-
-    path: str | None
+    path: str | None  # the prefix of its locations; without one, or with an empty one, the key alone is the location
 
     @property
-    def interleaver(self) -> Interleaver: ...
+    def interleaver(self) -> Interleaver:
+        """The run to ask where none is active in this context; an owner can do without."""
+        ...
 
 
 def requires_output(stub: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,9 +49,6 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         key: Last part of the location; the stub's name by default.
         description: A few words for the tree that ``print(model)`` shows; without them the property is not listed there.
         iterate: Whether the location can occur several times in a run, so that requests name an occurrence.
-
-    Attributes:
-        name: Name under which the property is found on its owner.
     """
 
     def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:
@@ -142,7 +136,10 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         run = active_interleaver()
         mediator: Any = getattr(_run_of(owner), "current", None) if run is None else run.current
         if mediator is None:
-            raise ValueError(self._outside(location))
+            raise ValueError(
+                f"Cannot access `{location}` outside of interleaving: the value exists while the model runs. "
+                "Read it inside `with model.trace(...)` and keep it with `.save()`."
+            )
         tree = mediator.interleaver.tree
         if tree is not None and getattr(owner, "_tree", tree) is not tree:
             raise MissedProviderError(
@@ -152,12 +149,6 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         if self._prepare is not None and not mediator.stands_at(location):
             self._prepare(owner)
         return mediator
-
-    def _outside(self, location: str) -> str:
-        return (
-            f"Cannot access `{location}` outside of interleaving: the value exists while the model runs. "
-            "Read it inside `with model.trace(...)` and keep it with `.save()`."
-        )
 
 
 def _run_of(owner: Any) -> Any:

@@ -40,9 +40,7 @@ _COMPILED = "_compiled_call_impl"
 def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]:
     """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> what the call returns``.
 
-    Args:
-        path: Prefix of the locations of the call's input and output.
-        traced_call: What it does while dynamo traces it.
+    ``traced_call`` is what it does while dynamo traces it; by default it leaves no mark.
     """
     input_location, output_location = f"{path}.input", f"{path}.output"
 
@@ -90,11 +88,7 @@ _module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_f
 class Instrumentation:
     """Intercepts the calls of a tree of modules while entered.
 
-    Entering nests and may happen in several threads at once.
-
-    Args:
-        modules: The modules by path; the path is the prefix of the module's locations.
-        traced_call: What an intercepted call does while dynamo traces it; by default it leaves no mark.
+    Entering nests and may happen in several threads at once. ``modules`` are given by path, the prefix of their locations.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
@@ -107,17 +101,15 @@ class Instrumentation:
             self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
         self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
-        self._installed: set[tuple[int, str]] = set()
-        self._shadowed: list[tuple[dict[str, Any], str, Any]] = []
+        #: What was there before, by instance and attribute.
+        self._shadowed: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._users = 0
         self._lock = threading.RLock()
 
     def replace(self, path: str, replacement: Callable[[], tuple[dict[str, Any], str, Any]]) -> None:
-        """Replace an attribute of an instance, too, during runs; those that are active included.
+        """Replace an attribute of the instance at ``path``, too, during runs; those that are active included.
 
-        Args:
-            path: Whose attribute it is; a later replacement for the same path takes the place of this one.
-            replacement: Called when a run begins: the namespace of the instance, the attribute, and its value for the run.
+        ``replacement`` is called when a run begins: the namespace of the instance, the attribute, and its value for the run.
         """
         with self._lock:
             self._functions[path] = replacement
@@ -129,13 +121,10 @@ class Instrumentation:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
                 for namespace, call in self._calls:
-                    found = namespace.setdefault(INTERCEPTED_METHOD, call)
-                    if found is not call:
-                        self._shadowed.append((namespace, INTERCEPTED_METHOD, found))
-                        namespace[INTERCEPTED_METHOD] = call
+                    if namespace.setdefault(INTERCEPTED_METHOD, call) is not call:
+                        self._install(namespace, INTERCEPTED_METHOD, call)
                     if _COMPILED in namespace:
-                        self._shadowed.append((namespace, _COMPILED, namespace[_COMPILED]))
-                        namespace[_COMPILED] = None
+                        self._install(namespace, _COMPILED, None)
                 for replacement in replacements:
                     self._install(*replacement)
                 if self._has_fast_path:
@@ -144,9 +133,7 @@ class Instrumentation:
         return self
 
     def _install(self, namespace: dict[str, Any], name: str, value: Any) -> None:
-        if (id(namespace), name) not in self._installed:
-            self._installed.add((id(namespace), name))
-            self._shadowed.append((namespace, name, namespace.get(name, _ABSENT)))
+        self._shadowed.setdefault((id(namespace), name), (namespace, namespace.get(name, _ABSENT)))
         namespace[name] = value
 
     def __exit__(self, *_: object) -> None:
@@ -155,16 +142,11 @@ class Instrumentation:
             if self._users == 0:
                 for namespace, _ in self._calls:
                     namespace.pop(INTERCEPTED_METHOD, None)
-                if self._shadowed:
-                    self._restore()
+                for (_owner, name), (namespace, value) in self._shadowed.items():
+                    if value is _ABSENT:
+                        namespace.pop(name, None)
+                    else:
+                        namespace[name] = value
+                self._shadowed.clear()
                 if self._has_fast_path:
                     _module_by_module.__exit__()
-
-    def _restore(self) -> None:
-        for namespace, name, value in self._shadowed:
-            if value is _ABSENT:
-                namespace.pop(name, None)
-            else:
-                namespace[name] = value
-        self._shadowed.clear()
-        self._installed.clear()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...tracing.parsing import nested_code
-from ...tracing.source import parsed_file
+from ...tracing.source import nodes_in_place, parsed_file
 
 #: Builtins that look at the frame of their caller, so their call cannot be made from elsewhere.
 _ABOUT_FRAME = frozenset({"super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint"})
@@ -70,11 +70,7 @@ _definitions: dict[int, _Known] = {}
 
 
 def listing_of(function: types.FunctionType) -> Listing:
-    """Return the listing of a plain function; made once for its code.
-
-    Raises:
-        SourceError: If there is no source, or what is written there does not compile to this code.
-    """
+    """Return the listing of a plain function; made once for its code. For errors see :func:`definition_of`."""
     listing: Listing = _once(_listings, function, _list)
     return listing
 
@@ -128,43 +124,22 @@ def _written(function: types.FunctionType) -> tuple[_Node, str | None]:
     tree = parsed_file(code.co_filename, function.__globals__)
     if tree is None:
         raise SourceError(f"{name} has no source text that could be read.")
-    imported = _imported(tree).intersection(code.co_names)
     for node, class_name in _candidates(tree, code):
-        if _matches(_compiled(copy.deepcopy(node), class_name, code, imported=imported), code):
+        if _matches(_compiled(copy.deepcopy(node), class_name, code), code):
             return node, class_name
     raise SourceError(f"{name} is not what its file has at this line. The file was probably edited after it was loaded: reload it.")
 
 
 def _candidates(tree: ast.Module, code: types.CodeType) -> Iterator[tuple[_Node, str | None]]:
     """Yield the definitions that ``code`` may have been compiled from, and the name of the class around each."""
-    pending: list[tuple[ast.AST, str | None]] = [(tree, None)]
-    while pending:
-        node, class_name = pending.pop()
+    for node, class_name, _ in nodes_in_place(tree):
         if isinstance(node, _Node) and getattr(node, "name", "<lambda>") == code.co_name:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             if first == code.co_firstlineno:
                 yield node, class_name
-        if isinstance(node, ast.ClassDef):
-            class_name = node.name
-        pending.extend((child, class_name) for child in ast.iter_child_nodes(node))
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    """Return the names that a file imports outside of functions."""
-    found: set[str] = set()
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, (ast.Module, ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            pending.extend(ast.iter_child_nodes(node))
-    return found
-
-
-def _compiled(
-    node: _Node, class_name: str | None, original: types.CodeType, free: Iterable[str] = (), imported: Iterable[str] = ()
-) -> types.CodeType:
+def _compiled(node: _Node, class_name: str | None, original: types.CodeType, free: Iterable[str] = ()) -> types.CodeType:
     """Compile ``node``, which is changed, in place of ``original``, without decorators, defaults and annotations."""
     if isinstance(node, ast.Lambda):
         statement: ast.stmt = ast.copy_location(ast.Return(node), node)
@@ -177,7 +152,7 @@ def _compiled(
             argument.annotation = None
     arguments.defaults = []
     arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
-    return nested_code(statement, (*original.co_freevars, *free), class_name, original.co_filename, original.co_flags, imported)
+    return nested_code(statement, (*original.co_freevars, *free), class_name, original.co_filename, original.co_flags)
 
 
 def _matches(compiled: types.CodeType, original: types.CodeType) -> bool:
@@ -233,10 +208,14 @@ class _Rewriter(ast.NodeTransformer):
 
 def _name_of(callee: ast.expr) -> str:
     """Return the dotted names at the end of ``callee``, joined: ``self.c_attn(x).split`` is ``split``."""
-    parts: list[str] = []
-    while isinstance(callee, ast.Attribute):
-        parts.append(callee.attr)
-        callee = callee.value
-    if isinstance(callee, ast.Name):
-        parts.append(callee.id)
-    return "_".join(reversed(parts)) or "call"
+    start, parts = attributes_of(callee)
+    return "_".join([*([start.id] if isinstance(start, ast.Name) else ()), *parts]) or "call"
+
+
+def attributes_of(expression: ast.expr) -> tuple[ast.expr, list[str]]:
+    """Return what an expression takes attributes of, and their names: ``(f(x), ["a", "b"])`` for ``f(x).a.b``."""
+    names: list[str] = []
+    while isinstance(expression, ast.Attribute):
+        names.insert(0, expression.attr)
+        expression = expression.value
+    return expression, names

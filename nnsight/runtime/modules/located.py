@@ -54,9 +54,6 @@ class Located:
     def skip(self, value: Any) -> None:
         """Let the call return ``value`` without being made; neither it nor anything inside it runs.
 
-        Args:
-            value: What the call would return: a tensor, or the tuple, dict or ``ModelOutput``.
-
         Raises:
             OutOfOrderError: If the call has already been made.
             ValueError: Outside a trace, or if other invokes of the batch do not skip it.

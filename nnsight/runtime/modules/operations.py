@@ -26,18 +26,14 @@ from ...tracing.block import is_bound
 from ...tracing.parsing import with_cells
 from ..interleaver import active_interleaver
 from .interception import TracedCall, intercepted, is_compiling
-from .listing import OPERATION, Operation, SourceError, listing_of
+from .listing import OPERATION, Operation, SourceError, attributes_of, listing_of
 
 #: Attribute of a rewritten function: the function it was made from.
 _ORIGINAL = "__nnsight_original__"
 
 
 def layers_of(function: Any, what: str) -> list[types.FunctionType]:
-    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped.
-
-    Raises:
-        SourceError: If it is no Python function.
-    """
+    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped."""
     if isinstance(function, torch.nn.Module):
         raise SourceError(f"{what} is a module ({type(function).__name__}): use the `.source` of its own envoy.")
     if isinstance(function, type):
@@ -57,33 +53,20 @@ def layers_of(function: Any, what: str) -> list[types.FunctionType]:
 def _replaced_cell(layer: types.FunctionType, old: Any, new: Any) -> types.FunctionType:
     """Return ``layer``, a decorator's wrapper, around ``new`` in place of ``old``."""
     closure = layer.__closure__ or ()
-    positions = [index for index, cell in enumerate(closure) if _content(cell) is old]
-    if not positions:
+    cells = [types.CellType(new) if is_bound(cell) and cell.cell_contents is old else cell for cell in closure]
+    if cells == list(closure):
         raise SourceError(f"A decorator of `{old.__qualname__}` keeps it where it cannot be replaced.")
-    cells = [types.CellType(new) if index in positions else cell for index, cell in enumerate(closure)]
     made = with_cells(layer, cells)
     made.__wrapped__ = new
     return made
 
 
-def _content(cell: types.CellType) -> Any:
-    return cell.cell_contents if is_bound(cell) else None
-
-
 class Operations:
-    """The functions of one tree of modules whose operations are watched.
-
-    Args:
-        traced_call: What an operation does while dynamo traces it.
-
-    Attributes:
-        opened: Paths of the modules, and of the operations, that were looked into.
-        refused: Why the function that an operation called could not be looked into, by its path.
-    """
+    """The functions of one tree of modules whose operations are watched; ``traced_call`` as for :func:`.intercepted`."""
 
     def __init__(self, traced_call: TracedCall | None = None) -> None:
-        self.opened: set[str] = set()
-        self.refused: dict[str, str] = {}
+        self.opened: set[str] = set()  # paths of the modules, and of the operations, that were looked into
+        self.refused: dict[str, str] = {}  # why the function that an operation called could not be looked into, by its path
         self._traced_call = traced_call
         self._made: dict[str, weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType]] = {}
 
@@ -145,7 +128,8 @@ class Operations:
                 return watched(types.MethodType(rewritten(function.__func__), function.__self__), *args, **kwargs)
             if isinstance(function, types.FunctionType):
                 return watched(rewritten(function), *args, **kwargs)
-            self._refuse(path, function)
+            if not is_compiling():
+                self._intercept_or_refuse(path, function)  # refuses: it is no Python function
             return watched(function, *args, **kwargs)
 
         return opened_operation
@@ -156,15 +140,6 @@ class Operations:
         except SourceError as error:
             self._tell(path, str(error))
             return function
-
-    def _refuse(self, path: str, function: Any) -> None:
-        """Note that an operation called something that is no Python function."""
-        if is_compiling():
-            return
-        try:
-            layers_of(function, f"`{path}`")
-        except SourceError as error:
-            self._tell(path, str(error))
 
     def _tell(self, path: str, reason: str) -> None:
         """Raise the reason in the blocks that wait for something inside the function."""
@@ -183,11 +158,7 @@ def forward_of(module: torch.nn.Module) -> tuple[str, Any]:
 
 def resolved_callee(operation: Operation, module: torch.nn.Module, function: types.FunctionType) -> Any:
     """Return what ``operation`` of ``function``, a method of ``module``, calls, or ``None`` if only a run can tell."""
-    parts: list[str] = []
-    callee = operation.callee
-    while isinstance(callee, ast.Attribute):
-        parts.append(callee.attr)
-        callee = callee.value
+    callee, parts = attributes_of(operation.callee)
     if not isinstance(callee, ast.Name):
         return None
     code = function.__code__
@@ -197,6 +168,6 @@ def resolved_callee(operation: Operation, module: torch.nn.Module, function: typ
         return None
     else:
         value = function.__globals__.get(callee.id, getattr(builtins, callee.id, None))
-    for part in reversed(parts):
+    for part in parts:
         value = getattr(value, part, None)
     return value

@@ -36,20 +36,11 @@ class ModuleTree:
         root: The wrapped module.
         path: Prefix of all locations.
         traced_call: What intercepted calls do while dynamo traces them.
-
-    Attributes:
-        paths: Path of each module.
-        version: Grows whenever the modules, or what is attached to them, are found to have changed.
-        roots: The root envoys of the tree.
-        fakes: What passed each location in the latest scan: fake tensors, which have no memory.
     """
 
     @classmethod
     def of(cls, root: torch.nn.Module, traced_call: TracedCall | None = None) -> ModuleTree:
-        """Return the tree of ``root`` under the path ``model``; wrapping one model twice shares it.
-
-        Sharing lets runs of both wrappers, in several threads at once, use one interception.
-        """
+        """Return the tree of ``root`` under the path ``model``; several wrappers of one model, and their runs, share it."""
         found = _trees.get(id(root))
         if found is None or found.root is not root or found._traced_call is not traced_call:
             found = _trees[id(root)] = cls(root, traced_call=traced_call)
@@ -63,12 +54,12 @@ class ModuleTree:
         self._mentioned: set[tuple[int, Chains]] = set()
         self._opening = threading.RLock()
         self.paths: dict[torch.nn.Module, str] = {}
-        self.version = 0
+        self.version = 0  # grows whenever the modules, or what is attached to them, are found to have changed
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
         self._instrumentation: Instrumentation | None = None
-        self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()
-        self.fakes: Mapping[str, Any] = {}
+        self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()  # the root envoys
+        self.fakes: Mapping[str, Any] = {}  # what passed each location in the latest scan: fake tensors, which have no memory
         self._scan()
 
     def _scan(self) -> None:
@@ -91,10 +82,7 @@ class ModuleTree:
 
     def refresh(self) -> int:
         """Look for submodules and hooks that were added, removed or replaced; return the version of what is there now."""
-        unchanged = not any(self._leaves)
-        for children, known in self._parents:
-            unchanged = unchanged and tuple(children.values()) == known
-        if not unchanged:
+        if any(self._leaves) or any(tuple(children.values()) != known for children, known in self._parents):
             self._scan()
         elif self._attached.changed():
             self.version += 1
@@ -198,10 +186,7 @@ class ModuleTree:
 
 
 def _may_be_opened(callee: Any, path: str) -> bool:
-    if callee is None:
-        return True
     try:
-        listing_of(layers_of(callee, path)[-1])
+        return callee is None or bool(listing_of(layers_of(callee, path)[-1]))
     except SourceError:
         return False
-    return True

@@ -87,14 +87,11 @@ SEQUENCES = Rows(0)
 
 @dataclass
 class Place:
-    """What is known of one occurrence of a location.
-
-    Attributes:
-        known: The answers for structures that were asked for lately.
-    """
+    """What is known of one occurrence of a location."""
 
     rows: dict[str, Rows | None]  # by the path of a leaf, where its rows are; `None` if it has none
     otherwise: Rows = FIRST  # the rule for leaves that are not among them
+    #: The answers for structures that were asked for lately.
     known: list[tuple[pytree.TreeSpec, tuple[Rows | None, ...]]] = field(default_factory=list)
 
     def of(self, value: Any, structure: pytree.TreeSpec) -> tuple[Rows | None, ...]:
@@ -110,32 +107,17 @@ class Place:
 
 @dataclass
 class BatchDims:
-    """What is known of the dimensions of a model's tensors, for one kind of input.
+    """What is known of the dimensions of a model's tensors, for one kind of input."""
 
-    Attributes:
-        places: For each location its occurrences in one forward pass; one, if they agree.
-    """
-
-    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
+    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)  # occurrences of each location in a forward pass; one, if they agree
     carried: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in carriers, by class and attribute
 
     def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
-        """Return where the rows of each leaf of ``value`` are, ``None`` for a leaf without.
-
-        Args:
-            location: Where the value is.
-            occurrence: How often the run has passed there.
-            value: The value, or one of its structure.
-            structure: What it flattens to, with carriers as leaves.
-        """
+        """Return where the rows of each leaf of ``value``, or of one of its ``structure``, are; ``None`` for a leaf without."""
         places = self.places.get(location)
         if places is None:
             return (FIRST,) * structure.num_leaves
         return places[occurrence % len(places)].of(value, structure)
-
-    def in_carrier(self, place: str) -> Rows | None:
-        """Return where the rows of the tensor at ``place`` of a carrier are."""
-        return self.carried.get(place, FIRST)
 
 
 def leaf_paths(value: Any) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..carriers import is_carrier, on_tensors, write_back
 from ..errors import ReplacementShapeError
-from .batch_axes import BatchDims, Rows
+from .batch_axes import FIRST, BatchDims, Rows
 
 
 class RowSequence:
@@ -35,18 +35,12 @@ class RowSequence:
 
 @dataclass(frozen=True)
 class BatchGroup:
-    """The rows of one invoke.
+    """The rows of one invoke."""
 
-    Attributes:
-        start: First row.
-        size: Number of rows.
-        total: Rows of the whole batch.
-        dims: Knows which dimensions have the rows. By default, first dimensions of this size do.
-    """
-
-    start: int
-    size: int
-    total: int
+    start: int  # the first
+    size: int  # their number
+    total: int  # rows of the whole batch
+    #: Knows which dimensions have the rows. By default, first dimensions of this size do.
     dims: BatchDims = field(default_factory=BatchDims, compare=False)
 
     def __iter__(self) -> Iterator[int]:
@@ -186,7 +180,7 @@ class View:
 
 
 def _rows_in_carrier(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:
-    return group.rows_of(tensor, group.dims.in_carrier(place))
+    return group.rows_of(tensor, group.dims.carried.get(place, FIRST))
 
 
 def _take_once(group: BatchGroup, taken: dict[int, torch.Tensor], place: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -58,15 +58,11 @@ quiet_fakes = SharedChange(lambda: _log.addFilter(_is_no_failure), lambda _: _lo
 
 
 class Guesses(TorchDispatchMode):
-    """Answers where a model asks fakes for values.
-
-    Attributes:
-        made: How often it did.
-    """
+    """Answers where a model asks fakes for values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = 0
+        self.made = 0  # how often it did
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:

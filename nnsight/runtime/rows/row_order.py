@@ -87,7 +87,7 @@ class RowOrder(TorchDispatchMode):
         if orders:
             return MIXED
         # A part of a dimension that has the batch several times, as `chunk` takes it.
-        if first is not None and outer_of(first) > 1 and self._entries(first) * 1 > entries:
+        if first is not None and outer_of(first) > 1 and self._entries(first) > entries:
             outer, rest = divmod(outer_of(first) * entries, self._entries(first))
             return MIXED if rest else outer
         return 1

@@ -50,11 +50,7 @@ class ModeStacks(NamedTuple):
     @property
     def have_their_lengths(self) -> bool:
         """Whether the current thread has as many modes; a block that takes turns only adds some to these, and removes them."""
-        return (
-            _len_torch_function_stack() == len(self.functions)
-            and _len_torch_dispatch_stack() == len(self.dispatch)
-            and _top_saved_tensors_default_hooks(True) == (self.hooks[-1] if self.hooks else None)
-        )
+        return _len_torch_function_stack() == len(self.functions) and self.why_not_lowerable is None
 
     @property
     def why_not_lowerable(self) -> str | None:

@@ -37,15 +37,12 @@ class Sides:
     """Keeps the modes of one block apart from those of the model.
 
     :meth:`begin` and :meth:`end` stand around each turn of the block, on the model's side.
-
-    Attributes:
-        grad: Grad mode of the block, ``None`` before its first turn.
     """
 
     __slots__ = ("_autocast", "_inference", "_is_plain", "_stacks", "grad")
 
     def __init__(self) -> None:
-        self.grad: bool | None = None
+        self.grad: bool | None = None  # grad mode of the block, once it has had a turn
         self._autocast: Autocast | None = None  # each of these only where it is not that of the model
         self._inference: Any = None
         self._stacks: ModeStacks | None = None

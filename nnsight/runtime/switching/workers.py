@@ -48,10 +48,7 @@ _idle = _Idle()
 
 
 def borrow() -> greenlet:
-    """Return a worker whose parent is the current greenlet: switching to it with a :data:`Function` has it run that.
-
-    The worker gives the turn to its parent when the function has returned, and may be lent again then.
-    """
+    """Return a worker whose parent is the current greenlet: it runs the :data:`Function` that it is switched to with."""
     if getcurrent().parent is not None:
         return _made()
     idle = _idle.workers

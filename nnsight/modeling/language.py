@@ -47,13 +47,14 @@ class LanguageModel(TextInput, MetaMixin):
             is loaded already. ``"nnsight/demo"`` is the small model that comes with this package.
         tokenizer: The tokenizer, or the name or folder to load it from. By default that of ``model`` if
             ``model`` is a name; a model that is loaded already has none and then takes token ids only.
+        compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
         automodel: The class whose ``from_pretrained`` loads the model: ``AutoModelForSeq2SeqLM`` for T5,
             ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
         dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
             run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
         **from_pretrained_kwargs: Passed to ``automodel.from_pretrained``, for instance ``device_map``,
             ``dtype`` (or ``torch_dtype``), ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
-            ``compile``, ``rename`` and ``envoys``, which are those of :class:`NNsight`.
+            ``rename`` and ``envoys``, which are those of :class:`NNsight`.
 
     Attributes:
         tokenizer: The tokenizer, or None. Padding has to fit the model, so its ``padding_side`` is set to
@@ -79,6 +80,7 @@ class LanguageModel(TextInput, MetaMixin):
         model: str | os.PathLike[str] | torch.nn.Module,
         tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
         *,
+        compile: bool | str | dict[str, Any] = False,
         automodel: Any = AutoModelForCausalLM,
         dispatch: bool = False,
         **from_pretrained_kwargs: Any,
@@ -96,7 +98,7 @@ class LanguageModel(TextInput, MetaMixin):
             options |= {"automodel": automodel, "dispatch": dispatch or not makes_from_config}
         elif not isinstance(model, torch.nn.Module):
             raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {describe(model)}.")
-        super().__init__(model, **options)
+        super().__init__(model, compile=compile, **options)
         if isinstance(tokenizer, (str, os.PathLike)):
             with naming(tokenizer):
                 tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)

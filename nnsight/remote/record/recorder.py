@@ -110,7 +110,7 @@ class Recorder(NodeRecorder):
             report.mode = "remote"
             given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
             self.runs[-1].update(call=call, **given, blocks=0)
-            self._samples = self._samples or samples(root._module, call, kwargs)
+            self._samples = self._samples or samples(modules, call, kwargs)
             steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
             return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)

@@ -44,7 +44,7 @@ def server(orders: Orders, tmp_path: Path) -> Iterator[Running]:
 @pytest.fixture
 def guarded(orders: Orders, tmp_path: Path) -> Iterator[Running]:
     """A server with keys."""
-    door = Accounts(a=account("alice", queue=2, bytes=4096, seconds=0.5), b=account("bob"))
+    door = Accounts(a=account("alice", queue=2, bytes=4096, seconds=0.2), b=account("bob"))
     with running(orders.engine(), tmp_path / "jobs", door=door) as server:
         yield server
         orders.gate.set()

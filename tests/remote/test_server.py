@@ -68,26 +68,6 @@ def test_messages_come_through_the_socket_in_order_with_a_short_result(server: R
         assert socket.recv(5) == b"again"
 
 
-def test_a_socket_of_packets_takes_jobs_and_tells_what_is_ready_at_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = threading.Event()
-    monkeypatch.setattr(server.gateway.spool, "settle", lambda jobs: disk.wait(10))  # so a job ends before it is safe
-    with server.subscribe(query="?framing=2") as socket:
-        hello = json.loads(socket.recv(5))
-        assert hello["takes"] == 2**16
-        for text in ("hello", "again"):
-            socket.send(join_packet({"model_key": str(MODEL), "nonce": nonce()}, order(say=text)))
-            found, result = split_packet(socket.recv(5))
-            assert [message["status"] for message in found] == ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
-            assert found[-1]["data"]["inline"] is True and result == text.encode()
-        posted = server.submit(order(say="posted"), session_id=hello["session_id"])
-        found, result = split_packet(socket.recv(5))
-        while found[-1]["status"] not in FINISHED:
-            more, result = split_packet(socket.recv(5))
-            found += more
-        assert {message["id"] for message in found} == {posted} and result == b"posted"
-        disk.set()
-
-
 def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Running) -> None:
     alice, good = {"model_key": str(MODEL)}, order(say="x")
     with guarded.subscribe(key="a", query="?framing=2") as socket:
@@ -146,20 +126,6 @@ def test_results_are_of_jobs_that_have_ended(server: Running, orders: Orders) ->
     assert server.get(f"/result/{job}").status_code == 409
     orders.gate.set()
     assert server.finished(job)["status"] == "COMPLETED"
-
-
-def test_facts_have_the_shapes_that_clients_expect(server: Running) -> None:
-    deployments = server.get("/status").json()["deployments"]
-    (deployment,) = deployments.values()
-    assert deployment["model_key"] == str(MODEL) and deployment["repo_id"] == "test/model"
-    assert (deployment["application_state"], deployment["deployment_level"], deployment["revision"]) == ("RUNNING", "HOT", "main")
-    env = server.get("/env").json()
-    assert env["python_version"].startswith("3.") and {"nnsight", "torch"} <= env["packages"].keys()
-    assert "application/x-nns-graph+safetensors" in env["formats"]
-    assert server.get("/whoami").json()["name"] == "anonymous"
-    assert server.get("/health").json() == {"status": "ok", "problems": []}
-    for path in ("/docs", "/openapi.json", "/redoc"):
-        assert server.get(path).status_code == 404
 
 
 def test_a_model_is_found_by_its_repository_alone_or_by_a_key_of_another_class(server: Running) -> None:
@@ -294,7 +260,7 @@ def test_jobs_of_another_key_are_as_if_they_were_not_there(guarded: Running) -> 
 
 
 def test_a_socket_without_a_key_hears_of_what_is_submitted_with_it_or_is_closed(orders: Orders, tmp_path: Path) -> None:
-    with running(orders.engine(), tmp_path, door=Accounts(a=account("alice")), settings=Settings(idle=0.3)) as server:
+    with running(orders.engine(), tmp_path, door=Accounts(a=account("alice")), settings=Settings(idle=0.1)) as server:
         with server.subscribe() as socket:
             session = json.loads(socket.recv(5))["session_id"]
             server.submit(order(say="x"), key="a", session_id=session)
@@ -336,7 +302,7 @@ def test_a_job_that_runs_out_of_its_time_is_interrupted(guarded: Running, orders
     """An interrupt must leave nothing behind that a debugger, or the tracing by which blocks are captured, waits for."""
     for number in range(2):
         ended = guarded.finished(guarded.submit(order(say=number, spin=True), key="a"), key="a")
-        assert ended["status"] == "ERROR" and ended["data"]["error"] == "TimeLimitError" and "0.5 seconds" in ended["description"]
+        assert ended["status"] == "ERROR" and ended["data"]["error"] == "TimeLimitError" and "0.2 seconds" in ended["description"]
     assert guarded.finished(guarded.submit(order(say="quick"), key="a"), key="a")["status"] == "COMPLETED"
     assert len(set(orders.threads)) == 1  # the thread came back
     lines: list[int] = []
@@ -450,7 +416,7 @@ def test_a_client_that_goes_away_finds_its_result_later(server: Running, orders:
 
 
 def test_a_slow_reader_blocks_nobody_and_is_cut_off(orders: Orders, tmp_path: Path) -> None:
-    settings = Settings(inline=2**30, send=0.5)
+    settings = Settings(inline=2**30, send=0.2)
     with running(orders.engine(), tmp_path, settings=settings) as server, server.subscribe() as slow:
         session = json.loads(slow.recv(5))["session_id"]
         for _ in range(3):
@@ -474,7 +440,7 @@ def test_a_job_that_is_submitted_with_a_socket_that_ends_is_taken(server: Runnin
             return await wait(tasks, **options)
         finally:
             if isinstance(tasks[0], asyncio.Task):  # those of the socket
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.1)
 
     wait = asyncio.wait
     monkeypatch.setattr(sessions._Session, "_tell", cut)
@@ -911,32 +877,6 @@ def test_a_job_tells_nothing_after_its_end_and_keeps_so_many_remarks() -> None:
         return [message["status"] async for told in job.follow(job.messages[-2]["number"]) for message in told]
 
     assert asyncio.run(story()) == ["COMPLETED"]
-
-
-def test_a_reader_gets_every_message_once_however_they_come() -> None:
-    async def story() -> tuple[list[int], list[int]]:
-        job = ServerJob("a", "m", "", "", 0, 1.0)
-        job.tell(JobStatus.QUEUED)
-
-        async def read() -> list[int]:
-            found: list[int] = []
-            async for told in job.follow():
-                found += [message["number"] for message in told]
-                await asyncio.sleep(0)
-            return found
-
-        readers = [asyncio.create_task(read()) for _ in range(3)]
-        for number in range(50):
-            job.tell(JobStatus.LOG, str(number))
-            if number % 7 == 0:
-                await asyncio.sleep(0)
-        job.tell(JobStatus.COMPLETED)
-        first, *others = await asyncio.gather(*readers)
-        assert all(other == first for other in others)
-        return first, [message["number"] for message in job.messages]
-
-    found, expected = asyncio.run(story())
-    assert found == expected and len(found) == 52
 
 
 def test_other_errors_of_a_disk_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

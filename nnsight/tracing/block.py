@@ -22,7 +22,7 @@ import linecache
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -342,8 +342,7 @@ def _function_code(body: list[ast.stmt], free: list[str], site: WithSite, flags:
     return nested_code(ast.copy_location(function, site.node), free, site.class_name, site.filename, flags)
 
 
-@functools.lru_cache(maxsize=1024)
-def names_of(code: types.CodeType) -> tuple[Set[str], Set[str]]:
+def names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
     """Return the names that ``code`` binds, and those that it or a function in it looks up outside."""
     stored = {*code.co_varnames, *code.co_cellvars}
     loaded = set(code.co_freevars)  # ``__class__``, which the compiler provides in a class
@@ -356,7 +355,7 @@ def names_of(code: types.CodeType) -> tuple[Set[str], Set[str]]:
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
         )
         pending.extend(constant for constant in current.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(stored), frozenset(loaded)
+    return stored, loaded
 
 
 #: Before Python 3.13 ``frame.f_locals`` is a snapshot, and this writes it back to the frame.

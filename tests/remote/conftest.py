@@ -25,7 +25,7 @@ def demo() -> Any:
 def model(demo: Any) -> Any:
     """A smaller model with the tokens of the demo."""
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=1024, bos_token_id=0, eos_token_id=0)
     return nnsight.LanguageModel(GPT2LMHeadModel(config).eval(), demo.tokenizer)
 
 

@@ -604,14 +604,6 @@ def test_a_session_is_one_job(here: Running, model: Any, where: str) -> None:
         hidden  # noqa: B018 - was not saved
 
 
-def test_a_session_that_is_not_waited_for(here: Running, model: Any) -> None:
-    with model.session(remote=True, blocking=False) as session:
-        with model.trace(SHAQ):
-            clean = model.lm_head.output.save()
-    results = session.backend.wait()
-    torch.testing.assert_close(results["clean"], patched(model)[0], rtol=0, atol=0)
-
-
 def test_what_a_remote_session_cannot_have(here: Running, model: Any) -> None:
     jobs = len(here.gateway.jobs)
     with pytest.raises(ValueError, match="leave out remote="):

@@ -272,17 +272,6 @@ def test_the_server_runs_the_operators_and_nothing_of_the_client(model: Any) -> 
     assert decode_results(execute_payload(model, payload))["logits"].equal(expected.detach())
 
 
-def test_a_result_that_comes_later_fills_containers(model: Any) -> None:
-    kept = Catch()
-    with model.trace(PROMPT, backend=kept):
-        found = nnsight.save([])
-        found.append(model.lm_head.output)
-    bound = kept.recorded.bind(execute_payload(model, kept.payload))
-    with model.trace(PROMPT):
-        expected = model.lm_head.output.save()
-    assert bound["found"] is found and found[0].equal(expected.detach())
-
-
 # -- models of one's own ---------------------------------------------------------------------------------------------
 
 

@@ -108,16 +108,6 @@ def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Runni
     assert list(guarded.gateway.jobs) == [job]
 
 
-def test_a_long_result_does_not_come_through_the_socket(orders: Orders, tmp_path: Path) -> None:
-    with running(orders.engine(), tmp_path, settings=Settings(inline=10)) as server, server.subscribe() as socket:
-        session = json.loads(socket.recv(5))["session_id"]
-        job = server.submit(order(say="x", times=2**17), session_id=session)
-        last = messages(socket)[-1]
-        assert "inline" not in last["data"] and last["data"]["size"] == 2**17
-        part = server.get(f"/result/{job}", Range=f"bytes={2**17 - 3}-")
-        assert (part.status_code, part.content) == (206, b"xxx")  # a download can be taken up again
-
-
 def test_results_are_of_jobs_that_have_ended(server: Running, orders: Orders) -> None:
     assert server.get(f"/response/{nonce()}").status_code == server.get(f"/result/{nonce()}").status_code == 404
     job = server.submit(order(say="x", wait=True))
@@ -398,23 +388,6 @@ def test_the_same_nonce_is_the_same_job(server: Running, orders: Orders) -> None
     assert server.post(order(say="other"), nonce=name).status_code == 409
 
 
-def test_a_client_that_goes_away_finds_its_result_later(server: Running, orders: Orders) -> None:
-    with server.subscribe() as socket:
-        session = json.loads(socket.recv(5))["session_id"]
-        job = server.submit(order(say="kept", wait=True), session_id=session)
-        seen = [json.loads(socket.recv(5)) for _ in range(3)]
-        assert seen[-1]["status"] == "RUNNING"
-    until(lambda: server.figure("nnsight_sockets") == 0)
-    orders.gate.set()
-    server.finished(job)
-    with server.subscribe(query=f"?job={job}&after={seen[0]['number']}") as socket:  # what it has not seen, once each
-        socket.recv(5)
-        assert [message["status"] for message in messages(socket)] == ["DISPATCHED", "RUNNING", "COMPLETED"]
-        assert socket.recv(5) == b"kept"
-        with pytest.raises(ConnectionClosed):
-            socket.recv(5)
-
-
 def test_a_slow_reader_blocks_nobody_and_is_cut_off(orders: Orders, tmp_path: Path) -> None:
     settings = Settings(inline=2**30, send=0.2)
     with running(orders.engine(), tmp_path, settings=settings) as server, server.subscribe() as slow:
@@ -622,18 +595,6 @@ def test_a_job_that_a_full_disk_does_not_keep_is_refused(
     assert orders.seen == ["first"]
 
 
-def test_a_job_that_waits_is_cancelled_and_never_runs(server: Running, orders: Orders) -> None:
-    first, second = server.submit(order(say="first", wait=True)), server.submit(order(say="second"))
-    until(orders.started.is_set)
-    answer = requests.delete(f"{server.url}/request/{second}", timeout=10)
-    assert answer.json()["status"] == "ERROR" and answer.json()["data"] == {"error": "JobCancelledError"}
-    orders.gate.set()
-    assert server.finished(first)["status"] == "COMPLETED"
-    assert server.finished(server.submit(order(say="third")))["status"] == "COMPLETED"
-    assert orders.seen == ["first", "third"]
-    assert requests.delete(f"{server.url}/request/{first}", timeout=10).json()["status"] == "COMPLETED"
-
-
 def test_a_job_that_runs_is_cancelled_at_once(server: Running, orders: Orders) -> None:
     job = server.submit(order(say="endless", spin=True))
     until(orders.started.is_set)
@@ -652,15 +613,6 @@ def test_jobs_of_a_group_are_cancelled_one_by_one_and_by_their_owner(guarded: Ru
     assert [delete(pair[0], key) for key in ("a", "", "b")] == [404, 401, 200]
     orders.gate.set()
     assert [guarded.finished(job, key="b")["status"] for job in (first, *pair)] == ["COMPLETED", "ERROR", "COMPLETED"]
-
-
-def test_the_spool_keeps_to_its_budget(orders: Orders, tmp_path: Path) -> None:
-    size = len(order(say="x", times=1000))
-    with running(orders.engine(), Spool(tmp_path, capacity=2 * size + 500)) as server:
-        ended = server.finished(server.submit(order(say="x", times=1000)))
-        assert ended["data"]["error"] == "StorageFullError"
-        assert server.post(order(say="x" * 10_000)).status_code == 507
-        assert server.finished(server.submit(order(say="x", times=100)))["status"] == "COMPLETED"
 
 
 def submitted(size: int) -> ServerJob:

@@ -784,16 +784,6 @@ def test_tables_have_a_rank(steerable: VLLM) -> None:
             steerable.model.layers[2].steer(remove=torch.eye(HIDDEN)[:3])
 
 
-def test_tables_and_taps_at_one_layer(folder: Path, reference: LanguageModel, vector: torch.Tensor) -> None:
-    model = VLLM(folder, **OPTIONS, taps=["model.layers.2"], edits=["model.layers.2"])
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
-        model.model.layers[2].steer(add=vector)
-        hidden = model.model.layers[2].residual.save()
-        result = tracer.result.save()
-    close(hidden, states(reference, result.prompt_token_ids, {2: adding(vector)})[2])
-    assert tokens(result) == generated(reference, result.prompt_token_ids, {2: adding(vector)})
-
-
 # -- traces that are awaited ------------------------------------------------------------------------------------------
 
 

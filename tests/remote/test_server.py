@@ -99,7 +99,6 @@ def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Runni
         ("b", "?framing=2", bytes(2**17)),
         ("b", "", join_packet(alice, good)),
         ("b", f"?framing=2&job={job}", join_packet(alice, good)),
-        ("", "?framing=2", join_packet(alice, good)),
     ]:
         with guarded.subscribe(key=key, query=query) as socket, pytest.raises(ConnectionClosed):
             socket.send(frame)
@@ -223,10 +222,10 @@ def test_without_a_key_nothing_is_submitted_or_read(guarded: Running) -> None:
         assert guarded.post(order(say="x"), key=key).status_code == 401
         for path in (f"/response/{job}", f"/result/{job}", "/whoami"):
             assert guarded.get(path, key=key).status_code == 401
+        with pytest.raises(InvalidStatus) as refused:
+            guarded.subscribe(key=key)
+        assert refused.value.response.status_code == 401
     assert "CONFIG.set_default_api_key" in guarded.get("/whoami").json()["detail"]
-    with pytest.raises(InvalidStatus) as refused:
-        guarded.subscribe(key="wrong")
-    assert refused.value.response.status_code == 401
 
 
 def test_jobs_of_another_key_are_as_if_they_were_not_there(guarded: Running) -> None:
@@ -247,18 +246,6 @@ def test_jobs_of_another_key_are_as_if_they_were_not_there(guarded: Running) -> 
         assert guarded.finished(job, key="a")["status"] == "COMPLETED"
         with pytest.raises(TimeoutError):
             socket.recv(0.1)
-
-
-def test_a_socket_without_a_key_hears_of_what_is_submitted_with_it_or_is_closed(orders: Orders, tmp_path: Path) -> None:
-    with running(orders.engine(), tmp_path, door=Accounts(a=account("alice")), settings=Settings(idle=0.1)) as server:
-        with server.subscribe() as socket:
-            session = json.loads(socket.recv(5))["session_id"]
-            server.submit(order(say="x"), key="a", session_id=session)
-            assert messages(socket)[-1]["status"] == "COMPLETED"
-        with server.subscribe() as socket:
-            socket.recv(5)
-            with pytest.raises(ConnectionClosed):
-                socket.recv(5)
 
 
 def test_a_key_has_so_many_jobs_at_a_time(guarded: Running, orders: Orders) -> None:

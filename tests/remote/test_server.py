@@ -897,7 +897,7 @@ def test_a_server_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path
     try:
         done = submit(say="done")
         assert ended(done)["status"] == "COMPLETED"
-        jobs = [submit(say="runs", sleep=3), *(submit(say=f"waits {number}") for number in range(3))]
+        jobs = [submit(say="runs", sleep=1), *(submit(say=f"waits {number}") for number in range(3))]
         until(lambda: answers(f"{address}/response/{jobs[0]}").json()["status"] == "RUNNING")
         process.kill()
         process.wait()

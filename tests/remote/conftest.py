@@ -25,7 +25,7 @@ def demo() -> Any:
 def model(demo: Any) -> Any:
     """A smaller model with the tokens of the demo."""
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=1024, bos_token_id=0, eos_token_id=0)
     return nnsight.LanguageModel(GPT2LMHeadModel(config).eval(), demo.tokenizer)
 
 
@@ -44,7 +44,7 @@ def server(orders: Orders, tmp_path: Path) -> Iterator[Running]:
 @pytest.fixture
 def guarded(orders: Orders, tmp_path: Path) -> Iterator[Running]:
     """A server with keys."""
-    door = Accounts(a=account("alice", queue=2, bytes=4096, seconds=0.5), b=account("bob"))
+    door = Accounts(a=account("alice", queue=2, bytes=4096, seconds=0.2), b=account("bob"))
     with running(orders.engine(), tmp_path / "jobs", door=door) as server:
         yield server
         orders.gate.set()

@@ -128,8 +128,13 @@ class Running:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def _run(self) -> None:
+        async def stopped() -> None:  # uvicorn looks ten times a second
+            await self.server.on_tick(0)  # which makes the headers
+            while not self.server.should_exit:
+                await asyncio.sleep(0.005)
+
         async def run() -> None:
-            self.loop = asyncio.get_running_loop()
+            self.loop, self.server.main_loop = asyncio.get_running_loop(), stopped  # type: ignore[method-assign]
             await self.server.serve()
 
         asyncio.run(run())

@@ -424,21 +424,6 @@ def test_a_block_runs_on_the_server_and_binds_what_it_saved(here: Running, model
     assert seen == [logits.shape]  # the block ran here, once
 
 
-def test_an_address_can_be_given_in_place_of_the_option(here: Running, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CONFIG.API, "HOST", "http://127.0.0.1:9")
-    with model.trace(PROMPT, remote=here.url):
-        logits = model.lm_head.output.save()
-    torch.testing.assert_close(logits, _plain(model), rtol=0, atol=0)
-
-
-def test_weights_are_not_needed_here(here: Running, model: Any) -> None:
-    lazy = nnsight.demo_model(dispatch=False)
-    with lazy.trace(PROMPT, remote=True):
-        logits = lazy.lm_head.output.save()
-    assert not lazy.dispatched
-    torch.testing.assert_close(logits, _plain(model), rtol=0, atol=0)
-
-
 def test_generation(here: Running, model: Any) -> None:
     with model.generate(PROMPT, max_new_tokens=3, do_sample=False, remote=True) as tracer:
         out = tracer.result.save()
@@ -617,14 +602,6 @@ def test_a_session_is_one_job(here: Running, model: Any, where: str) -> None:
     assert len(here.gateway.jobs) - before == (where == "server")
     with pytest.raises(NameError):
         hidden  # noqa: B018 - was not saved
-
-
-def test_a_session_that_is_not_waited_for(here: Running, model: Any) -> None:
-    with model.session(remote=True, blocking=False) as session:
-        with model.trace(SHAQ):
-            clean = model.lm_head.output.save()
-    results = session.backend.wait()
-    torch.testing.assert_close(results["clean"], patched(model)[0], rtol=0, atol=0)
 
 
 def test_what_a_remote_session_cannot_have(here: Running, model: Any) -> None:

@@ -105,22 +105,6 @@ def test_a_replaced_gradient_flows_on(net: NNsight) -> None:
     agree((gradient, x.grad), (before, seen[0]))
 
 
-def test_a_gradient_edited_in_place_flows_on(net: NNsight) -> None:
-    first, last = parts(net)
-    x = X.clone().requires_grad_()
-    relu = first(x).relu()
-    relu.register_hook(lambda gradient: torch.cat([gradient[:, :2], 0 * gradient[:, 2:]], 1))
-    last(relu).sum().backward(inputs=[x])
-    with net.trace(X, **REMOTE):
-        given = net.first.input
-        given.requires_grad_()
-        behind = net.relu.output
-        with net.output.sum().backward():
-            behind.grad[:, 2:] = 0
-            gradient = given.grad.save()
-    agree((gradient, x.grad))
-
-
 def test_a_tensor_of_ones_own_has_a_gradient(net: NNsight) -> None:
     first, last = parts(net)
     shift = torch.randn(4, requires_grad=True)
@@ -243,18 +227,6 @@ def of_invokes(model: Any, **where: Any) -> Any:
     return one, two
 
 
-def of_an_edited_run(model: Any, **where: Any) -> Any:
-    with model.trace(PROMPT, **where):
-        early = model.transformer.h[0].output
-        early[:, -1] *= 3
-        model.transformer.h[1].mlp.output = model.transformer.h[1].mlp.output * 0.5
-        loss = model.lm_head.output[:, -1].log_softmax(-1)[:, 7].sum()
-        with loss.backward():
-            gradient = early.grad.save()
-        after = model.output.logits.save()
-    return gradient, after
-
-
 def of_what_a_module_made(model: Any, **where: Any) -> Any:
     with model.trace(PROMPT, **where):
         hidden = model.transformer.h[1].output.detach().requires_grad_()
@@ -280,7 +252,7 @@ def of_a_session(model: Any, **where: Any) -> Any:
 
 @pytest.mark.parametrize(
     "example",
-    [of_several_layers, of_two_passes, of_invokes, of_an_edited_run, of_what_a_module_made, of_a_session],
+    [of_several_layers, of_two_passes, of_invokes, of_what_a_module_made, of_a_session],
     ids=lambda example: example.__name__,
 )
 def test_gradients_of_a_language_model(model: Any, example: Any) -> None:
@@ -291,23 +263,6 @@ def test_gradients_of_a_language_model(model: Any, example: Any) -> None:
     here, there = (value if isinstance(value, (list, tuple)) else [value] for value in (here, there))
     assert len(here) == len(there)
     agree(*zip(there, here, strict=True))
-
-
-def test_a_program_with_a_pass_is_a_file(model: Any) -> None:
-    def block(**where: Any) -> Any:
-        with model.trace(PROMPT, **where) as tracer:
-            hidden = model.transformer.h[0].output
-            with model.lm_head.output[:, -1].logsumexp(-1).sum().backward():
-                gradient = hidden.grad.save()
-        return tracer.program if where else gradient
-
-    program = block(remote="program")
-    assert "backward" in repr(program) and "grad" in repr(program)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gradient.safetensors"
-        program.save(path)
-        results = Program.load(path).run(model, PROMPT)
-    agree((results["gradient"], block()))
 
 
 def payload_of(model: Any, prompt: str = PROMPT) -> bytes:
@@ -470,14 +425,6 @@ def test_mistakes_are_those_of_any_trace(net: NNsight) -> None:
             one = hidden.grad.save()
         with loss.backward():
             two = hidden.grad.save()
-
-
-def test_gradients_come_from_the_end(model: Any) -> None:
-    with pytest.raises(InvalidProgramError, match=r"line \d+"), model.trace(PROMPT, **REMOTE):
-        early, late = model.transformer.h[0].output, model.transformer.h[1].output
-        with model.lm_head.output.sum().backward():
-            one = early.grad.save()
-            two = late.grad.save()
 
 
 # -- payloads that mean harm -----------------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ def replacing(model: Any, prompt: str, **where: Any) -> Any:
 
 def skipping(model: Any, prompt: str, **where: Any) -> Any:
     with model.trace(prompt, **where):
-        given = mine(model.transformer.h[3].mlp.input)
-        model.transformer.h[3].mlp.skip(given)
+        given = mine(model.transformer.h[2].mlp.input)
+        model.transformer.h[2].mlp.skip(given)
         out = model.lm_head.output.save()
     return out
 

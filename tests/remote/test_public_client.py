@@ -1,8 +1,4 @@
-"""Clients of nnsight 0.8 ask this server what it is and has, and are told plainly that it takes no pickled Python.
-
-They are spoken for by their requests; and by the public package itself, unmodified, where the benchmarks have made an environment for it
-(``benchmarks/overhead.py --peer``).
-"""
+"""Clients of nnsight 0.8 ask this server what it is and has, and are told plainly that it takes no pickled Python."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ import requests
 from .. import ROOT
 from .remoting import MODEL, Accounts, Orders, Running, account, running
 
-PEER = ROOT / "benchmarks" / ".peer" / "bin" / "python"
-
 #: What the public client sends along.
 HEADERS = {"ndif-timestamp": "1700000000.0", "nnsight-version": "0.8.1", "python-version": sys.version, "ndif-api-key": "alice"}
 
@@ -41,6 +35,8 @@ def get(server: Running, path: str, **headers: str) -> Any:
 
 
 def test_facts_have_the_shapes_that_clients_expect(guarded: Running, orders: Orders, tmp_path: Path) -> None:
+    assert get(guarded, "/health") == {"status": "ok", "problems": []}
+    assert [guarded.get(path).status_code for path in ("/docs", "/openapi.json", "/redoc")] == [404] * 3
     (deployment,) = get(guarded, "/status")["deployments"].values()
     assert deployment["model_key"].partition(":")[0].count(".") >= 1
     assert (deployment["repo_id"], deployment["revision"]) == (MODEL.repo_id, "main")
@@ -48,6 +44,7 @@ def test_facts_have_the_shapes_that_clients_expect(guarded: Running, orders: Ord
     env = get(guarded, "/env")
     assert env["python_version"].split()[0] == sys.version.split()[0]
     assert {"nnsight", "torch", "transformers"} <= env["packages"].keys()
+    assert "application/x-nns-graph+safetensors" in env["formats"]
     assert all(isinstance(version, str) for version in env["packages"].values())
     who = get(guarded, "/whoami")
     assert (who["email"], who["tags"]) == ("alice", [])
@@ -70,44 +67,3 @@ def test_pickled_python_is_refused_with_the_reason(guarded: Running) -> None:
         assert answer.status_code == 415
         detail = answer.json()["detail"]
         assert "never unpickles" in detail and "0.8.1" in detail and "install" in detail
-
-
-PUBLIC = """
-import json, sys
-import torch
-import nnsight
-from nnsight import CONFIG
-from nnsight.intervention.backends.remote import RemoteBackend
-from nnsight.ndif import compare, status, whoami
-
-CONFIG.API.HOST, CONFIG.API.APIKEY = sys.argv[1:3]
-found = {"status": str(status()), "models": status().deployments, "env": compare().remote, "who": whoami(), "errors": []}
-model = nnsight.NNsight(torch.nn.Linear(2, 2))
-for blocking in (True, False):
-    try:
-        with model.trace(torch.ones(1, 2), backend=RemoteBackend(sys.argv[3], blocking=blocking)):
-            out = model.output.save()
-    except Exception as error:
-        found["errors"].append(f"{type(error).__name__}: {error}")
-print("FOUND" + json.dumps(found))
-"""
-
-if PEER.exists():
-
-    def test_the_public_client_itself(guarded: Running) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NDIF"))}
-        done = subprocess.run(
-            [str(PEER), "-c", PUBLIC, guarded.url, "alice", str(MODEL)],
-            capture_output=True,
-            check=False,
-            text=True,
-            env=environment,
-            cwd=Path(__file__).parent,
-            timeout=120,
-        )
-        assert "FOUND" in done.stdout, done.stderr
-        found = json.loads(done.stdout.partition("FOUND")[2])
-        assert found["models"][MODEL.repo_id]["state"] == "RUNNING" and "Up" in found["status"]
-        assert found["who"]["email"] == "alice" and "torch" in found["env"]["packages"]
-        assert len(found["errors"]) == 2
-        assert all(error.startswith("RemoteError") and "never unpickles" in error for error in found["errors"])

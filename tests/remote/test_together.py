@@ -195,61 +195,26 @@ def generating(model: Any, *seeds: int, strength: float = 0.0, **options: Any) -
 
 
 def test_generations_run_together_and_each_ends_as_it_does_alone(model: Any, forwards: list[int]) -> None:
-    payloads = [generating(model, seed) for seed in range(1, 9)]
-    payloads += [generating(model, seed, strength=3.0) for seed in range(1, 5)]
-    payloads += [generating(model, 20, 1), generating(model, 2, 3)]
+    payloads = [generating(model, seed) for seed in range(1, 6)]
+    payloads += [generating(model, seed, strength=3.0) for seed in range(1, 3)]
+    payloads += [generating(model, 20, 1)]
     assert len({kind_of(model, payload) for payload in payloads}) == 1 and kind_of(model, payloads[0]) is not None
     expected = [alone(model, payload) for payload in payloads]
     lengths = {result["made"].shape[1] for result in expected}
     assert len(lengths) > 2 and max(lengths) == 5 + TOKENS  # some end early, at several steps, and some do not
     forwards.clear()
     outcomes = execute_payloads(model, payloads)
-    assert forwards == [16] * TOKENS
+    assert forwards == [9] * TOKENS
     for outcome, wanted in zip(outcomes, expected, strict=True):
         assert isinstance(outcome, bytes), outcome
         found = decode_results(outcome)
         assert len(found["hidden"]) == found["made"].shape[1] - 5
         same([found[name] for name in ("made", "result", "chosen")], [wanted[name] for name in ("made", "result", "chosen")])
         close(found["hidden"], wanted["hidden"])
-    for seed, outcome in zip(range(1, 9), outcomes[:8], strict=True):
+    for seed, outcome in zip(range(1, 6), outcomes[:5], strict=True):
         assert isinstance(outcome, bytes)
         plain = model._module.generate(input_ids=ids(model, seed), max_new_tokens=TOKENS, eos_token_id=ENDS, pad_token_id=0)
         same(decode_results(outcome)["made"], plain)
-
-
-def test_a_step_that_comes_for_others_only_is_not_seen(model: Any, forwards: list[int]) -> None:
-    ended = next(seed for seed in range(1, 20) if alone(model, generating(model, seed))["made"].shape[1] < 4 + TOKENS)
-    catch = Catch()
-    with model.generate(backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
-        with tracer.invoke(ids(model, ended)):
-            seen = nnsight.save([])
-            for _ in tracer.iter[TOKENS - 1]:
-                seen.append(model.transformer.h[2].output)
-        with tracer.invoke():
-            made = tracer.result.save()
-    del seen, made
-    payloads = [generating(model, 3), catch.payload]
-    expected = [alone(model, payload) for payload in payloads]
-    assert expected[0]["made"].shape[1] == 5 + TOKENS and expected[1]["seen"] == []
-    forwards.clear()
-    found = [decode_results(result) for result in execute_payloads(model, payloads) if isinstance(result, bytes)]
-    assert forwards == [2] * TOKENS
-    close(found, expected)
-
-
-def test_a_generation_that_fails_fails_alone(model: Any) -> None:
-    catch = Catch()
-    with model.generate(ids(model, 1), backend=catch, max_new_tokens=TOKENS, eos_token_id=ENDS) as tracer:
-        for _ in tracer.iter[1]:
-            rows = model.lm_head.output[0, :, 0].argmax().reshape(1) + 1000
-            picked = model.transformer.wte.weight.index_select(0, rows).save()
-    del picked
-    good = [generating(model, seed, strength=3.0) for seed in (1, 2)]
-    expected = [alone(model, payload) for payload in good]
-    first, bad, second = execute_payloads(model, [good[0], catch.payload, good[1]])
-    assert isinstance(bad, ExecutionFailedError) and "outside of its tensor" in str(bad)
-    assert isinstance(first, bytes) and isinstance(second, bytes)
-    same([decode_results(first), decode_results(second)], expected)  # bit by bit: they ran alone
 
 
 def test_which_generations_run_alone(model: Any) -> None:
@@ -494,25 +459,22 @@ def run_group(model: Any, payloads: list[bytes]) -> tuple[list[dict[str, Any]], 
     return [decode_results(outcome) for outcome in outcomes if isinstance(outcome, bytes)], printed
 
 
-@pytest.mark.parametrize(
-    ("rows", "backend"),
-    [(1, "eager"), pytest.param(2, "eager", marks=pytest.mark.slow), pytest.param(1, "inductor", marks=pytest.mark.slow)],
-)
-def test_equal_programs_share_a_pass_of_a_compiled_model(stack: Any, model: Any, rows: int, backend: str) -> None:
-    plain = model if rows == 2 or backend == "inductor" else stack
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_equal_programs_share_a_pass_of_a_compiled_model(stack: Any, model: Any, backend: str) -> None:
+    plain = model if backend == "inductor" else stack
     compiled = type(plain)(plain._module, compile={"backend": backend})
-    seeds = itertools.count(100 * rows)
+    seeds = itertools.count(100)
 
     def group(size: int) -> dict[str, int]:
-        payloads = [patching(plain, next(seeds), rows) for _ in range(size)]
+        payloads = [patching(plain, next(seeds)) for _ in range(size)]
         expected = [alone(plain, payload) for payload in payloads]
         (found, _), done = counted(lambda: run_group(compiled, payloads))
         close(found, expected)
         return done
 
-    first = [group(size)["recordings"] for size in (2, 4, 8, 2)]
-    assert first in ([1, 1, 1, 0], [1, 1, 1, 1])  # the first graph may be for its number of rows only, the next is for any
-    for size in (2, 3, 5, 6, 8, 3):  # other data, and numbers that are filled up: nothing is recorded or compiled anew
+    first = [group(size)["recordings"] for size in (2, 4, 2)]
+    assert first in ([1, 1, 0], [1, 1, 1])  # the first graph may be for its number of rows only, the next is for any
+    for size in (2, 3, 4):  # other data, and numbers that are filled up: nothing is recorded or compiled anew
         assert not any(group(size).values())
 
 
@@ -556,36 +518,3 @@ def test_what_a_compiled_model_computes_of_all_rows_is_not_handed_out() -> None:
                 if mean:
                     close(values["seen"], x.mean(0))
                 close(values["out"], model._module.scale(x + torch.tensor([1.0, 0, 0, 0])).detach())
-
-
-def test_a_job_of_a_compiled_model_that_fails_fails_alone(stack: Any, compiled: Any) -> None:
-    def picking(row: int) -> bytes:
-        catch = Catch()
-        with stack.trace(torch.ones(1, 5, 16), backend=catch):
-            picked = stack.h[0].weight.index_select(0, torch.tensor([row]) + 0).save()
-            out = stack.output.save()
-        return catch.payload
-
-    payloads = [picking(3), picking(1000), picking(5)]
-    assert len({kind_of(compiled, payload) for payload in payloads}) == 1
-    first, bad, second = execute_payloads(compiled, payloads)
-    assert isinstance(bad, Exception) and "outside" in str(bad), bad
-    for outcome, payload in ((first, payloads[0]), (second, payloads[2])):
-        assert isinstance(outcome, bytes)
-        close(decode_results(outcome), alone(stack, payload))
-
-
-def test_a_server_of_a_compiled_model_runs_equal_programs_together(stack: Any, compiled: Any, tmp_path: Path) -> None:
-    engine = engine_of(compiled)
-    payloads = [patching(stack, number, layer=number == 3) for number in range(5)]
-    expected = [alone(stack, payload) for payload in payloads]
-    started, gate = held_back(engine)
-    with running(engine, tmp_path, key=ModelKey("test/model")) as server:
-        jobs = [server.submit(payloads[0])]
-        until(started.is_set)
-        jobs += [server.submit(payload) for payload in payloads[1:]]
-        gate.set()
-        ended = [server.finished(job) for job in jobs]
-        assert [message["meta"]["together"] for message in ended] == [1, 3, 3, 1, 3]
-        for job, wanted in zip(jobs, expected, strict=True):
-            close(decode_results(server.get(f"/result/{job}").content), wanted)

@@ -86,16 +86,6 @@ def test_edits_are_errors_and_other_requests_go_on(model: VLLM, vector: torch.Te
     assert tokens(other) == expected
 
 
-def test_a_clone_can_be_edited(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
-        hidden = model.model.layers[2].residual.clone()
-        hidden += vector
-        hidden.save()
-        result = tracer.result.save()
-    close(hidden, states(reference, result.prompt_token_ids)[2] + vector)
-    assert "behind the compiled model, on values captured in it" in str(tracer.report)
-
-
 def test_what_is_not_captured_is_refused(model: VLLM) -> None:
     with pytest.raises(OutOfOrderError, match=r"is not tapped.*layers\.0\.output"), model.trace(PROMPTS[0], **GREEDY):
         model.model.norm.output.save()

@@ -127,15 +127,6 @@ def test_taps_have_whole_values(model: VLLM, alone: dict[str, torch.Tensor]) -> 
     assert tokens(result) == alone["tokens"][0].tolist()
 
 
-@everywhere
-def test_a_cache_and_operations(model: VLLM, alone: dict[str, torch.Tensor]) -> None:
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
-        cache = tracer.cache([model.model.layers[1].mlp.gate_up_proj])
-        projected = model.model.layers[1].self_attn.source.self_o_proj_0.output[0].save()
-    close(cache["model.model.layers.1.mlp.gate_up_proj"].output[0][0], alone["gate_up"])
-    close(projected, alone["projected"])
-
-
 # -- edits ------------------------------------------------------------------------------------------------------------
 
 
@@ -275,18 +266,6 @@ def test_functions_in_the_graph(model: VLLM, reference: LanguageModel, vector: t
         for g in (0.0, 20.0)
     ]
     assert [tokens(result) for result in results] == expected and expected[0] != expected[1]
-
-
-def test_several_samples(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
-    """Steered by the block, and edited between modules or at a tap in each sample."""
-    with model.edit() as (tracer, edited):
-        for _ in tracer.iter[:6]:
-            model.model.layers[3].residual *= 0.5
-    with edited.trace(PROMPTS[0], n=2, **{**GREEDY, "temperature": 1.0, "top_k": 1}) as tracer:
-        edited.model.layers[2].steer(add=vector)
-        result = tracer.result.save()
-    expected = generated(reference, result.prompt_token_ids, {2: adding(vector), 3: lambda hidden: hidden * 0.5})
-    assert [list(sample.token_ids) for sample in result.outputs] == [expected] * 2
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -226,21 +226,6 @@ def test_the_leader_tells_what_comes_next() -> None:
     run.cancel()
 
 
-def test_a_part_of_a_prompt_that_is_no_whole_value_is_not_taken_for_one() -> None:
-    """The devices differ in the first tokens of a prompt, and are alike in the last ones."""
-    run = run_of(lambda: requested("model.a.output"))
-    leader = Leader([Connected()], SimulatedGroup(False, True), Spreads(torch.nn.Identity()))  # type: ignore[arg-type]
-    leader.attended = True
-    runner = SimpleNamespace(tree=SimpleNamespace(sources=frozenset()))
-    first = leader.step(runner, [part(run, 0, 1, 1, ends=False)])
-    assert first is not None and first.keeps
-    first.keep("model.a.output", torch.ones(1, 2))
-    last = leader.step(runner, [part(run, 0, 1, 1)])
-    assert last is not None and not last.keeps
-    last.meet("model.a.output", torch.ones(1, 2))
-    assert "is not the same on all 2 devices" in str(run.failed)
-
-
 class SimulatedGroup:
     """Two devices that have the same; or what they are asked about in turn, as given."""
 

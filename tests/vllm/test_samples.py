@@ -173,27 +173,6 @@ def test_an_error_in_one_sample_ends_its_request_only(model: VLLM) -> None:
     assert len(all_tokens(model(PROMPTS[0], n=3, **DRAWN))) == 3
 
 
-@pytest.mark.parametrize("model", ["compiled"], indirect=True)
-def test_tables_that_are_full_fail_the_request(model: VLLM, vector: torch.Tensor) -> None:
-    results = []
-    with pytest.raises(ValueError, match="room for 2 different edits"), model.trace(n=2, **DRAWN) as tracer:
-        for coefficient in (1, 2, 3):
-            with tracer.invoke(PROMPTS[0]):
-                model.model.layers[2].steer(add=coefficient * vector)
-                results.append(tracer.result)
-    assert [len(all_tokens(result)) for result in results] == [2, 2]
-    nothing_is_left(model)
-
-
-@pytest.mark.parametrize("model", ["everywhere"], indirect=True)
-def test_numbers_of_samples_that_are_none(model: VLLM) -> None:
-    for wrong, message in ((0, "n must be at least 1"), (-1, "n must be at least 1")):
-        with pytest.raises(ValueError, match=message):
-            model(PROMPTS[0], n=wrong, **DRAWN)
-    with pytest.raises(ValueError, match="n must be 1 when using greedy"):
-        model(PROMPTS[0], n=2, temperature=0.0)
-
-
 def test_samples_that_are_awaited(folder: Path, vector: torch.Tensor) -> None:
     """Outputs have all samples so far; the last one has all of each."""
     awaited = VLLM(folder, **OPTIONS, mode="async", edits=["model.layers.*"])

@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -212,18 +211,6 @@ def test_chats_streams_and_several_answers(server: Server, reference: LanguageMo
     status, answer = server.complete([PROMPTS[0], PROMPTS[1]], xargs)
     other = generated(reference, offline.tokenizer(PROMPTS[1])["input_ids"], added(HAPPY))
     assert [choice["token_ids"] for choice in answer["choices"]] == [steered, other]
-
-
-def test_requests_with_different_edits_at_a_time(server: Server, reference: LanguageModel, offline: VLLM) -> None:
-    cases = [(prompt, scale) for scale in (0.0, 1.0, -1.0, 2.0) for prompt in PROMPTS]
-    expected = [generated(reference, offline.tokenizer(prompt)["input_ids"], added(HAPPY, scale), 24) for prompt, scale in cases]
-
-    def ask(case: tuple[str, float]) -> list[int]:
-        xargs = {"nnsight_vector": "happy", "nnsight_scale": case[1]} if case[1] else None
-        return server.tokens(case[0], xargs, max_tokens=24)
-
-    with ThreadPoolExecutor(len(cases)) as pool:
-        assert list(pool.map(ask, cases)) == expected
 
 
 def test_cached_prefixes_do_not_cross_edits(server: Server, reference: LanguageModel) -> None:

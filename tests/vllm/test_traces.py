@@ -109,33 +109,6 @@ def test_inside_of_layers_is_that_of_transformers(model: VLLM, reference: Langua
         close(mine, theirs)
 
 
-@readable
-def test_values_that_were_saved_do_not_change_later(model: VLLM) -> None:
-    with model.trace(PROMPTS[0], **GREEDY):
-        pair = model.model.layers[1].output.save()
-        before = [tensor.clone() for tensor in pair].save()
-    with model.trace(PROMPTS[2], **GREEDY):
-        other = model.model.layers[1].residual.save()
-    hidden, residual = pair
-    assert other.shape != hidden.shape
-    assert torch.equal(hidden, before[0]) and torch.equal(residual, before[1])
-    weight = torch.nn.Parameter(torch.ones(HIDDEN))
-    (hidden * weight).sum().backward()
-    assert weight.grad is not None and weight.grad.abs().sum() > 0
-
-
-@readable
-def test_requests_of_one_step_get_their_own_rows(model: VLLM, reference: LanguageModel) -> None:
-    with model.trace(**GREEDY) as tracer:
-        found, results = {}.save(), {}.save()
-        for number, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
-            with tracer.invoke(prompt, max_tokens=2 + number):
-                found[number] = torch.cat([model.model.layers[2].residual for _ in tracer.iter[: 2 + number]])
-                results[number] = tracer.result
-    for number, result in results.items():
-        close(found[number], states(reference, [*result.prompt_token_ids, *tokens(result)[:-1]])[2])
-
-
 @everywhere
 def test_operations_inside_a_forward_can_be_read(model: VLLM, reference: LanguageModel) -> None:
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
@@ -241,20 +214,6 @@ def test_an_edit_of_the_residual_wins_over_an_earlier_one_at_the_same_place(mode
     with model.trace(PROMPTS[0], **GREEDY):
         before = layer.residual.save()
     close(after, (before + vector) * 2)
-
-
-def test_reading_the_residual_leaves_the_run_as_it_is(model: VLLM) -> None:
-    found = []
-    for layers in (list(model.model.layers), []):
-        with model.trace(PROMPTS[0], **GREEDY) as tracer:
-            for _ in tracer.iter[:6]:
-                for layer in layers:
-                    layer.residual  # noqa: B018 - reading is the test
-                logits = model.logits.output.save()
-            result = tracer.result.save()
-        found.append(logits)
-        assert tokens(result) == plain(model, [PROMPTS[0]])[0]
-    assert torch.equal(*found)
 
 
 def test_a_zeroed_module_equals_transformers(model: VLLM, reference: LanguageModel) -> None:
@@ -719,17 +678,6 @@ def test_different_edits_share_steps(steerable: VLLM, reference: LanguageModel, 
         assert once not in (twice, unsteered)
 
 
-def test_several_layers_and_edits_that_stay(steerable: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
-    with steerable.edit() as edited:
-        steerable.model.layers[1].steer(add=vector)
-        steerable.model.layers[2].steer(add=vector)
-    with edited.trace(PROMPTS[0], **GREEDY) as tracer:
-        edited.model.layers[2].steer(add=vector)
-        result = tracer.result.save()
-    expected = generated(reference, result.prompt_token_ids, {1: adding(vector), 2: adding(2 * vector)})
-    assert tokens(result) == expected != tokens(edited(PROMPTS[0], **GREEDY))
-
-
 def test_chunks_and_cached_prefixes_of_steered_requests(folder: Path, reference: LanguageModel, vector: torch.Tensor) -> None:
     """A long prompt in pieces; once it is in the cache, requests with the same edit use it, and no others."""
     model = VLLM(folder, **OPTIONS, edits=EDITS, max_num_batched_tokens=48, max_num_seqs=4)
@@ -834,16 +782,6 @@ def test_tables_have_a_rank(steerable: VLLM) -> None:
     with pytest.raises(ValueError, match="3 directions, and this compiled engine has room for 2"):
         with steerable.trace(PROMPTS[0], **GREEDY):
             steerable.model.layers[2].steer(remove=torch.eye(HIDDEN)[:3])
-
-
-def test_tables_and_taps_at_one_layer(folder: Path, reference: LanguageModel, vector: torch.Tensor) -> None:
-    model = VLLM(folder, **OPTIONS, taps=["model.layers.2"], edits=["model.layers.2"])
-    with model.trace(PROMPTS[0], **GREEDY) as tracer:
-        model.model.layers[2].steer(add=vector)
-        hidden = model.model.layers[2].residual.save()
-        result = tracer.result.save()
-    close(hidden, states(reference, result.prompt_token_ids, {2: adding(vector)})[2])
-    assert tokens(result) == generated(reference, result.prompt_token_ids, {2: adding(vector)})
 
 
 # -- traces that are awaited ------------------------------------------------------------------------------------------

@@ -25,8 +25,6 @@ class Status(dict[str, dict[str, Any]]):
         rows = [(name, m["revision"], m["state"], str(m["waiting"])) for name, m in self.items()]
         return _table(("model", "revision", "state", "waiting"), rows)
 
-    __str__ = __repr__
-
 
 class Comparison(dict[str, tuple[str | None, str | None]]):
     """Versions of packages, here and at the server; ``None`` for a missing package. Prints as a table.
@@ -42,8 +40,6 @@ class Comparison(dict[str, tuple[str | None, str | None]]):
     def __repr__(self) -> str:
         rows = [(n, here or "-", there or "-", "" if here == there else "differs") for n, (here, there) in self.items()]
         return _table(("package", "here", "server", ""), rows)
-
-    __str__ = __repr__
 
 
 def status(raw: bool = False, *, host: str | None = None) -> Any:

@@ -112,7 +112,7 @@ class Program:
             return {"tensor": name}
 
         run = {**self._job.runs[0], "args": write_tree(list(args), leaf), "kwargs": write_tree(kwargs, leaf)}
-        draws = any(node.get("name") in DRAWING for node in self._job.nodes) or samples(model._module, run["call"], kwargs)
+        draws = any(node.get("name") in DRAWING for node in self._job.nodes) or samples(model._tree, run["call"], kwargs)
         job = Job([run], self._job.nodes, self._job.saves, tensors, seed=drawn_seed() if draws else None)
         return decode_results(execute_payload(model, encode(job), log=print))
 

@@ -6,6 +6,8 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ... import compat
@@ -28,7 +30,7 @@ class PreparedRun(_OutsideFakeMode):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        if hasattr(model, "_call_on"):
+        if hasattr(type(model), "_call_on"):
             self._call_on = model._call_on
 
 
@@ -136,4 +138,6 @@ class Operators(Guesses):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._recorder.listens:
             return super().__torch_dispatch__(operator, types, args, kwargs)
+        if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # which torch asks for several times in each call
         return self._recorder.operator(operator, args, kwargs or {})

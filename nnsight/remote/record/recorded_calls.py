@@ -176,8 +176,8 @@ class NodeRecorder:
             raise refused("A tensor without values, a sparse or a complex one cannot be sent.")
         with _disable_current_modes():
             copied = tensor.detach().clone()
-        with self.mode:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.model.device)
+            like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        fake = FakeTensor(self.mode, like, self.model.device)
         name = f"c{len(self.tensors)}"
         self.tensors[name] = copied
         self._constants[tensor] = (tensor._version, fake)
@@ -321,9 +321,10 @@ class NodeRecorder:
             raise refused(why_demand("item"))
         if operator is torch.ops.aten.lift_fresh.default:
             return self.substitute(args[0])
-        if not any("Tensor" in str(returned.type) for returned in operator._schema.returns):
+        if not _returns_tensors(operator):
             return operator(*args, **kwargs)  # sizes and types, or an error of fakes
-        args, kwargs = (pytree.tree_map_only(torch.Tensor, self.substitute, part) for part in (args, kwargs))
+        args = pytree.tree_map_only(torch.Tensor, self.substitute, args)
+        kwargs = pytree.tree_map_only(torch.Tensor, self.substitute, kwargs) if kwargs else {}
         operator = _INSTEAD.get(operator, operator)
         name = NAMES.get(operator)
         if name is None:
@@ -392,6 +393,11 @@ class NodeRecorder:
                     "`.clone()` it first."
                 )
                 self._stale.setdefault(other, []).append((*_stretch(tensor), message))
+
+
+@functools.cache
+def _returns_tensors(operator: Any) -> bool:
+    return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:

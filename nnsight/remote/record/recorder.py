@@ -110,7 +110,7 @@ class Recorder(NodeRecorder):
             report.mode = "remote"
             given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
             self.runs[-1].update(call=call, **given, blocks=0)
-            self._samples = self._samples or samples(root._module, call, kwargs)
+            self._samples = self._samples or samples(modules, call, kwargs)
             steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
             return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
@@ -156,7 +156,7 @@ class Recorder(NodeRecorder):
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
         used = tracer._frame.f_globals if tracer._frame is not None else {}
-        names = {name: used[name] for name in names_of(tracer.info.code)[1] if name in used}
+        names = {name: used[name] for name in _looked_up(tracer.info.code) if name in used}
         return {
             name: value
             for name, value in {**names, **dict(tracer.scope.items())}.items()
@@ -304,6 +304,12 @@ class Recorder(NodeRecorder):
                 if tensor.untyped_storage()._cdata in given:
                     self.nodes[number]["shares"] = True
         return result
+
+
+@functools.lru_cache(maxsize=1024)
+def _looked_up(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a block looks up outside."""
+    return frozenset(names_of(code)[1])
 
 
 def called_by(tracer: Any) -> tuple[str, Any]:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+if TYPE_CHECKING:
+    from ...runtime.modules.tree import ModuleTree
 
 _aten = torch.ops.aten
 
@@ -63,11 +66,11 @@ def check_parameters(name: str, parameter: Any) -> None:
         raise ValueError(f"`{name}` is given a parameter that is not between {low:g} and {high:g}.")
 
 
-def samples(model: torch.nn.Module, call: str, kwargs: dict[str, Any]) -> bool:
+def samples(tree: ModuleTree, call: str, kwargs: dict[str, Any]) -> bool:
     """Whether a call of the model may draw random numbers."""
-    if drops(model.modules()):
+    if drops(tree.paths):
         return True
-    config = getattr(model, "generation_config", None)
+    config = getattr(tree.root, "generation_config", None)
     return call == "generate" and bool(kwargs.get("do_sample", getattr(config, "do_sample", False)))
 
 

@@ -111,7 +111,7 @@ def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
 
 def _run(model: NNsight, interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
     generation: Any = Generation(model) if interpreter.job.runs[number]["call"] == "generate" else None  # type: ignore[arg-type]
-    draws = samples(model._module, interpreter.job.runs[number]["call"], kwargs)
+    draws = samples(model._tree, interpreter.job.runs[number]["call"], kwargs)
     drawing = Drawing(interpreter.generator) if draws and interpreter.generator is not None else None
     driver = model._driver(False if interpreter.differentiates or draws else None, generation)
     interleaver = Interleaver(interpreter.mediators(number))

@@ -118,7 +118,7 @@ class FakeModel:
         device = device_of(tree.root)
         self.device = torch.device("cpu") if device.type == "meta" else device
         copies = fake_modules(tree.root, mode, self.device)
-        self.mode, self.like, self.busy = mode, like, False
+        self.mode, self.like, self.busy, self._called = mode, like, False, False
         self.root = copies[tree.root]
         self.by_path = {path: copies[module] for module, path in tree.paths.items() if module in copies}
         self.least_steps = 1
@@ -157,6 +157,7 @@ class FakeModel:
         """Apply a module; return its result, and whether it wrote to its arguments or to weights."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = self.versions() + sum(tensor._version for tensor in given)
+        self._called = True
         result = self.by_path[path].forward(*args, **kwargs)
         return result, self.versions() + sum(tensor._version for tensor in given) != before
 
@@ -182,7 +183,8 @@ class FakeModel:
             return self._generate(tree, interleaver, args, kwargs, steps, prompt)
         finally:
             self.busy = False
-            if self.like is not None and describe(self.by_path.values()) != self._pristine:
+            called, self._called = self._called, False
+            if called and self.like is not None and describe(self.by_path.values()) != self._pristine:
                 self.like = None  # the run changed the copy, so it is not used again
 
     def _run_once(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, costs: Costs | None) -> Any:
@@ -195,6 +197,7 @@ class FakeModel:
 
         def call(before: list[Occurrence], left: tuple[Any, ...]) -> Any:
             counts["fake_runs"] += 1
+            self._called = True
             start = 0 if costs is None else costs.of_model
             given, named = (self.faked(value) for value in (args, kwargs))
             with tree.intercept(self.by_path):
@@ -219,6 +222,7 @@ class FakeModel:
         self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]
     ) -> Any:
         counts["fake_runs"] += 1
+        self._called = True
         args, kwargs = (self.faked(value) for value in (args, kwargs))
         with contextlib.suppress(_Finished), self._ending(interleaver, steps), tree.intercept(self.by_path):
             if kwargs.get("num_beams", 1) == 1:

@@ -22,6 +22,8 @@ _DEPTH = 3
 #: Attributes of modules that follow from others, are set by a run, or are handled by the tree of modules.
 _LEFT_OUT = frozenset({"_modules", "_call_impl", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"})
 
+_WEIGHTS = frozenset({"_parameters", "_buffers"})
+
 #: Containers of modules, which are mostly empty.
 _HOLDERS = frozenset({dict, OrderedDict, list, tuple, set})
 
@@ -38,9 +40,14 @@ def describe(modules: Iterable[torch.nn.Module]) -> Hashable:
             found += kind, kind.forward
             for name, value in module.__dict__.items():
                 kind = type(value)
+                if kind in _HOLDERS and not value:
+                    continue
                 if kind in _PLAIN:
                     found += name, kind, value
-                elif name not in _LEFT_OUT and (value or kind not in _HOLDERS):
+                elif name in _WEIGHTS:
+                    for weight, tensor in value.items():
+                        found += weight, None if tensor is None else _description_of(tensor)
+                elif name not in _LEFT_OUT:
                     found += name, _describe(value, _DEPTH, known)
     return tuple(found)
 
@@ -52,7 +59,7 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
     if kind in (float, complex, slice, range):
         return kind, repr(value)
     if isinstance(value, torch.Tensor):
-        return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        return _description_of(value)
     if isinstance(value, torch.nn.Module) or depth == 0:
         return (kind,)
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -63,6 +70,10 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
     if found is None:
         found = known[id(value)] = kind, _inside(value, depth - 1, known)
     return found
+
+
+def _description_of(tensor: torch.Tensor) -> Hashable:
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _inside(value: Any, depth: int, known: dict[int, Any]) -> Hashable:

@@ -166,13 +166,13 @@ def replay(
 ) -> tuple[bool, Any]:
     """Offer occurrences to the blocks of a run; return whether that was the whole run, and the output of the model.
 
-    The last occurrence is the output of the model. ``go_on`` runs the model from the location where the blocks stand: it gets the
-    occurrences before, and the value that the blocks left at the next one.
+    The last occurrence is the output of the model, which is ``None`` here if no block waits for it. ``go_on`` runs the model from the
+    location where the blocks stand: it gets the occurrences before, and the value that the blocks left at the next one.
     """
     value: Any = None
     for number, occurrence in enumerate(occurrences):
         location = occurrence.location
-        if location not in run.waited and number < len(occurrences) - 1:
+        if location not in run.waited and (number < len(occurrences) - 1 or "result" not in run.waited):
             run.counts[location] = run.counts.get(location, 0) + 1
             continue
         if occurrence.leaves is None:

@@ -51,13 +51,12 @@ def create_app(gateway: Gateway, door: Door) -> FastAPI:
     sessions = Sessions(gateway, door)
 
     async def subscribe(websocket: WebSocket) -> None:
-        key = websocket.headers.get(KEY_HEADER)
-        account = door.admit(key)
+        account = door.admit(websocket.headers.get(KEY_HEADER))
         job_id, after = websocket.query_params.get("job"), websocket.query_params.get("after", "0")
-        if account is None and (key or job_id):
+        if account is None:
             await websocket.send_denial_response(JSONResponse({"detail": BAD_KEY}, 401))
             return
-        job = gateway.find(job_id, account) if job_id and account is not None else None
+        job = gateway.find(job_id, account) if job_id else None
         if (job_id and job is None) or not (after.isdecimal() and len(after) < 20):
             await websocket.send_denial_response(JSONResponse({"detail": _NO_JOB}, 404))
             return

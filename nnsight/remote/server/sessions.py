@@ -33,21 +33,19 @@ LONGEST_FRAME = SHORT + 2**13
 
 
 class _Session:
-    """One accepted socket; ``account`` is ``None`` if it came without a key."""
+    """One accepted socket."""
 
-    def __init__(self, websocket: WebSocket, account: Account | None, gateway: Gateway, door: Door) -> None:
+    def __init__(self, websocket: WebSocket, account: Account, gateway: Gateway, door: Door) -> None:
         self.id = str(uuid.uuid4())
         self.account = account
         self._websocket, self._gateway, self._door = websocket, gateway, door
         self._packs = websocket.query_params.get("framing") == FRAMING
         self._readers = asyncio.TaskGroup()
-        self._used = asyncio.Event()
         self._takes = 0
         self._sending = asyncio.Lock()
 
     def add(self, job: ServerJob, after: int) -> bool:
         """Send the messages of a job; return whether that is possible, because the socket may be ending."""
-        self._used.set()
         reader = self._tell(job, after)
         try:
             self._readers.create_task(reader)
@@ -59,14 +57,13 @@ class _Session:
     async def feed(self, only: tuple[ServerJob, int] | None) -> None:
         """Send messages of the jobs of the session until it is cut off; or of ``only`` one, after a message."""
         hello: dict[str, Any] = {"session_id": self.id}
-        if only is None and self._packs and self.account is not None:
+        if only is None and self._packs:
             self._takes = hello["takes"] = SHORT
         async with self._readers:
             await self._websocket.send_json(hello)
             if only is not None:
                 await self._tell(*only)
                 return
-            await asyncio.wait_for(self._used.wait(), self._gateway.settings.idle if self.account is None else None)
             await asyncio.Event().wait()
 
     async def listen(self) -> None:
@@ -142,12 +139,11 @@ class Sessions:
     def attach(self, session_id: str, job: ServerJob, account: Account) -> bool:
         """Send messages of ``job`` on a socket; return whether it is there. If it is gone, its client will reconnect and ask."""
         session = self._open.get(session_id)
-        if session is None or (session.account is not None and session.account.name != account.name):
+        if session is None or session.account.name != account.name:
             return False
-        session.account = account
         return session.add(job, job.messages[0]["number"])
 
-    async def serve(self, websocket: WebSocket, account: Account | None, job: ServerJob | None, after: int) -> None:
+    async def serve(self, websocket: WebSocket, account: Account, job: ServerJob | None, after: int) -> None:
         """Accept a socket and send messages until it closes; for ``job``, until that is finished."""
         if len(self._open) >= self._gateway.settings.sockets:
             detail = "The server has as many connections as it can take. Try again later."

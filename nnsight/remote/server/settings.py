@@ -18,7 +18,6 @@ class Settings:
         inline: Most bytes of a result that is sent through a WebSocket.
         upload: Time limit of an upload, in seconds.
         send: Time limit for a client to accept a message on a WebSocket, in seconds.
-        idle: Time limit for the first job on a WebSocket without a key, in seconds.
         drain: Time for running jobs to end when the server stops, in seconds.
     """
 
@@ -30,5 +29,4 @@ class Settings:
     inline: int = 2**20
     upload: float = 300.0
     send: float = 60.0
-    idle: float = 30.0
     drain: float = 60.0

@@ -163,11 +163,6 @@ class Outcome:
     gains_grad: bool | None = False
 
     @property
-    def is_differentiated(self) -> bool:
-        """Whether autograd may follow the call."""
-        return any(wants is not False for wants in (*self.requires_grad, self.gains_grad))
-
-    @property
     def results(self) -> Results:
         """The part in which outcomes of one call differ."""
         return Results(self.structure, self.leaves)

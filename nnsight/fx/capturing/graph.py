@@ -178,11 +178,6 @@ class CapturedGraph:
         nodes = [source for node in self.nodes if node not in self.tap_number for source in all_edited(node)]
         return frozenset(self.memory.group(node) for node in nodes)
 
-    @cached_property
-    def switches_grad(self) -> bool:
-        """Whether grad mode is switched in the graph."""
-        return any(node.target is torch._C._set_grad_enabled for node in self.nodes)
-
     def _source_of(self, node: torch.fx.Node) -> torch.fx.Node | None:
         if node not in self.tapped:
             return self.identities.get(node)

@@ -32,6 +32,7 @@ from .structures import (
     is_record,
     kind_of_record,
     names_of_fields,
+    parse_structure,
     set_item,
 )
 
@@ -179,6 +180,15 @@ def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any
     text = describe(spec) + ","
     kept = any([name in text for name in KEPT])  # noqa: C419
     return leaves, _Kept(value, spec, given) if kept else spec, text
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a value and its structure, with records that hold tensors as containers."""
+    leaves, spec = pytree.tree_flatten(value)
+    if any(kind_of_record(type(leaf)) for leaf in leaves):
+        leaves, _, text = _flattened(value, ())
+        spec = parse_structure(text[:-1])
+    return leaves, spec
 
 
 def _is_simple(value: Any) -> bool:

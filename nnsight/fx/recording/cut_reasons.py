@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_BRANCH = "`torch.where(condition, a, b)`, or `torch.cond`, which computes one of them"
+_BRANCH = "`torch.where(condition, a, b)`"
 _NUMBER = "the tensor itself: arithmetic, comparisons and indexing take it, and `torch.where` chooses by it"
 _SHOWN = "`.save()`, and show the value behind the block"
 _OUTSIDE = "torch functions, or `.save()` and the other library behind the block"

@@ -42,6 +42,9 @@ DEMANDS = frozenset(
     "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ is_set_to".split()
 )
 
+#: Methods whose result shows the memory of the tensor.
+SHOWING = frozenset("numpy __array__ storage untyped_storage __dlpack__ to_dlpack".split())
+
 #: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
 READ_AS = {vars(torch._C.TensorBase)["data"].__get__: torch.Tensor.detach}
 

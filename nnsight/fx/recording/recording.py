@@ -30,8 +30,8 @@ from ...runtime.errors import (
 )
 from ...runtime.switching.modes import Modes
 from ..capturing.graph import Tap
-from ..capturing.structures import flatten, unflatten
-from ..capturing.taps import Opaque
+from ..capturing.structures import unflatten
+from ..capturing.taps import Opaque, flatten
 from ..counters import counters
 from ..profiling import stage
 from ..program import External, Input, Skip, Value, Visit, Write

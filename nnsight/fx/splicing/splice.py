@@ -20,7 +20,7 @@ import torch
 from ..capturing.graph import CapturedGraph
 from ..capturing.nested import NestedGraph, call_nested
 from ..capturing.switches import Switched
-from ..effects import REQUIRES_GRAD, Kind, edited, kind_of
+from ..effects import Kind, edited, kind_of
 from ..program import (
     Call,
     Constant,
@@ -36,7 +36,7 @@ from ..program import (
     Value,
     Visit,
     Write,
-)  # fmt: skip
+)
 from .nodes import LIKE_FUNCTIONS, appended_to, emit, is_made_of_sizes, numbers, references, select_numbers
 from .passes import run_passes
 from .pieces import Piece, Result, SplicedGraph
@@ -259,7 +259,6 @@ class _Splicer:
         if grad != around:
             self._mark(self.new.call_function(torch._C._set_grad_enabled, (around,)), step)
         assert step.outcome is not None
-        node.meta[REQUIRES_GRAD] = step.outcome.is_differentiated
         self.fakes += step.outcome.fakes
         paths = step.outcome.paths
         for leaf, path in zip(step.outcome.leaves, paths, strict=True):

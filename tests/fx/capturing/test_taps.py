@@ -13,8 +13,8 @@ from transformers.utils import ModelOutput
 
 import nnsight
 from nnsight import NNsight, fx
-from nnsight.fx.capturing.structures import describe, flatten, parse_structure, unflatten
-from nnsight.fx.capturing.taps import Opaque
+from nnsight.fx.capturing.structures import describe, parse_structure, unflatten
+from nnsight.fx.capturing.taps import Opaque, flatten
 
 from ...conftest import same
 

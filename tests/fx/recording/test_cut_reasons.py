@@ -229,12 +229,13 @@ def external_across_the_cut(h: Any, log: Log) -> Any:
 DEMANDS: list[tuple[Callable[[Any, Log], Any], int]] = [
     (edit_cut_edit, 2),
     (view_across_the_cut, 2),
+    (copied, 2),  # the copy shows the memory of the tensor
     *(
         (need, 1)
         for need in (
             norm_in_if, while_loop, formatted, printed_between, random_numbers, random_numbers_in_the_graph,
             as_array, edited_as_array, mask, sizes_from_values,
-            mathematics, compared, copied, stopped_in_a_debugger, caught, own_operator,
+            mathematics, compared, stopped_in_a_debugger, caught, own_operator,
             in_a_thread, without_gradients, with_gradients, in_inference_mode, in_autocast, float_and_int,
             indexing_a_list, external_across_the_cut,         )
     ),

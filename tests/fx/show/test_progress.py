@@ -126,33 +126,10 @@ def test_a_capture_is_shown(shown: Shown) -> None:
     assert all(met[:2]) and torch.equal(out, X + 1)
 
 
-def test_the_time_of_several_steps_of_one_call_is_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    delays: list[float] = []
-
-    class Line:
-        state = ("", 0, 0)
-
-        def __init__(self, call: Any) -> None:
-            self.before = call.seconds
-            delays.append(progress.DELAY - call.seconds)
-
-        def close(self) -> float:
-            return self.before + 0.75
-
-    monkeypatch.setattr(progress, "_Line", Line)
-    CONFIG.APP.PROGRESS = True
-    for _ in range(2):
-        with progress.call("the model"):
-            for _ in range(3):
-                with progress.step("lowering"):
-                    pass
-    assert delays == [2.0, 1.25, 0.5] * 2
-
-
 @pytest.mark.parametrize("way", ["option", "logger", "thread"])
 def test_it_can_be_switched_off(shown: Shown, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(progress, "_Line", started.append)
+    monkeypatch.setattr(progress._Call, "line", started.append)
     if way == "option":
         CONFIG.APP.PROGRESS = False
     if way == "logger":
@@ -173,7 +150,7 @@ def test_a_failure_leaves_nothing(shown: Shown) -> None:
     with pytest.raises(KeyError), progress.call("m"), progress.expected(3), progress.step("lowering"):
         assert shown.wait_for(lambda line: line == ("nnsight: lowering m (3 left)", 0, 3))
         raise KeyError
-    assert (progress._here.depth, progress._here.line, progress._here.left) == (0, None, 0)
+    assert progress._outermost is None
 
 
 def test_a_stream_that_cannot_be_written_to_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,11 +158,11 @@ def test_a_stream_that_cannot_be_written_to_disturbs_nothing(monkeypatch: pytest
     monkeypatch.setattr(progress, "_INTERVAL", 0.001)
     tried = threading.Event()
 
-    def fail(*_: Any) -> None:
+    def fail(**_: Any) -> None:
         tried.set()
         raise ValueError("closed")
 
-    monkeypatch.setattr(progress._Line, "_bar", fail)
+    monkeypatch.setattr(progress, "_Bar", fail)
     CONFIG.APP.PROGRESS = True
     with progress.step("lowering"):
         assert tried.wait(60)

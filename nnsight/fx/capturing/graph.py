@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ...runtime.report import Break
 from ..effects import Memory, all_edited, edits_of_inputs
 from ..program import State
-from .nested import NestedGraph, unnest
+from .nested import unnest
 from .structures import parse_structure
 from .switches import Switched, switched_at
 from .taps import OPAQUE_MARK, Opaque, tap
@@ -85,7 +85,6 @@ class CapturedGraph:
         identities: For each node that returns its argument itself, the argument. A backend would lower such a call to a copy, and an
             edit of one in place would not show in the other, as it does in the eager model.
         switched: The modes that the graph has switched before a tap, where it has switched any.
-        nested: Stretches that were graphs of their own, by their first node; an outer one before those in it.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
         cuts: The cuts that have been logged.
         start: The empty program.
@@ -105,9 +104,7 @@ class CapturedGraph:
         self.is_whole = is_whole
         self.compares_tensors = False
         self.graph_module = copy.deepcopy(graph_module)
-        self.nested: dict[torch.fx.Node, list[NestedGraph]] = {}
-        for nested in unnest(self.graph_module):
-            self.nested.setdefault(nested.start, []).append(nested)
+        unnest(self.graph_module)
         self.backend = backend
         self.regions = regions
         self.background = background

@@ -226,17 +226,6 @@ def _with_inputs_returned(function: Callable[..., Any], given: dict[int, int]) -
     return with_inputs
 
 
-def lower(
-    graph_module: torch.fx.GraphModule,
-    inputs: Sequence[Any],
-    symbols: Sequence[Any],
-    binding: tuple[int | float, ...],
-    backend: BackendCallable,
-) -> Lowered:
-    """Lower ``graph_module`` with ``backend``; see :func:`prepare` for the arguments."""
-    return lower_prepared(prepare(graph_module, inputs, symbols, binding), backend)
-
-
 def _inline_numbers(graph_module: torch.fx.GraphModule, numbers: Sequence[Any], fixed: Collection[type]) -> None:
     """Write numbers of the kinds ``fixed`` into the graph; their placeholders stay, without users."""
     graph = graph_module.graph

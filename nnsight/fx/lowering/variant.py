@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capturing.graph import CapturedGraph
-from ..counters import counters
+from ..counters import counters, stage
 from ..effects import Kind, edits_of_inputs, kind_of, may_fail, requires_grad, writes_to_inputs
-from ..profiling import stage
 from ..program import External, Input, Program, Value
 from ..splicing.passes import Pass, copy_edited_values, copy_for_backward, replace_unseen_edits
 from ..splicing.pieces import Piece, Result

@@ -19,10 +19,9 @@ from ...tracing.saving import keep_mark
 from ..program import Call, Value
 from ..splicing.nodes import references
 from .autograd_state import wants_grad
-from .control import ControlOperator, as_python
 from .cut_reasons import name_of
 from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
-from .exception_scopes import handler, may_fail_by_values
+from .failing_calls import error_on_values, handler, is_possible, may_fail_by_values
 from .functions import (
     ABOUT_GRADIENTS,
     ABOUT_STRIDES,
@@ -35,13 +34,14 @@ from .functions import (
     SCRIPTED,
     SPECIAL,
     UNANSWERABLE,
+    ControlOperator,
+    as_python,
     edits_in_place,
     has_tensor,
     is_own,
 )
 from .lazy import LazyTensor, become, is_filled, real_of
 from .numbers import Lifted, keep_constant, lift
-from .trial_calls import error_on_values, is_possible
 
 #: Message about a lazy tensor that outlived its trace.
 NEVER_COMPUTED = (

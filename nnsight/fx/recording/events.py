@@ -32,7 +32,6 @@ from .functions import (
 )
 from .lazy import LazyTensor, make_lazy, real_of
 from .numbers import Lifted, lift, same_structure, twin_of
-from .trial_calls import arguments
 
 if TYPE_CHECKING:
     from .journal import Journal
@@ -278,7 +277,7 @@ class EventRecorder(TorchFunctionMode):
             quiet_fakes,
             torch.no_grad(),
         ):
-            args, kwargs = arguments(call, self._fake)
+            args, kwargs = call.arguments(self._fake)
             return call.function(*args, **kwargs)
 
     def _fake(self, reference: Reference) -> torch.Tensor:

@@ -17,10 +17,9 @@ from ...runtime.report import Break, Report
 from ...tracing.block import Block
 from ...tracing.saving import saves
 from ..capturing.graph import CapturedGraph, Tap
-from ..counters import counters
+from ..counters import counters, stage
 from ..effects import Kind, kind_of
 from ..lowering.variant import Variant
-from ..profiling import stage
 from ..program import Cut, External, Input, Value
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered

@@ -6,6 +6,8 @@ concrete value, random ones whose order matters. Python functions and methods ap
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +85,9 @@ UNANSWERABLE = (
     fake_tensor.UnsupportedOperatorException,
 )
 
+#: The types of operators that take Python functions, such as ``torch.cond``. They cut the graph and run as Python on real tensors.
+ControlOperator = torch._ops.HigherOrderOperator
+
 
 def is_own(function: Any) -> bool:
     """Whether ``function`` is an operator that is not torch's, so that its answer on fakes may be wrong or missing."""
@@ -113,3 +118,37 @@ def path_step(step: Any) -> Any:
         if hasattr(step, name):
             return getattr(step, name)
     raise TypeError(f"a result with an unknown container: {step!r}")
+
+
+def as_python(operator: ControlOperator) -> Callable[..., Any]:
+    """Return a function that does on real tensors what ``operator`` does."""
+    if operator.name() == "flex_attention":  # whose arguments dynamo knows in another form
+        return operator
+    known: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+    return known.get(operator.name(), functools.partial(_compiled, operator))
+
+
+def _cond(condition: Any, when_true: Callable[..., Any], when_false: Callable[..., Any], operands: Any = ()) -> Any:
+    return (when_true if condition else when_false)(*operands)
+
+
+def _while_loop(goes_on: Callable[..., Any], step: Callable[..., Any], carried: Any, additional: Any = ()) -> Any:
+    while goes_on(*carried, *additional):
+        carried = step(*carried, *additional)
+    return tuple(item.clone() if isinstance(item, torch.Tensor) else item for item in carried)
+
+
+def _scan(
+    combine: Callable[..., Any], initial: Sequence[Any], rows: Sequence[Any], additional_inputs: Any = ()
+) -> tuple[Any, ...]:
+    carried, given = tuple(initial), []
+    for row in zip(*rows, strict=True):
+        found = tuple(combine(*carried, *row, *additional_inputs))
+        carried = found[: len(carried)]
+        given.append(found[len(carried) :])
+    return (*carried, *(torch.stack(items) for items in zip(*given, strict=True)))
+
+
+def _compiled(operator: ControlOperator, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as torch does: compiled, so that tensors in closures of its functions are arguments, too."""
+    return torch.compile(lambda *args: operator(*args, **kwargs), backend="eager", fullgraph=True)(*args)

@@ -32,8 +32,7 @@ from ...runtime.switching.modes import Modes
 from ..capturing.graph import Tap
 from ..capturing.structures import unflatten
 from ..capturing.taps import Opaque, flatten
-from ..counters import counters
-from ..profiling import stage
+from ..counters import counters, stage
 from ..program import External, Input, Skip, Value, Visit, Write
 from .autograd_state import wanting_at
 from .cut_reasons import instead_of

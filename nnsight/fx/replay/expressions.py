@@ -8,8 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .abstract_values import VALUE, Held, Known, Method, Outside, Row, either, is_known_constant, truth_of
-from .names import Names
+from .names import VALUE, Held, Known, Method, Names, Outside, Row, either, is_known_constant, truth_of
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,

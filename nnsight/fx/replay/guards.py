@@ -41,7 +41,7 @@ LONGEST = 128
 _CONSTANT_TYPES = (
     bool, int, float, complex, str, bytes, type(None), type(...), range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
+)
 
 #: Classes of tensors that have no methods of their own.
 TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -157,7 +157,6 @@ def _global(function: Any, name: str) -> Any:
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": look_up,
     "class": class_attribute,
-    "inner": getattr,  # of a bound method
     "item": _item,
     "global": _global,
     "cell": lambda function, index: function.__closure__[index].cell_contents,
@@ -356,4 +355,4 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (
         type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad,
         tensor.is_leaf,
-    )  # fmt: skip
+    )

@@ -28,8 +28,8 @@ from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
 from ..splicing.pieces import as_argument
 from ..torch_compat import may_share
-from .abstract_values import Undetermined
 from .guards import kind_of
+from .names import Undetermined
 
 if TYPE_CHECKING:
     from ...tracing import Block

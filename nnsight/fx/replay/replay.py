@@ -33,9 +33,9 @@ from ...tracing import Scope
 from ...tracing.block import is_bound
 from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
-from .abstract_values import Undetermined
 from .determinate import guards_of
 from .guards import GuardPath, GuardPlan, Read
+from .names import Undetermined
 from .playback import Effects, NotAsBefore, Playback, effects_of
 
 if TYPE_CHECKING:
@@ -158,39 +158,16 @@ class Attempt:
         self._key, self._objects = key, read.objects
         self.tensors, self.filled = read.tensors, read.filled
 
-    def known(self) -> dict[Any, Any] | None:
+    def _known(self) -> dict[Any, Effects] | None:
         """Return what is remembered of the block in this environment: effects, by what else they depend on."""
         objects, known = self._reading.environments.get(self._key, ((), None))
         return None if any(reference() is None for reference in objects) else known
-
-    def remember(self, under: Any, effects: Any) -> None:
-        """Remember effects of the block in this environment."""
-        environments, known = self._reading.environments, self.known()
-        if known is None:
-            known = {}
-            _drop_oldest(environments)
-            environments[self._key] = [_reference(item) for item in self._objects], known
-        _drop_oldest(known)
-        known[under] = effects
-
-    def note_use(self) -> None:
-        """Note that what is remembered was of use."""
-        self._memory.futile = 0
-
-    def note_run(self) -> bool:
-        """Count a run of the block; whether it is worth writing it down."""
-        self._memory.note_futile()
-        return not self._memory.must_run
-
-    def refuse(self, reason: Undetermined) -> None:
-        """Note why this run cannot be replayed."""
-        logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
 
     def replay(
         self, driver: CompiledDriver, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report
     ) -> Playback | None:
         """Call the model with the effects of the block if they are known; return ``None`` if nothing was done."""
-        known = self.known()
+        known = self._known()
         if known is None:
             return None
         playback = Playback(known, self.tensors, self.filled, report)
@@ -202,7 +179,7 @@ class Attempt:
         finally:
             active_run.reset(outer)
         assert playback.found is not None, "a model whose whole call is a graph has called it"
-        self.note_use()
+        self._memory.futile = 0
         counters.add("replays")
         return playback
 
@@ -219,14 +196,21 @@ class Attempt:
 
     def learn(self, journal: Journal, scope: Scope, spliced: Sequence[str]) -> None:
         """Remember what the run did, if it can be replayed."""
-        if not self.note_run():
+        self._memory.note_futile()
+        if self._memory.must_run:
             return
         try:
             graph, binding, effects = effects_of(journal, self._block, scope, self.tensors, spliced)
         except Undetermined as reason:
-            self.refuse(reason)
+            logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
             return
-        self.remember((graph, binding), effects)
+        environments, known = self._reading.environments, self._known()
+        if known is None:
+            known = {}
+            _drop_oldest(environments)
+            environments[self._key] = [_reference(item) for item in self._objects], known
+        _drop_oldest(known)
+        known[graph, binding] = effects
 
 
 def _drop_oldest(table: dict[Any, Any]) -> None:

@@ -138,12 +138,10 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
     return _finished(graph_module, replaced)
 
 
-def run_passes(
-    graph_module: torch.fx.GraphModule, passes: Sequence[Pass] = PASSES
-) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
-    """Return ``graph_module`` after ``passes``, and a record of each."""
+def run_passes(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
+    """Return ``graph_module`` after all passes, and a record of each."""
     runs = []
-    for function in passes:
+    for function in PASSES:
         before = len(graph_module.graph.nodes)
         graph_module = function(graph_module)
         after = len(graph_module.graph.nodes)

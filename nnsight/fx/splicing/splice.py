@@ -18,16 +18,13 @@ from typing import Any
 import torch
 
 from ..capturing.graph import CapturedGraph
-from ..capturing.nested import NestedGraph, call_nested
 from ..capturing.switches import Switched
 from ..effects import Kind, edited, kind_of
 from ..program import (
     Call,
-    Constant,
     Declare,
     External,
     Input,
-    Nest,
     Number,
     Program,
     Reference,
@@ -36,6 +33,7 @@ from ..program import (
     Value,
     Visit,
     Write,
+    given,
 )
 from .nodes import LIKE_FUNCTIONS, appended_to, emit, is_made_of_sizes, numbers, references, select_numbers
 from .passes import run_passes
@@ -80,11 +78,7 @@ class _Splicer:
                 self.skipped[node] = self.skip_to
                 continue
             self.skip_to = None
-            idle = self._idle_at(node, results)
-            if idle is not None:
-                self.env.update(call_nested(self.new, idle, self._captured))
-                self.skip_to = idle.last.next  # written already
-            elif node in self.graph.tap_number:
+            if node in self.graph.tap_number:
                 self._at_tap(self.graph.tap_number[node])
             elif node.op not in ("placeholder", "output") and node not in self.passive:
                 self.env[node] = self.new.node_copy(node, self._captured)
@@ -138,17 +132,6 @@ class _Splicer:
             for step in steps:
                 needed.update(reference.index for reference in references(step.event) if isinstance(reference, Input))
         return needed
-
-    def _idle_at(self, node: torch.fx.Node, results: Sequence[Result]) -> NestedGraph | None:
-        """Return the nested graph that begins with ``node`` if the program does nothing inside and no result is in it."""
-        order = self.graph.order
-        for nested in self.graph.nested.get(node, ()):
-            start, stop = order[nested.start], order[nested.last] + 1
-            happens = [order[self.graph.taps[number].node] for number in self.steps]
-            taken = [order[result] for result in results if isinstance(result, torch.fx.Node) and result not in nested.results]
-            if stop <= self.stop and not any(start <= number < stop for number in (*happens, *taken)):
-                return nested
-        return None
 
     def _switched(self, node: torch.fx.Node) -> Switched:
         """Return the modes that the captured graph has switched before ``node``, a tap."""
@@ -229,7 +212,9 @@ class _Splicer:
                 for node in tap.outputs.get(event.leaf, ()):
                     self.env[node] = self._referred(event.source)
 
-    def _referred(self, reference: Reference) -> Any:
+    def _referred(self, reference: Reference | Number) -> Any:
+        if isinstance(reference, Number):
+            return self.numbers[reference]
         if isinstance(reference, Value):
             return self.values[reference.index]
         if isinstance(reference, External):
@@ -242,8 +227,7 @@ class _Splicer:
         return self.grad if switched is None else switched
 
     def _add_call(self, call: Call, step: Step) -> None:
-        args = tuple(self._argument(argument) for argument in call.args)
-        kwargs = {name: self._argument(argument) for name, argument in call.kwargs}
+        args, kwargs = call.arguments(self._referred)
         around = self._grad_around(step)
         grad = self.grad if call.grad is None else call.grad
         if grad != around:
@@ -253,7 +237,7 @@ class _Splicer:
             for dimension, number in selected:
                 view = self.new.call_method("select", (args[0], dimension, self.numbers[number]))
                 self._mark(view, step)
-                args = (view, Ellipsis if rest is None else self._argument(rest), *args[2:])
+                args = (view, Ellipsis if rest is None else given(rest, self._referred), *args[2:])
         node = emit(self.new, call.function, args, kwargs)
         self._mark(node, step)
         if grad != around:
@@ -268,17 +252,6 @@ class _Splicer:
                     value = self.new.call_function(getattr if isinstance(key, str) else operator.getitem, (value, key))
                     self._mark(value, step)
                 self.values.append(value)
-
-    def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, (Value, Input, External)):
-            return self._referred(argument)
-        if isinstance(argument, Number):
-            return self.numbers[argument]
-        if isinstance(argument, Constant):
-            return argument.value
-        if isinstance(argument, Nest):
-            return argument.build([self._argument(item) for item in argument.items])
-        return argument
 
     def _fake(self, reference: Reference) -> Any:
         """Return a tensor with the dtype and the number of dimensions of ``reference``."""

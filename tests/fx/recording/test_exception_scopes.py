@@ -12,8 +12,8 @@ import torch
 from greenlet import greenlet
 
 from nnsight import NNsight, fx
-from nnsight.fx.recording.exception_scopes import handler
 from nnsight.fx.recording.execution import GraphBreakError
+from nnsight.fx.recording.failing_calls import handler
 
 
 @pytest.fixture(scope="module")

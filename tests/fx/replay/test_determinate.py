@@ -89,7 +89,6 @@ REPLAYED = [
     an_index_in_a_loop,
     a_loop_over_modules,
     a_loop_over_items,
-    a_loop_of_any_length,
     a_name_that_is_put_together,
     settings_in_a_dict,
 ]
@@ -124,7 +123,7 @@ def a_try(h: torch.Tensor) -> torch.Tensor:
     return h * scale
 
 
-@pytest.mark.parametrize("function", [a_while_loop, a_try])
+@pytest.mark.parametrize("function", [a_while_loop, a_try, a_loop_of_any_length])
 def test_rare_python_is_right(model: Any, function: Callable[..., Any]) -> None:
     check(model, function)
 
@@ -230,21 +229,7 @@ def a_loop_that_does_more(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-def a_function_that_may_be_another(h: torch.Tensor) -> torch.Tensor:
-    act: Any = tells
-    for row in h.unbind(0):
-        if row.dim() == 1:
-            break
-        act = torch.relu
-    return act(h) + 1
-
-
-def tells(h: torch.Tensor) -> torch.Tensor:
-    notes("called")
-    return h
-
-
-@pytest.mark.parametrize("function", [a_handler_that_does_more, a_loop_that_does_more, a_function_that_may_be_another])
+@pytest.mark.parametrize("function", [a_handler_that_does_more, a_loop_that_does_more])
 def test_functions_that_do_more_run_each_time(model: Any, function: Callable[..., Any]) -> None:
     noted, results = [], []
     for compile in (False, True):

@@ -177,7 +177,7 @@ def test_the_line_as_tqdm_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", written)
     before = set(threading.enumerate())
     with progress.call("GPT2LMHeadModel", "`hint`"), progress.expected(14), progress.step("lowering"):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 10
         while "left" not in written.getvalue() and time.monotonic() < deadline:  # TQDM_DISABLE=1 keeps the line from being written
             time.sleep(0.001)
     assert "nnsight: lowering GPT2LMHeadModel (14 left): 0/14 |" in written.getvalue()

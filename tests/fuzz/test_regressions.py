@@ -185,36 +185,6 @@ def test_an_edit_of_what_comes_from_another_graph_into_one_that_edits_a_buffer()
         assert net.calls == count and tracer.report.mode == "compiled"
 
 
-class Narrowed(torch.nn.Module):
-    """Uses its argument twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Identity(), torch.nn.Tanh()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-def test_views_of_an_input_that_is_edited_through_another_one() -> None:
-    """A lowered graph would look for the base of the view in another input."""
-    net = Narrowed()
-    model = NNsight(net, compile={"backend": "aot_eager"})
-    with torch.no_grad():
-        for _ in range(2):
-            x, value = torch.arange(40.0).reshape(5, 8), torch.ones(8)
-            part = x[3:5]
-            with model.trace(x):
-                kept = model.first.input.narrow(0, 3, 2).save()
-                part[:] = value
-                out = model.output.save()
-            expected = torch.arange(40.0).reshape(5, 8)
-            expected[3:5] = 1.0
-            torch.testing.assert_close(kept, expected[3:5], rtol=0.0, atol=0.0)
-            torch.testing.assert_close(out, torch.tanh(expected))
-            assert kept.data_ptr() == part.data_ptr()
-
-
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(
     ("mistake", "error"),

@@ -193,19 +193,6 @@ def test_a_skipped_module_does_not_run(model: NNsight) -> None:
     assert compiled.targets().count(torch._C._nn.linear) == 1
 
 
-def test_helpers_loops_and_several_edits_in_their_order(model: NNsight) -> None:
-    def scale(layer: Any, by: float) -> None:
-        layer.output = layer.output * by
-
-    with model.edit() as once:
-        for layer in (model.first, model.second):
-            scale(layer, 2.0)
-    with once.edit() as twice:
-        once.first.output = once.first.output + 1
-    agrees(twice, by_hand(model, first=lambda h: h * 2 + 1, second=lambda h: h * 2))
-    agrees(once, by_hand(model, first=lambda h: h * 2, second=lambda h: h * 2))
-
-
 def test_edits_that_wait_for_each_others_modules(model: NNsight) -> None:
     """Two edits that are both half done while the model runs."""
     with model.edit() as edited:
@@ -633,28 +620,15 @@ def test_operations_behind_source_break_the_graph_around_the_call(model: NNsight
         Compiled(lambda x: edited(x) * 1)(X)
 
 
-def test_a_plain_generation_runs_the_edits() -> None:
-    model = nnsight.demo_model()
-    prompt = "The Eiffel Tower is in the city of"
-    with model.edit() as edited:
-        model.lm_head.output[:, -1, 5] = 1e6
-        for _ in range(2):
-            model.lm_head.next().output[:, -1, 5] = 1e6
-    plain, steered = (each.generate(prompt, max_new_tokens=3, do_sample=False) for each in (model, edited))
-    assert steered[0, -3:].tolist() == [5, 5, 5]
-    assert plain[0, -3:].tolist() != [5, 5, 5]
-
-
 # -- language models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
-def test_steered_transformers_are_one_graph(cases: dict[str, Case], name: str) -> None:
-    case = cases[name]
+def test_steered_transformers_are_one_graph(gpt2: Case) -> None:
+    case = gpt2
     vector, hooks = torch.randn(32), Hooks(case.module)
     model = NNsight(case.module)
     hooks.output(case.layer(1), lambda out: out + vector)
-    project = {"gpt2": "c_proj", "llama": "o_proj"}[name]  # what comes right behind the attention
+    project = "c_proj"  # what comes right behind the attention
     hooks.input(f"{case.layer(2)}.{case.attention}.{project}", lambda args, kwargs: ((args[0] * 1.5,), kwargs))
     hooks.output(f"{case.layer(2)}.{case.attention}", lambda out: (out[0] * 0.5, *out[1:]))
     with model.edit() as edited:

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-import nnsight
 from nnsight import LanguageModel, NNsight, demo_model
 
 from ...conftest import close, same
+from .. import small_gpt2
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -256,10 +255,7 @@ def test_what_may_fail_by_values_is_computed() -> None:
 @pytest.fixture(scope="module")
 def small() -> LanguageModel:
     """A stock model with its defaults, and two layers."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=1024, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    tokenizer = AutoTokenizer.from_pretrained(nnsight.demo.path())
-    return LanguageModel(GPT2LMHeadModel(config).eval(), tokenizer, compile={"backend": "eager"})
+    return small_gpt2()
 
 
 def test_the_cache_of_keys_and_values_is_left_out(small: LanguageModel) -> None:

@@ -263,12 +263,6 @@ def test_a_backend_that_fails_on_a_region_gets_the_whole_graph(caplog: pytest.Lo
     assert "as a whole: NotImplementedError: a small graph" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["regions", "background"])
-def test_options_are_checked(name: str) -> None:
-    with pytest.raises(TypeError, match=f"`{name}` is True or False, not 'yes'"):
-        NNsight(Stack(), compile={name: "yes"})
-
-
 def test_regions_go_away_with_the_model(no_gc: None) -> None:
     net = Stack()
     model = wrapped(net, "eager")

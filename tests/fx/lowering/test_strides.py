@@ -92,12 +92,11 @@ class Fused(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("regions", [True, False])
-def test_pieces_hand_on_what_inductor_returns(regions: bool) -> None:
+def test_pieces_hand_on_what_inductor_returns() -> None:
     """Several lengths, gradients on, and a cut in the middle: everything that crosses it has strides of its own."""
     torch.manual_seed(0)
     module = Fused()
-    model = NNsight(module, compile={"regions": regions})
+    model = NNsight(module, compile=True)
     for length in (5, 9, 7):
         x = torch.randn(2, length, 8)
         with model.trace(x):

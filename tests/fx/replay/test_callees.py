@@ -92,29 +92,6 @@ class Steering:
         return factor * self.scale
 
 
-class Rare(Steering):
-    @property
-    def direction(self) -> torch.Tensor:
-        return self.vector / self.vector.norm()
-
-    @staticmethod
-    def squashed(h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(h)
-
-    def __call__(self, h: torch.Tensor) -> torch.Tensor:
-        return self.add(h) + self.offset
-
-    def add(self, h: torch.Tensor) -> torch.Tensor:
-        return self.squashed(super().add(h)) + self.__louder() * self.direction
-
-    def __louder(self) -> float:
-        return 2.0 * self.scale
-
-
-def passes_on(h: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return early(h, *args, **kwargs)
-
-
 FUNCTIONS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "a function": lambda: (plain,),
     "arguments": lambda: (plain, VECTOR * 2),
@@ -134,17 +111,6 @@ FUNCTIONS: dict[str, Callable[[], tuple[Any, ...]]] = {
 def test_functions_are_replayed(model: Any, name: str) -> None:
     function, *more = FUNCTIONS[name]()
     assert check(model, function, *more) == 2
-
-
-def test_rare_python_is_right(model: Any) -> None:
-    """Properties, static methods, `super()`, private names, instances as functions, `*args`: such a block may run each time."""
-    partial = functools.partial(plain, v=-VECTOR)
-    for function in (lambda h: passes_on(h, "add", act=torch.sigmoid), Rare(VECTOR, 0.5), Rare(VECTOR).add, partial, decorated):
-        check(model, function)
-    rare = Rare(VECTOR)
-    for scale in (1.0, 2.0, 3.0):
-        rare.scale = scale
-        check(model, rare, times=2)
 
 
 def test_a_function_whose_file_was_edited_runs_each_time(model: Any, tmp_path: Any) -> None:
@@ -597,16 +563,14 @@ def test_the_logit_lens_is_replayed(fresh: Any) -> None:
     assert fx.counters.replays == 3
 
 
-@pytest.mark.parametrize("what", ["module", "hook", *(pytest.param(what, marks=pytest.mark.slow) for what in ("forward", "child"))])
+@pytest.mark.parametrize("what", ["hook", "forward", "child"])
 def test_what_changes_in_the_module_of_an_envoy_is_seen(fresh: Any, what: str) -> None:
     model = fresh
     net = model._module
     for _ in range(2):
         before = lens(model)
     assert fx.counters.replays == 1
-    if what == "module":
-        net.head = torch.nn.Linear(4, 2)
-    elif what == "hook":  # is not run by a call in a block
+    if what == "hook":  # is not run by a call in a block
         net.head.register_forward_hook(lambda *given: given[-1] * 2)
     elif what == "forward":
         net.head.forward = lambda h: h[:, :2]

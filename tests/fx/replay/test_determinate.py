@@ -64,15 +64,6 @@ def a_loop_over_items(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-def a_loop_of_any_length(h: torch.Tensor) -> torch.Tensor:
-    total, count = h.sum(), 0
-    for row in h.unbind(0):
-        if row.dim() == 2:
-            continue
-        total, count = total + row.mean(), count + 1
-    return h + total * count
-
-
 def a_name_that_is_put_together(h: torch.Tensor) -> torch.Tensor:
     return BY_NAME[f"h{0}"](h) + BY_NAME[f"h{3 % 2}"](h)
 
@@ -97,57 +88,6 @@ REPLAYED = [
 @pytest.mark.parametrize("function", REPLAYED, ids=lambda function: function.__name__)
 def test_such_functions_are_replayed(model: Any, function: Callable[..., Any]) -> None:
     assert check(model, function) == 2
-
-
-# -- rare Python, which may run each time ----------------------------------------------------------------------------------
-
-
-def a_while_loop(h: torch.Tensor) -> torch.Tensor:
-    place, scale = 0, 1.0
-    while place < len(DICTIONARIES):
-        h = h + scale * DICTIONARIES[place](h)
-        place, scale = place + 1, scale / 2
-    return h
-
-
-def a_try(h: torch.Tensor) -> torch.Tensor:
-    scale = 1.0
-    try:
-        scale = 3.0
-        h = h + torch.ones(7, 7)
-        scale = 5.0
-    except RuntimeError:
-        h = h - 1
-    finally:
-        h = h + VECTOR
-    return h * scale
-
-
-@pytest.mark.parametrize("function", [a_while_loop, a_try, a_loop_of_any_length])
-def test_rare_python_is_right(model: Any, function: Callable[..., Any]) -> None:
-    check(model, function)
-
-
-def test_autoencoders_by_layer_are_replayed(model: Any) -> None:
-    """A loop over all layers of the model in which a dict says which of them are edited."""
-
-    def run(compile: bool) -> Any:
-        with model.trace(x(), compile=compile) as tracer:
-            for place, layer in enumerate(model.layers):
-                if place in BY_LAYER:
-                    layer.output[:] = BY_LAYER[place](layer.output)
-            out = model.output.save()
-        return out, tracer.report
-
-    hooks = Hooks(model._module)
-    for place, dictionary in BY_LAYER.items():
-        hooks.output(f"layers.{place}", lambda h, dictionary=dictionary: dictionary(h))
-    expected = hooks(x())
-    for compile in (False, True, True, True):
-        out, report = run(compile)
-        same(out, expected)
-    assert report.replayed
-    assert len(report.spliced) == 3, "two of three layers and the result"
 
 
 # -- what changes is seen --------------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from .expressions import Expressions
 from .guards import GuardPath, GuardStep, has_global_hooks, is_called_plainly
 from .names import (
     EAGER,
-    LOOKING,
     PLAIN_METACLASSES,
     REACHING_OUT,
     SKIP,
@@ -173,15 +172,6 @@ class Calls(Expressions):
         if owner is VALUE or is_tensor or is_known_constant(owner):
             if name in REACHING_OUT or not is_method(name):
                 return None
-            self.check_storable(given, node)
-            return VALUE
-        if isinstance(owner, Held) and type(owner.value) is dict and name in ("items", "values", "keys") and not given:
-            keys = tuple(map(Known, owner.value))
-            if name == "keys":
-                return Row(keys)
-            values = tuple(self._member(owner, key) for key in owner.value)
-            return Row(values if name == "values" else tuple(map(Row, zip(keys, values, strict=True))))
-        if isinstance(owner, Held) and owner.is_plain and name in LOOKING:
             self.check_storable(given, node)
             return VALUE
         return None

@@ -45,9 +45,6 @@ _FACTORIES = (
 #: Methods of tensors whose effect is not in the tensors alone.
 REACHING_OUT = frozenset("backward register_hook register_post_accumulate_grad_hook share_memory_ retain_grad save".split())
 
-#: Methods of a dict or list from outside that only look.
-LOOKING = frozenset("get index count copy".split())
-
 #: Built-ins that have consumed a generator when they return.
 EAGER = (all, any, dict, frozenset, list, max, min, set, sorted, sum, tuple)
 

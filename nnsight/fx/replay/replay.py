@@ -48,9 +48,6 @@ logger = logging.getLogger("nnsight.fx")
 #: Most environments of one block that are remembered.
 _KEPT = 64
 
-#: Most sets of guards of one block that are remembered.
-_READINGS = 4
-
 #: Runs of one block that may be written down without a replay in between; then its environment is never the same twice.
 _PATIENCE = 32
 
@@ -67,12 +64,12 @@ class _Memory:
     """What is known about one block.
 
     Attributes:
-        readings: What it reads from outside, the latest first: with other constants it may take other ways, and read others.
+        reading: What it reads from outside; with other constants it may take other ways, and read others.
         must_run: Whether it is not looked at any more.
     """
 
     def __init__(self) -> None:
-        self.readings: list[_Known] = []
+        self.reading: _Known | None = None
         self.must_run = False
         self.futile = 0
 
@@ -80,26 +77,22 @@ class _Memory:
         """Count a run that was not replayed; after many in a row the block is not looked at any more."""
         self.futile += 1
         if self.futile > _PATIENCE:
-            self.must_run = True
-            self.readings = []
+            self.must_run, self.reading = True, None
 
     def found(self, settings: tuple[Any, ...], variable: Callable[[str], Any]) -> tuple[_Known, Any, Read] | None:
         """Return what is known for the environment of now: the reading, what the guards are, and the objects among them."""
-        for place, reading in enumerate(self.readings):
-            read = reading.read(variable)
-            key = None if read is None else (*settings, *read.key)
-            if read is not None and key in reading.environments:
-                if place:  # a new list: other threads may be going over this one
-                    self.readings = [reading, *(other for other in self.readings if other is not reading)]
-                return reading, key, read
-        return None
+        reading = self.reading
+        read = None if reading is None else reading.read(variable)
+        if reading is None or read is None:
+            return None
+        key = (*settings, *read.key)
+        return (reading, key, read) if key in reading.environments else None
 
     def reading_of(self, guards: tuple[tuple[GuardPath, str], ...]) -> _Known:
         """Return what is known of the block where it reads ``guards``."""
-        known = next((reading for reading in self.readings if reading.guards == guards), None)
-        if known is None:
-            known = _Known(guards)
-            self.readings = [known, *self.readings][:_READINGS]
+        known = self.reading
+        if known is None or known.guards != guards:
+            known = self.reading = _Known(guards)
         return known
 
 

@@ -36,7 +36,6 @@ def steer(h: torch.Tensor, vector: torch.Tensor, scale: float = 1.0, *, shift: A
 
 DICTIONARIES = [Dictionary(0), Dictionary(1), Dictionary(2)]
 BY_LAYER = {1: DICTIONARIES[0], 2: DICTIONARIES[1]}
-BY_NAME = torch.nn.ModuleDict({"h0": DICTIONARIES[0], "h1": DICTIONARIES[1]})
 NESTED: dict[str, Any] = {"functions": [torch.relu, steer], "layers": [0, 2], "scale": 2.0, "vector": VECTOR}
 
 
@@ -58,16 +57,6 @@ def a_loop_over_modules(h: torch.Tensor) -> torch.Tensor:
     return h + sum([BY_LAYER[layer](h) for layer in (1, 2)])
 
 
-def a_loop_over_items(h: torch.Tensor) -> torch.Tensor:
-    for layer, dictionary in BY_LAYER.items():
-        h = h + layer * dictionary(h)
-    return h
-
-
-def a_name_that_is_put_together(h: torch.Tensor) -> torch.Tensor:
-    return BY_NAME[f"h{0}"](h) + BY_NAME[f"h{3 % 2}"](h)
-
-
 def settings_in_a_dict(h: torch.Tensor) -> torch.Tensor:
     activation, function = NESTED["functions"][0], NESTED["functions"][-1]
     if NESTED["scale"] > 1.0 and 2 in NESTED["layers"]:
@@ -79,8 +68,6 @@ REPLAYED = [
     a_computed_index,
     an_index_in_a_loop,
     a_loop_over_modules,
-    a_loop_over_items,
-    a_name_that_is_put_together,
     settings_in_a_dict,
 ]
 
@@ -98,8 +85,8 @@ def test_what_changes_in_a_container_is_seen(model: Any, what: str) -> None:
     held: dict[str, Any] = {"list": [Dictionary(0), 2.0], "dict": {"a": Dictionary(1), "b": Dictionary(2)}}
 
     def function(h: torch.Tensor) -> torch.Tensor:
-        for place, (name, dictionary) in enumerate(held["dict"].items()):
-            h = h + (place + 1) * dictionary(h)
+        for place, name in enumerate(held["dict"]):
+            h = h + (place + 1) * held["dict"][name](h)
             if name == "c":
                 h = h * 2
         return h + held["list"][0](h) * held["list"][1] * len(held["list"])

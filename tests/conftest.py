@@ -299,10 +299,10 @@ def _lean_process() -> Iterator[None]:
     """Let go of what dynamo and fake tensors keep of the models of other files, over which each collection would walk."""
     gc.freeze()  # modules and classes, most of all
     yield
-    gc.unfreeze()
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
-    gc.collect()
+    gc.collect()  # of what this file has made: what was there before stays frozen meanwhile
+    gc.unfreeze()
 
 
 # -- small models and inputs -----------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """A progress line for captures and lowerings of calls that take more than two seconds.
 
-Captures and lowerings are *steps* (:func:`step`); a loop announces its number of steps (:func:`expected`). The outermost of these starts a
-thread. Once the call of the model (:func:`call`) has taken two seconds, the thread draws a progress bar on ``stderr``, or a widget in a
-notebook, until the step ends.
+Captures and lowerings are *steps* (:func:`step`). Each starts a thread. Once the call of the model (:func:`call`) has taken two seconds,
+the thread draws a progress line on ``stderr``, or a widget in a notebook, until the step ends.
 
 Only steps of the main thread are shown, none of the background or of a server. ``CONFIG.APP.PROGRESS = False``, ``TQDM_DISABLE=1``, or a
 logger ``nnsight.fx`` that drops warnings switches the line off.
@@ -31,51 +30,28 @@ DELAY = 2.0
 #: Seconds between two updates, and before a step is shown once a line has been.
 _INTERVAL = 0.5
 
-_SHAPE = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}"
-
 
 class _Bar(tqdm):  # type: ignore[misc] # a class without types
     monitor_interval = 0  # with another one tqdm starts a thread that stays
 
 
 class _Call:
-    """A call of a model, with its steps so far."""
+    """A call of a model, and how many steps it has done."""
 
-    def __init__(self, name: str = "the model", hint: str = "") -> None:
+    def __init__(self, name: str, hint: str) -> None:
         self.name, self.hint = name, hint
-        self.started = time.monotonic()
-        self.doing = ""
-        self.done = self.left = 0
-        self.over: threading.Event | None = None  # of the line
+        self.started, self.done = time.monotonic(), 0
 
-    @contextlib.contextmanager
-    def line(self) -> Iterator[None]:
-        """Have a thread draw the line, if there is none."""
-        if self.over is not None:
-            yield
-            return
-        self.over = threading.Event()
-        thread = threading.Thread(target=self._draw, args=(self.over,), name="nnsight-progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.over.set()
-            self.over = None
-            thread.join()
-
-    def _draw(self, over: threading.Event) -> None:
+    def draw(self, doing: str, over: threading.Event) -> None:
+        """Show what the call is doing until that is over."""
         if over.wait(max(self.started + DELAY - time.monotonic(), _INTERVAL)):
             return
+        hint = f" {self.hint}" if doing == LOWERING else ""  # no hint helps against a capture
         bar = None
         try:
-            bar = _Bar(total=1, leave=False, bar_format=_SHAPE)
+            bar = _Bar(leave=False, bar_format=f"nnsight: {doing} {self.name}, {self.done} steps done, {{elapsed}}{hint}")
             bar.start_t = self.started
             while not bar.disable:
-                bar.n, bar.total = self.done, self.done + max(self.left, 1)
-                bar.bar_format = f"{_SHAPE} {self.hint}" if self.doing == LOWERING else _SHAPE  # no hint helps against a capture
-                left = f" ({self.left} left)" if self.left > 1 else ""
-                bar.set_description_str(f"nnsight: {self.doing} {self.name}{left}", refresh=False)
                 bar.refresh()
                 if over.wait(_INTERVAL):
                     break
@@ -92,7 +68,7 @@ _outermost: _Call | None = None
 
 
 @contextlib.contextmanager
-def call(name: str = "the model", hint: str = "") -> Iterator[None]:
+def call(name: str, hint: str = "") -> Iterator[None]:
     """Surround a call of a model called ``name``; ``hint`` says how not to wait for a lowering."""
     global _outermost  # noqa: PLW0603 - there is one main thread
     if _outermost is not None or threading.current_thread() is not threading.main_thread():
@@ -106,40 +82,19 @@ def call(name: str = "the model", hint: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def expected(count: int) -> Iterator[None]:
-    """Surround a loop of ``count`` steps."""
-    with _shown() as here:
-        if here is None:
-            yield
-            return
-        before, here.left = here.left, here.left + count
-        try:
-            yield
-        finally:
-            here.left = before
-
-
-@contextlib.contextmanager
 def step(doing: str) -> Iterator[None]:
     """Surround a step: ``doing`` says what it does, as in "capturing"."""
-    with _shown() as here:
-        if here is not None:
-            here.doing = doing
-        try:
-            yield
-        finally:
-            if here is not None:
-                here.done, here.left = here.done + 1, max(here.left - 1, 0)
-
-
-@contextlib.contextmanager
-def _shown() -> Iterator[_Call | None]:
-    """Return the call under way, with a line for it; ``None`` if none is shown."""
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and CONFIG.APP.PROGRESS and logger.isEnabledFor(logging.WARNING)):
-        yield None
+        yield
         return
-    with call():
-        assert _outermost is not None
-        with _outermost.line():
-            yield _outermost
+    here = _outermost or _Call("the model", "")
+    over = threading.Event()
+    thread = threading.Thread(target=here.draw, args=(doing, over), name="nnsight-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        here.done += 1
+        over.set()
+        thread.join()

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from .. import progress
 from ..capturing.direct import Direct
 from ..counters import counters
 from .backends import BackendCallable
@@ -79,7 +78,7 @@ def lower_in_regions(
     if not graphs:
         return None
     calls, conditions, compiles, node_by_node = [], list(prepared.symbols.conditions()), 0, True
-    with known.lock, progress.expected(len({region.key for region in graphs if not known.find(region)})):
+    with known.lock:
         for region in graphs:
             lowered = known.find(region)
             if lowered is None:

@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
     Attributes:
         sharing: Which of them share memory that the graph writes to, see :func:`sharing_of`.
-        layouts: Those of the inputs that come from the piece before, see :mod:`~nnsight.fx.lowering.strides`.
+        layouts: Those of the inputs that come from the piece before, see :mod:`~nnsight.fx.lowering.symbols`.
     """
 
     sharing: tuple[int, ...] = ()

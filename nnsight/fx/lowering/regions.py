@@ -27,7 +27,7 @@ from .lowering import Lowered, Prepared, lower_prepared
 from .region_graph import RegionGraph
 from .region_plan import Plan, attribute_at
 from .repeated_modules import STRETCH
-from .strides import as_python, expression, is_contiguous, with_strides
+from .symbols import as_python, expression, is_contiguous, with_strides
 
 logger = logging.getLogger("nnsight.fx")
 

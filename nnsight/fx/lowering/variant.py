@@ -35,8 +35,7 @@ from .lowering import Lowered, Placement, Prepared, lower_prepared, prepare, run
 from .region_plan import Plan
 from .regions import KnownRegions, lower_in_regions
 from .repeated_modules import copy_stretches
-from .strides import Layout, layout_of
-from .symbols import Symbols
+from .symbols import Layout, Symbols, layout_of
 
 logger = logging.getLogger("nnsight.fx")
 

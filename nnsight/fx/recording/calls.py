@@ -19,7 +19,6 @@ from ...tracing.saving import keep_mark
 from ..program import Call, Value
 from ..splicing.nodes import references
 from .autograd_state import wants_grad
-from .cut_reasons import name_of
 from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
 from .failing_calls import error_on_values, handler, is_possible, may_fail_by_values
 from .functions import (
@@ -39,6 +38,7 @@ from .functions import (
     edits_in_place,
     has_tensor,
     is_own,
+    name_of,
 )
 from .lazy import LazyTensor, become, is_filled, real_of
 from .numbers import Lifted, keep_constant, lift

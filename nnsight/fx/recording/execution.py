@@ -25,8 +25,8 @@ from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
 from ..splicing.pieces import Piece, as_argument
 from .calls import NEVER_COMPUTED, CallRecorder
-from .cut_reasons import ABOUT_BACKWARD, instead_of, name_of
 from .events import storage_of, user_position
+from .functions import ABOUT_BACKWARD, instead_of, name_of
 from .lazy import LazyTensor, become, real_of
 
 if TYPE_CHECKING:

@@ -80,10 +80,7 @@ def guards_of(
     """
     findings = Findings(tracer, modules)
     Analysis(findings, BlockVariables(block, variable)).run(block.body)
-    for path, _ in findings.guards:
-        if path in findings.filled:
-            raise Undetermined(f"the list `{path}` is appended to and looked at")
-    return (*findings.guards, *((path, "filled") for path in findings.filled))
+    return tuple(findings.guards)
 
 
 class _Loop(NamedTuple):
@@ -99,9 +96,6 @@ class Calls(Expressions):
     def _Call(self, node: ast.Call) -> Any:  # noqa: N802 - named after the nodes of ast
         written = node.func
         if isinstance(written, ast.Attribute):
-            if written.attr == "append" and self._fills_outside(written.value):
-                self.check_storable(map(self.value, node.args), node)
-                return Known(None)
             owner = self.value(written.value)
             given, named = self._arguments(node, False)
             done = self._method(owner, written.attr, [*given, *named.values()], node)
@@ -175,22 +169,6 @@ class Calls(Expressions):
             self.check_storable(given, node)
             return VALUE
         return None
-
-    def _fills_outside(self, node: ast.expr) -> bool:
-        """Whether a name, or an attribute, stands for a list from outside; then it is one that the block fills."""
-        try:
-            if isinstance(node, ast.Name) and node.id not in self.values:
-                path, value = self.variables.outside(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(owner := self.value(node.value), Outside) and node.attr[:2] != "__":
-                step = GuardStep("attribute", node.attr)
-                path, value = owner.path.to(*step), step.of(owner.value)
-            else:
-                return False
-        except LookupError:
-            return False
-        if type(value) is list:
-            self.findings.filled[path] = None
-        return type(value) is list
 
     def _is_instance(self, function: Outside, node: ast.Call) -> Any:
         written, classes = node.args

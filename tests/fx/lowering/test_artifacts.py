@@ -84,7 +84,7 @@ def test_what_another_version_lowered_is_not_used(monkeypatch: pytest.MonkeyPatc
 
     misses()
     assert misses() == 0
-    monkeypatch.setattr("nnsight.fx.lowering.backward._cache_tag", uuid.uuid4().hex)  # the folder of the cache may be an old one
+    monkeypatch.setattr("nnsight.fx.lowering.backends._cache_tag", uuid.uuid4().hex)  # the folder of the cache may be an old one
     assert misses() > 0
     assert torch.compiler.config.cache_key_tag == ""
 

@@ -7,8 +7,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnsight import NNsight
-from nnsight.fx.lowering.strides import are_equal, is_contiguous, layout_of, strides_in, with_strides
-from nnsight.fx.lowering.symbols import Symbols, wanting_grad
+from nnsight.fx.lowering.symbols import (
+    Symbols,
+    are_equal,
+    is_contiguous,
+    layout_of,
+    strides_in,
+    wanting_grad,
+    with_strides,
+)
 
 FUSED = torch.randn(2, 5, 24)
 TENSORS = [

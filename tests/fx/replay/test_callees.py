@@ -138,26 +138,6 @@ def test_functions_made_anew_each_time_are_replayed(model: Any) -> None:
     assert fx.counters.replays == 7
 
 
-def test_what_a_function_saves_and_appends_to_outer_lists(model: Any) -> None:
-    kept: list[Any] = []
-
-    def note(h: torch.Tensor, more: Any) -> torch.Tensor:
-        kept.append(h.norm())
-        more.append(len(kept_elsewhere))
-        return (h * 2).save()
-
-    kept_elsewhere = (1, 2)
-    for number in range(1, 4):
-        with model.trace(x()):
-            counts = [].save()
-            doubled = note(model.layers[0].output, counts)
-        expected = Hooks(model._module)
-        expected.output("layers.0", expected.keep("h"))(x())
-        same((doubled, kept), (expected.seen["h"] * 2, [expected.seen["h"].norm()] * number))
-        assert counts == [2]
-    assert fx.counters.replays == 2
-
-
 # -- what they read changes ------------------------------------------------------------------------------------------------
 
 

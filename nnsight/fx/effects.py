@@ -298,13 +298,8 @@ def edits_of_inputs(
 ) -> Iterator[tuple[torch.fx.Node, frozenset[int], bool]]:
     """Yield calls that may edit inputs in place, the positions of these inputs, and whether autograd follows the call.
 
-    A call whose name and arguments show no edit is taken to make none.
-
-    Args:
-        graph: Not changed.
-        source_of: Returns the argument that a node passes on, if it does nothing else.
-        inputs: The nodes that are inputs, with their positions; by default the placeholders.
-        nodes: The calls to look at; by default all.
+    A call whose name and arguments show no edit is taken to make none. ``source_of`` returns the argument that a node passes on, if it does
+    nothing else. By default ``inputs`` are the placeholders, and all ``nodes`` are looked at.
     """
     if inputs is None:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -80,13 +80,7 @@ def _unsupported(message: str) -> Exception:
 
 
 class _TracedRun(compat.Interleaver):
-    """A run whose values are variables of dynamo.
-
-    Args:
-        mediators: The blocks.
-        tx: The frame of dynamo that makes the call.
-        tree: The modules of the model, as a variable.
-    """
+    """A run whose values are variables of dynamo; ``tx`` is the frame of dynamo that makes the call."""
 
     __slots__ = ("tree_variable", "tx")
 
@@ -127,11 +121,6 @@ class _TracedMediator(compat.Mediator):
 
     Dynamo keeps a stack of the frames it is in. The frames of a block are taken off it while the model runs, and put
     back when it is the block's turn. Grad mode, of which each side has its own, is switched in the graph as well.
-
-    Args:
-        tx: The frame of dynamo that makes the call.
-        function: The block, as a variable.
-        name: Tells the blocks of a run apart.
     """
 
     __slots__ = ("_frames", "_tx")
@@ -271,11 +260,7 @@ def _unchanged(value: Any) -> Any:
 
 
 class _Handle(VariableTracker):
-    """An object of the package that blocks work with, as dynamo sees it.
-
-    Args:
-        value: The object.
-    """
+    """An object of the package that blocks work with, as dynamo sees it."""
 
     def __init__(self, value: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -317,11 +302,7 @@ class _ActiveRun(VariableTracker):
 
 
 class _HostFunction(VariableTracker):
-    """A function on objects of the package that dynamo calls at once instead of tracing it.
-
-    Args:
-        function: The function.
-    """
+    """A function on objects of the package that dynamo calls at once instead of tracing it."""
 
     def __init__(self, function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)

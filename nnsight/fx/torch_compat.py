@@ -209,9 +209,7 @@ def _without_tracebacks() -> Iterator[None]:
 def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
     """Copy each gradient that shares memory with an earlier one without being the same value, a case that autograd handles.
 
-    Args:
-        joint: A graph of forward and backward pass; it returns results, then the gradients of its inputs.
-        inputs: The inputs of the forward pass, and those of the backward pass.
+    The graph of forward and backward pass returns results, then the gradients of the inputs of the forward pass, ``inputs[0]``.
     """
     output = joint.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]

@@ -33,9 +33,7 @@ KEPT = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in FILLED], "'torc
 def describe(spec: pytree.TreeSpec, texts: list[str] | None = None) -> str:
     """Return ``spec`` as a Python literal: ``None`` for a leaf, else ``(type, context, children)``.
 
-    Args:
-        spec: The structure.
-        texts: Descriptions of its leaves, each with a comma, consumed from the end.
+    ``texts`` are descriptions of its leaves, each with a comma, consumed from the end.
     """
     if spec.is_leaf():
         return "None" if texts is None else texts.pop()[:-1]

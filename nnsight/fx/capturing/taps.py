@@ -163,10 +163,8 @@ class _Kept:
 def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any], Any, str]:
     """Return the leaves of ``value``, its structure (``None`` for a leaf), and that as text with a comma.
 
-    Args:
-        value: Of the model.
-        given: The arguments of the module, as this function returns them: plain objects among their leaves are not looked into; nor is any
-            with ``None``.
+    ``given`` are the arguments of the module, as this function returns them: plain objects among their leaves are not looked into; nor is
+    any with ``None``.
     """
     if _is_simple(value):
         return [value], None, "None,"

@@ -142,29 +142,21 @@ class Symbols:
                 create(size, source, DimDynamic.DYNAMIC), hint=size, source=source
             )
         self.numbers: list[Any] = []
-        self._assumed: list[Any] = []
+        self.assumed: list[Any] = []
         symbols = [number.node.expr for number in self.fresh.values()]
         for position, value in enumerate(binding[len(names) :]):
             if type(value) in fixed:
                 symbols.append(sympy.Symbol(f"fixed_{position}"))
-                self._assumed.append(sympy.Eq(symbols[-1], value))
+                self.assumed.append(sympy.Eq(symbols[-1], value))
                 self.numbers.append(value)
             else:
                 self.numbers.append(self._number(position, value))
                 symbols.append(self.numbers[-1].node.expr)
         self.symbols = tuple(symbols)
 
-    def fix(self) -> None:
-        """Assume that sizes and numbers are always those of now."""
-        self._assumed += self._as_now()
-
-    def _as_now(self) -> list[Any]:
+    def as_now(self) -> list[Any]:
+        """Return the assumption that sizes and numbers are always those of now."""
         return [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, self._binding, strict=True)]
-
-    def specialize_sizes(self) -> None:
-        """Make the sizes constants: from here on the environment puts their values in place of the symbols."""
-        for size in self.fresh.values():
-            int(size)
 
     def _number(self, index: int, value: int | float) -> Any:
         """Return a symbolic number about which nothing is assumed."""
@@ -176,7 +168,7 @@ class Symbols:
 
     def conditions(self) -> tuple[Any, ...]:
         """Return what has been assumed so far, as expressions over ``symbols``."""
-        conditions = [*self._assumed, *(self._over_symbols(guard.expr) for guard in self.environment.guards)]
+        conditions = [*self.assumed, *(self._over_symbols(guard.expr) for guard in self.environment.guards)]
         for symbol in self.symbols:
             replaced = self.environment.replacements.get(symbol)
             if replaced is not None and replaced != symbol:
@@ -190,7 +182,7 @@ class Symbols:
         found = assumed.xreplace(known)
         if found.free_symbols.issubset(self.symbols):
             return found
-        return sympy.And(*self._as_now())  # of the others only their present values are known
+        return sympy.And(*self.as_now())  # of the others only their present values are known
 
     def fake(self, example: Any, actual: Any) -> Any:
         """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""

@@ -32,9 +32,8 @@ from . import background
 from .backends import BackendCallable
 from .gradient_borders import mark_borders, partial_results
 from .lowering import Lowered, Placement, Prepared, lower_prepared, prepare, run_as_is, sharing_of
-from .region_plan import Plan
+from .region_plan import Plan, copy_stretches
 from .regions import KnownRegions, lower_in_regions
-from .repeated_modules import copy_stretches
 from .symbols import Layout, Symbols, layout_of
 
 logger = logging.getLogger("nnsight.fx")
@@ -70,9 +69,7 @@ class Variant:
     """A program spliced into a piece of a captured graph.
 
     Args:
-        graph: The captured graph.
         piece: Where the piece begins.
-        program: What is spliced in.
         stop: Number of the first node that is left out.
         alive: Numbers of the values that become real tensors.
         wanted: What else is needed: references, captured nodes, or constants.
@@ -80,7 +77,6 @@ class Variant:
         unseen: Whether the outputs of the captured graph are left out of ``wanted``, because nobody is going to see them.
 
     Attributes:
-        spliced: The spliced graph.
         positions: Position of each alive value among the graph's results.
     """
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ...runtime.switching.mode_stacks import ModeStacks
 from ...tracing.saving import keep_mark
 from ..program import Call, Value
-from ..splicing.nodes import references
+from ..splicing.pieces import references
 from .autograd_state import wants_grad
 from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
 from .failing_calls import error_on_values, handler, is_possible, may_fail_by_values
@@ -153,8 +153,7 @@ class CallRecorder(EventRecorder):
                 return result
             function = READ_AS.get(function, function)
         if isinstance(function, ControlOperator):
-            reason = f"`torch.{function.name()}` runs Python that depends on a value"
-            return self.demand(as_python(function), args, kwargs, reason)
+            return self.demand(as_python(function), args, kwargs, f"`torch.{function.name()}` runs Python that depends on a value")
         reason = self._needs_values(function)
         if reason is None and edits_in_place(function) and self.shows_memory:
             reason = "an array outside of torch may have the memory that is edited"

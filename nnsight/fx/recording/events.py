@@ -19,8 +19,7 @@ from ...runtime.switching.modes import Modes
 from ...tracing.errors import user_position_now
 from ..capturing.graph import CapturedGraph, Tap
 from ..program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, Reference, State, Symbol, Value
-from ..splicing.nodes import references
-from ..splicing.pieces import Piece
+from ..splicing.pieces import Piece, references
 from .autograd_state import is_apart, some, wants_grad
 from .functions import (
     PLAIN,
@@ -61,13 +60,7 @@ class EventRecorder(TorchFunctionMode):
         binding: The sizes that the graph's symbols have for these inputs.
         modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
         stacks: Its other modes.
-        state: The program so far.
-        tap: The tap at which the block stands.
-        recorded: Whether an event was new.
         relaid: Whether a replacement has other strides than the captured value.
-        closed: Whether the run is over.
-        run: The run.
-        piece: The piece of the graph that is being recorded.
         lifted: Tensors that stand for Python floats.
         filled: Lazy tensors that have a value but could not become it.
         gained_grad: Whether an edit in place may have made tensors require gradients that did not.

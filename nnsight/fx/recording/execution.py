@@ -136,10 +136,7 @@ class PieceRunner(CallRecorder):
     def cut(self, reason: str, instead: str, observed: bool = False) -> None:
         """Run the graph up to the current tap; every lazy tensor becomes real.
 
-        Args:
-            reason: What needs a value.
-            instead: What a user can write that needs none.
-            observed: Whether autograd has to see all those tensors, because gradients for them will be asked for.
+        ``observed`` is whether autograd has to see all those tensors, because gradients for them will be asked for.
         """
         assert self.tap is not None
         filename, line = user_position()

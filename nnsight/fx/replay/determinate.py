@@ -22,7 +22,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -67,13 +67,7 @@ _DEFERRED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 def guards_of(
     block: Block, tracer: Any, modules: ModuleTree | None, variable: Callable[[str], Any]
 ) -> tuple[tuple[GuardPath, str], ...]:
-    """Return what ``block`` reads from outside, with the kind of comparison that each needs.
-
-    Args:
-        block: The block.
-        tracer: What ``as`` binds.
-        modules: The modules of the traced model.
-        variable: See :class:`~.names.BlockVariables`.
+    """Return what ``block`` reads from outside, with the kind of comparison that each needs; ``tracer`` is what ``as`` binds.
 
     Raises:
         Undetermined: If the block may do something that a replay would not repeat.
@@ -81,13 +75,6 @@ def guards_of(
     findings = Findings(tracer, modules)
     Analysis(findings, BlockVariables(block, variable)).run(block.body)
     return tuple(findings.guards)
-
-
-class _Loop(NamedTuple):
-    """The variables where `break` leaves a loop, and where `continue` begins its next round."""
-
-    left: list[dict[str, Any]]
-    next: list[dict[str, Any]]
 
 
 class Calls(Expressions):
@@ -251,7 +238,6 @@ class Analysis(Calls):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.live = True
-        self._loops: list[_Loop] = []
         self._returned: list[Any] = []
 
     def run(self, statements: Sequence[ast.stmt]) -> None:
@@ -284,19 +270,6 @@ class Analysis(Calls):
 
     def _Raise(self, node: ast.Raise) -> None:  # noqa: N802
         self.live = False  # nothing catches it, and a run that ends so is not remembered
-
-    def _Assert(self, node: ast.Assert) -> None:  # noqa: N802
-        test = self.value(node.test)
-        self.check_operand(test, node)
-        self.live = truth_of(test) is not False
-
-    def _Break(self, node: ast.Break) -> None:  # noqa: N802
-        self._loops[-1].left.append(self.values)
-        self.live = False
-
-    def _Continue(self, node: ast.Continue) -> None:  # noqa: N802
-        self._loops[-1].next.append(self.values)
-        self.live = False
 
     # -- assignments -------------------------------------------------------------------------------------------------
 
@@ -368,18 +341,12 @@ class Analysis(Calls):
         items = self.iterated(node.iter)
         if items is None:
             raise Undetermined(f"a loop of unknown length {self.at(node)}")
-        loop = _Loop([], [])
-        self._loops.append(loop)
         for item in items.items:
             if self.live:
                 self.store(node.target, item)
                 self.run(node.body)
-                self._go_on([*self._ends(), *loop.next])
-                loop.next.clear()
-        self._loops.pop()
         if self.live:
             self.run(node.orelse)
-        self._go_on([*self._ends(), *loop.left])
 
     def _With(self, node: ast.With) -> None:  # noqa: N802
         for item in node.items:

@@ -179,8 +179,8 @@ def kind_of(value: Any) -> str | None:
 
 
 def is_constant(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(is_constant(item) for item in value)
+    if type(value) in (tuple, slice):
+        return all(map(is_constant, value if type(value) is tuple else (value.start, value.stop, value.step)))
     return type(value) in _CONSTANT_TYPES
 
 

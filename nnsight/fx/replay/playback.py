@@ -87,17 +87,12 @@ class Effects:
     """What a block does to one captured graph with one set of sizes.
 
     Attributes:
-        variant: The compiled program.
         state: Where the program ends.
         stop: Number of the node at which the graph ends.
-        python: What the block did besides.
         externals: For each external the number of its slot, or the tensor itself in a tuple.
-        numbers: The program's numbers.
         alive: Numbers of the values that are saved.
         edits: Whether anything is edited in place.
         sharing: How tensors from outside share memory, see :func:`sharing_of`.
-        spliced: Locations for the report.
-        ran: The latest run, for the report.
     """
 
     variant: Variant
@@ -245,7 +240,7 @@ def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.
                 leaves[position] = None
             elif callable(leaf) and leaf in DRAWN_LIKE:
                 continue
-            elif kind_of(leaf) != "constant" or (isinstance(leaf, slice) and not _plain_slice(leaf)):
+            elif kind_of(leaf) != "constant":
                 raise Undetermined(f"a call with a {type(leaf).__name__}")
         made = pytree.tree_leaves(result)
         _check_sizes(function, args, kwargs, made)
@@ -317,10 +312,6 @@ def _check_sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], m
 
 def _shapes(leaves: Sequence[Any]) -> list[Any]:
     return [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-
-
-def _plain_slice(value: slice) -> bool:
-    return all(kind_of(part) == "constant" for part in (value.start, value.stop, value.step))
 
 
 def _slot(tensor: torch.Tensor, slot_of: dict[int, int]) -> int:

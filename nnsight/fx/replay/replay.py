@@ -1,7 +1,6 @@
 """Replay: the effects of a block that is determined by what it reads, without running the block.
 
-A block that is traced for the thousandth time does what it did before, and yet all of it runs: a greenlet, a walk over the
-taps, a look-up for each operation. For most blocks that can be left out. When
+For most blocks the greenlet, the walk over the taps and the look-up for each operation can be left out. When
 
 * the block's Python does nothing but compute (:mod:`nnsight.fx.replay.determinate` proves it from the syntax tree),
 * what it reads from outside is as it was: the same objects, equal numbers, tensors of the same metadata that share memory

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from ..capturing.graph import CapturedGraph
-from ..capturing.switches import Switched
-from ..effects import Kind, edited, kind_of
+from ..capturing.graph import CapturedGraph, Switched
+from ..effects import edited
 from ..program import (
     Call,
     Declare,
@@ -35,9 +34,18 @@ from ..program import (
     Write,
     given,
 )
-from .nodes import LIKE_FUNCTIONS, appended_to, emit, is_made_of_sizes, numbers, references, select_numbers
 from .passes import run_passes
-from .pieces import Piece, Result, SplicedGraph
+from .pieces import (
+    Piece,
+    Result,
+    SplicedGraph,
+    appended_to,
+    emit,
+    is_made_of_sizes,
+    numbers,
+    references,
+    select_numbers,
+)
 
 
 def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
@@ -178,22 +186,12 @@ class _Splicer:
     def _begin_with(self, node: torch.fx.Node) -> None:
         """Compute a tensor that a skipped module makes of sizes alone, such as the zeros of an initial state."""
         example = node.meta.get("example_value")
-        if not isinstance(example, torch.Tensor):
+        if not isinstance(example, torch.Tensor) or not is_made_of_sizes(node):
             return
-        if is_made_of_sizes(node):
-            for made_of in node.all_input_nodes:
-                if made_of in self.skipped and made_of not in self.env:
-                    self._begin_with(made_of)
-            self.env[node] = self.new.node_copy(node, self._captured)
-            return
-        if node.op != "call_function" or kind_of(node) is not Kind.NEW:
-            return
-        make = LIKE_FUNCTIONS.get(getattr(node.target, "__name__", ""))
-        sizes = {symbol: self.graph.placeholders[position] for position, symbol in self.graph.symbols}
-        shape = [sizes.get(size.node.expr) if isinstance(size, torch.SymInt) else size for size in example.shape]
-        if make is not None and None not in shape:
-            taken = tuple(self._captured(size) if isinstance(size, torch.fx.Node) else size for size in shape)
-            self.env[node] = self.new.call_function(make, (taken,), {"dtype": example.dtype, "device": example.device})
+        for made_of in node.all_input_nodes:
+            if made_of in self.skipped and made_of not in self.env:
+                self._begin_with(made_of)
+        self.env[node] = self.new.node_copy(node, self._captured)
 
     def _at_tap(self, number: int) -> None:
         tap = self.graph.taps[number]

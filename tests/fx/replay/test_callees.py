@@ -45,9 +45,8 @@ def first_of(h: Any) -> torch.Tensor:
         h = h[0]
     kept: list[torch.Tensor] = []
     for i in range(4):
-        if i == 3:
-            break
-        kept.append(h * i)
+        if i < 3:
+            kept.append(h * i)  # noqa: PERF401 - as people write it
     return sum(kept[:2]) + VECTOR
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
-from nnsight.fx.capturing.direct import Direct
 from nnsight.fx.lowering.backends import resolve_backend
+from nnsight.fx.lowering.lowering import Direct
 
-from ..lowering.test_regions import Stack, X, close
+from .test_regions import Stack, X, close
 
 
 def lowered(function: Callable[..., Any], *inputs: Any) -> Direct:

@@ -88,8 +88,8 @@ _TORCH_OPTIONS, _STAGES = ("backend", "mode", "options", "dynamic", "fullgraph")
 class CompiledDriver:
     """Runs a model with its blocks spliced into the graphs that dynamo captures of it.
 
-    The options are keyword arguments of ``torch.compile``, and three of our own: ``regions`` (:mod:`~nnsight.fx.lowering.regions`), by default
-    with inductor, unless it makes CUDA graphs; ``background`` (:mod:`~nnsight.fx.lowering.variant`); and ``max_captures``
+    The options are keyword arguments of ``torch.compile``, and three of our own: ``regions`` (:mod:`~nnsight.fx.lowering.regions`), by
+    default with inductor, unless it makes CUDA graphs; ``background`` (:mod:`~nnsight.fx.lowering.variant`); and ``max_captures``
     (:mod:`~nnsight.fx.capturing.captures`).
     """
 

@@ -249,7 +249,7 @@ def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Seque
 def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None) -> Any:
     """Return a leaf of ``pytree``, which may be a record, with other leaves."""
     kind = type(value)
-    if not _holds_tensors(value, given):
+    if not any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value, given)[0]]):  # noqa: C419
         return leaves.pop()
     keys, names = entries(value)
     for key in keys:
@@ -264,10 +264,6 @@ def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None
         if not is_frozen(kind) and _is_made_anew(held, given):
             object.__setattr__(value, name, made[name])
     return kind(**made) if is_frozen(kind) else value
-
-
-def _holds_tensors(value: Any, given: Sequence[Any] | None) -> bool:
-    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value, given)[0]])  # noqa: C419
 
 
 def _is_made_anew(value: Any, given: Sequence[Any] | None) -> bool:

@@ -329,7 +329,7 @@ def _saved(block: Block, scope: Scope) -> list[tuple[str, Any]]:
 def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int]) -> tuple[tuple[Any, ...], Any]:
     """Return how a saved value is put together, see :class:`Effects`."""
     if type(value) in (list, tuple, dict) or not (isinstance(value, torch.Tensor) or kind_of(value) == "constant"):
-        leaves, structure = pytree.tree_flatten(value, is_leaf=_is_size)  # which would come back as a tuple
+        leaves, structure = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, torch.Size))  # else a tuple
         if structure.is_leaf():
             raise Undetermined(f"`{name}` is saved, a {type(value).__name__}")
     else:
@@ -345,10 +345,6 @@ def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int])
         else:
             raise Undetermined(f"`{name}` holds a {type(leaf).__name__}")
     return tuple(sources), structure
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.Size)
 
 
 def _collect_containers(value: Any, found: list[int]) -> None:

@@ -120,7 +120,9 @@ class Replays:
             builtins = module_globals["__builtins__"]
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
-        settings = modules.version, *_settings()
+        # What calls of torch depend on besides their arguments.
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+        settings = modules.version, torch.get_default_dtype(), *modes
         found = memory.found(settings, variable)
         if found is None:  # the proof is about the objects of now, another function may do anything
             try:
@@ -214,8 +216,3 @@ def _reference(item: Any) -> Callable[[], Any]:
         return weakref.ref(item)
     except TypeError:  # a built-in function
         return lambda: item
-
-
-def _settings() -> tuple[Any, ...]:
-    """What calls of torch depend on besides their arguments."""
-    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()

@@ -301,7 +301,8 @@ def _lean_process() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
-    gc.collect()
+    gc.collect()  # of what this file has made: what was there before stays frozen meanwhile
+    gc.unfreeze()
 
 
 # -- small models and inputs -----------------------------------------------------------------------------------------

@@ -704,6 +704,11 @@ class Mistakes(Models):
                 self.model[0].output = self.model[0].output * 2
         self.call_in_one_graph(edited)
 
+    def operations_in_one_graph(self) -> None:
+        with self.model.edit() as edited:
+            self.model[0].source.F_linear_0.output[:] = 0
+        self.call_in_one_graph(edited)
+
     def edited_model_in_an_edit(self) -> None:
         with NNsight(torch.nn.Linear(4, 4)).edit() as inner:
             inner.output[:] = 0

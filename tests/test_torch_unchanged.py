@@ -169,7 +169,7 @@ def test_after_traces_all_is_as_before(tmp_path: Path, backend: str) -> None:
 def test_private_parts_of_the_compiler_are_named_in_one_place() -> None:
     """Two modules have reasons of their own: Inductor takes long to import, and eager traces do without dynamo."""
     package = Path(nnsight.__file__).parent
-    allowed = {package / "fx" / "torch_compat.py", package / "fx" / "lowering" / "backward.py", package / "runtime" / "uncompiled.py"}
+    allowed = {package / "fx" / "torch_compat.py", package / "fx" / "lowering" / "backends.py", package / "runtime" / "uncompiled.py"}
     private = re.compile(r"torch\._(dynamo|functorch|inductor|guards)")
 
     def code(path: Path) -> str:

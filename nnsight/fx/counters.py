@@ -1,9 +1,13 @@
-"""Process-wide counts of the stages of the compiler, for tests and for monitoring. In a steady state they do not change."""
+"""The stages of the compiler: process-wide counts, which do not change in a steady state, and ranges in a profile."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
 
 
 @dataclass
@@ -54,3 +58,12 @@ class Counters:
 
 
 counters = Counters()
+
+_NOTHING = contextlib.nullcontext()
+
+
+def stage(name: str) -> Any:
+    """Return a context manager for a range ``nnsight::<name>`` (record, splice, lower, run) of a profile, if there is a profiler."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(f"nnsight::{name}")
+    return _NOTHING

@@ -38,8 +38,8 @@ from .capturing.captures import MAX_CAPTURES, Captures
 from .capturing.dynamo import NotCompiled, caller_of_compiled, new_caller, tensors_were_compared, watch_captures
 from .capturing.graph import CapturedGraph
 from .lowering.backends import BackendCallable, resolve_backend
+from .lowering.region_plan import mark_stretches
 from .lowering.regions import KnownRegions
-from .lowering.repeated_modules import mark_stretches
 from .recording.deferred_outputs import returned
 from .recording.execution import run_plain, suspended
 from .recording.journal import journal_of_run
@@ -88,16 +88,9 @@ _TORCH_OPTIONS, _STAGES = ("backend", "mode", "options", "dynamic", "fullgraph")
 class CompiledDriver:
     """Runs a model with its blocks spliced into the graphs that dynamo captures of it.
 
-    Args:
-        tree: The modules of the model.
-        options: Keyword arguments of ``torch.compile``, and three of our own:
-
-            * ``regions``: Lower repeated modules once and call them one by one (:mod:`~nnsight.fx.lowering.regions`); by default
-              with inductor, where lowering takes long, unless it makes CUDA graphs.
-            * ``background``: Lower whole graphs in the background, and run in the meantime what is there
-              (:mod:`~nnsight.fx.lowering.variant`).
-            * ``max_captures``: How often the model may be captured; calls that no capture fits run uncompiled from then on
-              (:mod:`~nnsight.fx.capturing.captures`).
+    The options are keyword arguments of ``torch.compile``, and three of our own: ``regions`` (:mod:`~nnsight.fx.lowering.regions`), by
+    default with inductor, unless it makes CUDA graphs; ``background`` (:mod:`~nnsight.fx.lowering.variant`); and ``max_captures``
+    (:mod:`~nnsight.fx.capturing.captures`).
     """
 
     def __init__(self, tree: ModuleTree, options: dict[str, Any]) -> None:

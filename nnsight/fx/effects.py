@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-#: What splicing leaves in ``node.meta`` of a call of the block: whether autograd follows it.
-REQUIRES_GRAD = "requires_grad"
-
 
 class Kind(Enum):
     """What a torch function is known to do, the least known first."""
@@ -241,20 +238,6 @@ def _is_view(node: Any, index: Any) -> bool:
     return is_basic_index(index) and (is_tensor or type(index) is not int)
 
 
-def is_differentiated(graph: torch.fx.Graph) -> bool:
-    """Whether autograd may follow calls of ``graph``."""
-    return any(map(_is_differentiated, graph.nodes))
-
-
-def _is_differentiated(node: torch.fx.Node) -> bool:
-    declaration, example = node.meta.get("declaration"), node.meta.get("example_value")
-    if node.meta.get(REQUIRES_GRAD) or (declaration is not None and declaration.requires_grad):
-        return True
-    if node.op == "placeholder" and not torch.is_grad_enabled():
-        return False
-    return any(map(requires_grad, example if isinstance(example, (tuple, list)) else (example,)))
-
-
 def requires_grad(value: Any) -> bool:
     """Whether ``value`` is a tensor that requires a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
@@ -290,10 +273,6 @@ class Memory:
         """Whether ``node`` may share memory with an input of the graph."""
         return self.group(node) is self.group("inputs")
 
-    def sharing(self, node: torch.fx.Node) -> list[torch.fx.Node]:
-        """Return the nodes that may share memory with ``node``, itself among them."""
-        return [item for item in self.order if self.group(item) is self.group(node)]
-
 
 def _is_number(node: torch.fx.Node) -> bool:
     """Whether the value of a node is known to have no memory."""
@@ -319,13 +298,8 @@ def edits_of_inputs(
 ) -> Iterator[tuple[torch.fx.Node, frozenset[int], bool]]:
     """Yield calls that may edit inputs in place, the positions of these inputs, and whether autograd follows the call.
 
-    A call whose name and arguments show no edit is taken to make none.
-
-    Args:
-        graph: Not changed.
-        source_of: Returns the argument that a node passes on, if it does nothing else.
-        inputs: The nodes that are inputs, with their positions; by default the placeholders.
-        nodes: The calls to look at; by default all.
+    A call whose name and arguments show no edit is taken to make none. ``source_of`` returns the argument that a node passes on, if it does
+    nothing else. By default ``inputs`` are the placeholders, and all ``nodes`` are looked at.
     """
     if inputs is None:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]

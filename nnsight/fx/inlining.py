@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import compat
-from ..envoy.source import OperationEnvoy, Source, source_of
+from ..envoy.source import source_of
 from ..runtime.controls import RunControls
 from ..runtime.editing import Edit
 from ..runtime.errors import ReplacementShapeError
@@ -35,17 +35,12 @@ from ..runtime.interleaver import active_interleaver
 from ..runtime.iteration import await_step, begin_loop, end_loop, keep_pace, point_at
 from ..runtime.mediator import Mediator
 from ..runtime.modules.interception import intercepted
-from ..runtime.modules.listing import SourceError
-from ..runtime.modules.operations import Operations, forward_of, layers_of
 from ..runtime.modules.tree import ModuleTree
-from ..runtime.tracer import open_mentioned
 from ..runtime.uncompiled import leave_frame
 from ..shared_changes import replaced
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
-from .dynamo_variables import as_dict, constant, guard_closures, tuple_of, unsupported
 from .torch_compat import (
-    AttributeMutationNew,
     AttrSource,
     DictGetItemSource,
     GuardBuilder,
@@ -54,7 +49,6 @@ from .torch_compat import (
     VariableBuilder,
     VariableTracker,
     exc,
-    guard_to_detect_forward_monkeypatching,
     install_guard,
     variables,
 )
@@ -68,26 +62,25 @@ def call_edited(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return model._call_edited(None, args, kwargs)
 
 
-def offered_call(
-    input_location: str, output_location: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Make the call of an operation. Dynamo traces what it calls as :class:`_OfferCall`."""
-    return offer_call(input_location, call, args, kwargs)
+def _constant(value: Any) -> VariableTracker:
+    return variables.ConstantVariable.create(value)
 
 
-def offer_call(input_location: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a call, and offer its input and output to the run that dynamo traces."""
-    raise AssertionError("only dynamo calls this")
+def _tuple_of(items: list[VariableTracker]) -> VariableTracker:
+    return variables.TupleVariable(items, mutation_type=ValueMutationNew())
+
+
+def _as_dict(mapping: VariableTracker) -> dict[str, VariableTracker]:
+    found: Any = mapping.realize()
+    return {key.vt.as_python_constant(): value for key, value in found.items.items()}
+
+
+def _unsupported(message: str) -> Exception:
+    return exc.Unsupported(message)
 
 
 class _TracedRun(compat.Interleaver):
-    """A run whose values are variables of dynamo.
-
-    Args:
-        mediators: The blocks.
-        tx: The frame of dynamo that makes the call.
-        tree: The modules of the model, as a variable.
-    """
+    """A run whose values are variables of dynamo; ``tx`` is the frame of dynamo that makes the call."""
 
     __slots__ = ("tree_variable", "tx")
 
@@ -104,10 +97,10 @@ def _offer(run: Any, location: str, value: Any) -> Any:
     if not location.endswith(".input"):
         return run.handle(location, value)
     args, kwargs = value
-    named = {constant(name): argument for name, argument in kwargs.items()}
-    pair = tuple_of([tuple_of(list(args)), variables.ConstDictVariable(named, mutation_type=ValueMutationNew())])
+    named = {_constant(name): argument for name, argument in kwargs.items()}
+    pair = _tuple_of([_tuple_of(list(args)), variables.ConstDictVariable(named, mutation_type=ValueMutationNew())])
     positional, by_name = run.handle(location, pair).unpack_var_sequence(run.tx)
-    return tuple(positional.unpack_var_sequence(run.tx)), as_dict(by_name)
+    return tuple(positional.unpack_var_sequence(run.tx)), _as_dict(by_name)
 
 
 def _check_replacement(location: str, old: VariableTracker, new: VariableTracker) -> None:
@@ -128,11 +121,6 @@ class _TracedMediator(compat.Mediator):
 
     Dynamo keeps a stack of the frames it is in. The frames of a block are taken off it while the model runs, and put
     back when it is the block's turn. Grad mode, of which each side has its own, is switched in the graph as well.
-
-    Args:
-        tx: The frame of dynamo that makes the call.
-        function: The block, as a variable.
-        name: Tells the blocks of a run apart.
     """
 
     __slots__ = ("_frames", "_tx")
@@ -152,7 +140,7 @@ class _TracedMediator(compat.Mediator):
             self._set_grad_enabled(before)
 
     def leave_loop(self) -> None:
-        raise unsupported("An edit loops over more steps than the call of the model has: bound it, as in `tracer.iter[:1]`.")
+        raise _unsupported("An edit loops over more steps than the call of the model has: bound it, as in `tracer.iter[:1]`.")
 
     def cancel(self) -> None:
         with self._own_frames():
@@ -194,11 +182,9 @@ class _CallEdited(VariableTracker):
         positional, named = args[1:]
         root: Any = args[0].realize()
         if active_interleaver() is not None:
-            raise unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
+            raise _unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
         tree: Any = root.var_getattr(tx, "_tree").realize()
         tree.value.refresh()
-        for edit in root.value._edits:
-            open_mentioned(tree.value.open_mentioned, edit.block, edit.scope, edit.module_globals)
         edits = root.var_getattr(tx, "_edits").unpack_var_sequence(tx)
         blocks = [_block_of(tx, edit.realize(), root) for edit in edits]
         mediators = [_TracedMediator(tx, block, f"edit {number}") for number, block in enumerate(blocks)]
@@ -206,15 +192,15 @@ class _CallEdited(VariableTracker):
         run = _TracedRun(mediators, tx, tree)
         try:
             with _intercepting(run, tree.value), run:
-                output = module.call_function(tx, positional.unpack_var_sequence(tx), as_dict(named))
+                output = module.call_function(tx, positional.unpack_var_sequence(tx), _as_dict(named))
                 if run.failure is not None:  # the model caught what a block raised
                     raise run.failure
                 run.handle("result", output)
                 run.finish()
                 return output
-            raise unsupported("An edit ended the run, so the call of the model has no output to return.")
+            raise _unsupported("An edit ended the run, so the call of the model has no output to return.")
         except (ValueError, TypeError) as error:
-            raise unsupported(f"{type(error).__name__}: {error}") from error
+            raise _unsupported(f"{type(error).__name__}: {error}") from error
         finally:
             run.failure = None
 
@@ -238,8 +224,8 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
     bound: VariableTracker = root
     if isinstance(value.block.target, tuple):
         controls = AttrSource(tx.import_source(__name__), "_CONTROLS")
-        bound = tuple_of([VariableTracker.build(tx, _CONTROLS, controls), root])
-    own = {TRACER_NAME: bound, SCOPE_NAME: constant(None), SAVE_NAME: VariableTracker.build(tx, _unchanged)}
+        bound = _tuple_of([VariableTracker.build(tx, _CONTROLS, controls), root])
+    own = {TRACER_NAME: bound, SCOPE_NAME: _constant(None), SAVE_NAME: VariableTracker.build(tx, _unchanged)}
     cells_source = AttrSource(AttrSource(source, "scope"), "cells")
     closure = []
     function = value.function()
@@ -259,12 +245,12 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
             continue
         tx.output.side_effects.store_cell(made, content)
     return _Block(
-        constant(function.__name__),
+        _constant(function.__name__),
         VariableTracker.build(tx, function.__code__),
         function.__globals__,
         None,
         None,
-        tuple_of(closure),
+        _tuple_of(closure),
     )
 
 
@@ -274,11 +260,7 @@ def _unchanged(value: Any) -> Any:
 
 
 class _Handle(VariableTracker):
-    """An object of the package that blocks work with, as dynamo sees it.
-
-    Args:
-        value: The object.
-    """
+    """An object of the package that blocks work with, as dynamo sees it."""
 
     def __init__(self, value: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -289,12 +271,12 @@ class _Handle(VariableTracker):
         if name == "interleaver":
             return _Handle(found)
         if name == "current":
-            return constant(None) if found is None else _Handle(found)
+            return _constant(None) if found is None else _Handle(found)
         if name == "tree":
             return self.value.tree_variable
         if callable(found):
             return variables.GetAttrVariable(self, name)
-        return constant(found)
+        return _constant(found)
 
     def call_method(
         self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -307,8 +289,8 @@ class _Handle(VariableTracker):
         try:
             found = getattr(self.value, name)(*plain)
         except (ValueError, TypeError) as error:
-            raise unsupported(f"{type(error).__name__}: {error}") from error
-        return found if isinstance(found, VariableTracker) else constant(found)
+            raise _unsupported(f"{type(error).__name__}: {error}") from error
+        return found if isinstance(found, VariableTracker) else _constant(found)
 
 
 class _ActiveRun(VariableTracker):
@@ -316,15 +298,11 @@ class _ActiveRun(VariableTracker):
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         run = active_interleaver()
-        return _Handle(run) if isinstance(run, _TracedRun) else constant(None)
+        return _Handle(run) if isinstance(run, _TracedRun) else _constant(None)
 
 
 class _HostFunction(VariableTracker):
-    """A function on objects of the package that dynamo calls at once instead of tracing it.
-
-    Args:
-        function: The function.
-    """
+    """A function on objects of the package that dynamo calls at once instead of tracing it."""
 
     def __init__(self, function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -332,7 +310,7 @@ class _HostFunction(VariableTracker):
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         given = [argument.value if isinstance(argument, _Handle) else argument.as_python_constant() for argument in args]
-        return constant(self.function(*given))
+        return _constant(self.function(*given))
 
 
 class _LeaveFrame(VariableTracker):
@@ -341,7 +319,7 @@ class _LeaveFrame(VariableTracker):
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         what = args[0].as_python_constant()
         if tx.one_graph or tx.error_on_graph_break:
-            raise unsupported(
+            raise _unsupported(
                 f"`{what}` cannot be part of a graph of torch.compile, and fullgraph=True asks for one graph. Its block runs "
                 "beside the model. Keep the block with `model.edit()` and call the edited model in the compiled function; or leave "
                 "the trace outside of it and compile the model, as in `model.compile()`; or compile without fullgraph=True."
@@ -355,7 +333,6 @@ _call_module = variables.UnspecializedNNModuleVariable.call_function
 @contextlib.contextmanager
 def _intercepting(run: _TracedRun, tree: ModuleTree) -> Iterator[None]:
     """Pass the calls of modules that dynamo traces through ``run``. Dynamo holds a lock meanwhile."""
-    operations = tree.operations(offered_call)
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         path = tree.paths.get(self.value)
@@ -363,8 +340,6 @@ def _intercepting(run: _TracedRun, tree: ModuleTree) -> Iterator[None]:
             return _call_module(self, tx, args, kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if path in operations.opened:
-                return _call_with_operations(tx, self, operations, path, args, kwargs)
             return _call_module(self, tx, list(args), kwargs)
 
         return intercepted(path, None)(call, *args, **kwargs)
@@ -373,64 +348,14 @@ def _intercepting(run: _TracedRun, tree: ModuleTree) -> Iterator[None]:
         yield
 
 
-def _call_with_operations(
-    tx: Any, module: Any, operations: Operations, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> VariableTracker:
-    """Call a module whose operations are watched."""
-    value = module.value
-    layers = layers_of(forward_of(value)[1], path)
-    hooked = value._forward_hooks or value._forward_pre_hooks or value._backward_hooks or value._backward_pre_hooks
-    if hooked or "forward" in value.__dict__:
-        raise unsupported(f"`{path}.source`: a module with hooks, or with a forward of its own, cannot be part of a graph.")
-    guard_to_detect_forward_monkeypatching(module.source, value)
-    rewritten = operations.intercept(path, layers[0])
-    guard_closures(tx, layers, module.get_source_by_walking_mro(tx, "forward"))
-    return variables.UserFunctionVariable(rewritten).call_function(tx, [module, *args], kwargs)
-
-
-class _OfferCall(VariableTracker):
-    """:func:`offer_call`, as dynamo sees it."""
-
-    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        location, function, positional, named = args
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function.call_function(tx, list(args), kwargs)
-
-        path = location.as_python_constant().removesuffix(".input")
-        return intercepted(path, None)(call, *positional.unpack_var_sequence(tx), **as_dict(named))
-
-
 class _SourceOf(VariableTracker):
-    """:func:`~nnsight.envoy.source.source_of`, as dynamo sees it: looking into functions is done beside the symbolic execution."""
+    """:func:`~nnsight.envoy.source.source_of`, as dynamo sees it."""
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        envoy: Any = args[0].realize()
-        return _SourceVariable(source_of(envoy.value))
-
-
-class _SourceVariable(VariableTracker):
-    """The operations of a function, as dynamo sees them.
-
-    Args:
-        value: The operations.
-    """
-
-    def __init__(self, value: Source, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.value = value
-
-    def var_getattr(self, tx: Any, name: str) -> VariableTracker:
-        try:
-            operation = getattr(self.value, name)
-        except (AttributeError, SourceError) as error:
-            raise unsupported(f"{type(error).__name__}: {error}") from error
-        kind: Any = AttrSource(tx.import_source(OperationEnvoy.__module__), OperationEnvoy.__qualname__)
-        return variables.UserDefinedObjectVariable(operation, cls_source=kind, mutation_type=AttributeMutationNew())
+        raise _unsupported("An edit names operations behind `.source`, which cannot be part of a graph of torch.compile.")
 
 
 VariableBuilder._id_dispatch()[id(active_interleaver)] = lambda builder, value: _ActiveRun()
-VariableBuilder._id_dispatch()[id(offer_call)] = lambda builder, value: _OfferCall()
 VariableBuilder._id_dispatch()[id(source_of)] = lambda builder, value: _SourceOf()
 VariableBuilder._id_dispatch()[id(leave_frame)] = lambda builder, value: _LeaveFrame()
 VariableBuilder._id_dispatch()[id(call_edited)] = lambda builder, value: _CallEdited()

@@ -29,7 +29,7 @@ from .capturing.dynamo import new_caller
 from .capturing.graph import CapturedGraph
 from .capturing.taps import tapped_call
 from .lowering.backends import resolve_backend
-from .lowering.lowering import lower as lower_graph
+from .lowering.lowering import lower_prepared, prepare
 from .program import Input, Program, Value
 from .recording.recording import Recording
 from .splicing.pieces import Piece, SplicedGraph, as_argument
@@ -188,5 +188,5 @@ def lower(spliced: SplicedGraph, recorded: RecordedBlock, backend: Any = "induct
     graph, inputs = recorded.captured.graph, spliced.arguments(recorded.inputs)
     symbols = [symbol for _, symbol in graph.symbols]
     binding = (*graph.binding(recorded.captured.inputs), *recorded.numbers)
-    lowered = lower_graph(spliced.copy(), inputs, symbols, binding, resolve_backend(backend, **options))
+    lowered = lower_prepared(prepare(spliced.copy(), inputs, symbols, binding), resolve_backend(backend, **options))
     return lambda *arguments: list(lowered.function(*arguments))

@@ -105,6 +105,23 @@ class Call(NamedTuple):
     grad: bool | None
 
 
+    def arguments(self, item_of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with ``item_of(item)`` for each reference and number."""
+        args = tuple(given(argument, item_of) for argument in self.args)
+        return args, {name: given(argument, item_of) for name, argument in self.kwargs}
+
+
+def given(argument: Any, item_of: Callable[[Any], Any]) -> Any:
+    """Return what an argument stands for; no function in a function, which would be a cycle that holds ``item_of``."""
+    if isinstance(argument, (Value, Input, External, Number)):
+        return item_of(argument)
+    if isinstance(argument, Constant):
+        return argument.value
+    if isinstance(argument, Nest):
+        return argument.build([given(item, item_of) for item in argument.items])
+    return argument
+
+
 class Results(NamedTuple):
     """The call before returned a container like this. The number of tensors of `unbind`, say, depends on sizes."""
 
@@ -161,11 +178,6 @@ class Outcome:
     fakes: tuple[torch.Tensor, ...]
     requires_grad: tuple[bool | None, ...]
     gains_grad: bool | None = False
-
-    @property
-    def is_differentiated(self) -> bool:
-        """Whether autograd may follow the call."""
-        return any(wants is not False for wants in (*self.requires_grad, self.gains_grad))
 
     @property
     def results(self) -> Results:

@@ -19,13 +19,12 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, exc, guards, symbolic_convert, variables
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, ConstantSource, DictGetItemSource, GetItemSource
+from torch._dynamo.source import AttrSource, ConstantSource, DictGetItemSource
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables import FrozensetVariable, SetVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.nn_module import guard_to_detect_forward_monkeypatching
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -210,9 +209,7 @@ def _without_tracebacks() -> Iterator[None]:
 def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
     """Copy each gradient that shares memory with an earlier one without being the same value, a case that autograd handles.
 
-    Args:
-        joint: A graph of forward and backward pass; it returns results, then the gradients of its inputs.
-        inputs: The inputs of the forward pass, and those of the backward pass.
+    The graph of forward and backward pass returns results, then the gradients of the inputs of the forward pass, ``inputs[0]``.
     """
     output = joint.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]

@@ -306,6 +306,9 @@ def _keeps_inputs(gradients: Any) -> bool:
 def _complaints(
     net: torch.nn.Module, case: Case, plan: BlockPlan, round: Round, found: Outcome, expected: Outcome, compile: bool
 ) -> list[str]:
+    refused = isinstance(expected.error, RuntimeError) and "modified by an inplace operation" in str(expected.error)
+    if refused and compile and case.backend != "eager" and found.error is None:
+        return []  # a backend may make a backward pass of the block that torch refuses
     if isinstance(expected.values["gradients"], Exception):  # torch itself refuses; a backend may not
         expected.values["gradients"] = found.values["gradients"]
     if compile and case.backend != "eager" and _keeps_inputs(found.values["gradients"]):

@@ -11,10 +11,8 @@ from nnsight import NNsight, fx
 
 from ..conftest import Rows
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")]
-#: Lowerings; by default those that are quick.
-BACKENDS = ["eager", "aot_eager", _SLOW[1]]
-SLOW_BACKENDS = ["eager", *_SLOW]
+#: Lowerings: by default the quick one that does what Inductor does before it generates code.
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 #: For blocks with a part that runs operation by operation, so that autograd sees all of it.
 UNCOMPILED = pytest.mark.filterwarnings("ignore:In this compiled trace:nnsight.UncompiledWarning")
@@ -112,10 +110,9 @@ class Product(torch.nn.Module):
         return self.left(x) * self.right(x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_an_edit_behind_a_cut_of_a_view_from_before(backend: str) -> None:
+def test_an_edit_behind_a_cut_of_a_view_from_before() -> None:
     """The piece behind the cut gets the value and the view as two inputs that share memory."""
-    model = NNsight(Product(), compile={"backend": backend})
+    model = NNsight(Product(), compile={"backend": "aot_eager"})
     with torch.no_grad():
         for rows in (3, 7, 8):
             model(torch.rand(rows, 4))  # sizes are symbolic from here on
@@ -134,10 +131,9 @@ def test_an_edit_behind_a_cut_of_a_view_from_before(backend: str) -> None:
             torch.testing.assert_close(out, torch.tanh(expected) * torch.sigmoid(expected))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_an_external_that_is_a_view_of_the_input_and_is_edited(backend: str) -> None:
+def test_an_external_that_is_a_view_of_the_input_and_is_edited() -> None:
     """Which tensors share memory decides what a lowering may be used for."""
-    model = NNsight(Product(), compile={"backend": backend})
+    model = NNsight(Product(), compile={"backend": "aot_eager"})
 
     def run(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         with model.trace(x):
@@ -173,12 +169,11 @@ class Counts(torch.nn.Module):
         return self.second(hidden)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_an_edit_of_what_comes_from_another_graph_into_one_that_edits_a_buffer(backend: str) -> None:
+def test_an_edit_of_what_comes_from_another_graph_into_one_that_edits_a_buffer() -> None:
     """A lowered graph would return the buffer in the place of the hidden state."""
     torch.manual_seed(0)
     net, x = Counts(), torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
-    model = NNsight(net, compile={"backend": backend})
+    model = NNsight(net, compile={"backend": "aot_eager"})
     for count in (1, 2, 3):
         with model.trace(x) as tracer:
             model.first.output.mul_(2.0)
@@ -188,37 +183,6 @@ def test_an_edit_of_what_comes_from_another_graph_into_one_that_edits_a_buffer(b
         torch.testing.assert_close(hidden, expected)
         torch.testing.assert_close(out, net.second(expected))
         assert net.calls == count and tracer.report.mode == "compiled"
-
-
-class Narrowed(torch.nn.Module):
-    """Uses its argument twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Identity(), torch.nn.Tanh()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_views_of_an_input_that_is_edited_through_another_one(backend: str) -> None:
-    """A lowered graph would look for the base of the view in another input."""
-    net = Narrowed()
-    model = NNsight(net, compile={"backend": backend})
-    with torch.no_grad():
-        for _ in range(2):
-            x, value = torch.arange(40.0).reshape(5, 8), torch.ones(8)
-            part = x[3:5]
-            with model.trace(x):
-                kept = model.first.input.narrow(0, 3, 2).save()
-                part[:] = value
-                out = model.output.save()
-            expected = torch.arange(40.0).reshape(5, 8)
-            expected[3:5] = 1.0
-            torch.testing.assert_close(kept, expected[3:5], rtol=0.0, atol=0.0)
-            torch.testing.assert_close(out, torch.tanh(expected))
-            assert kept.data_ptr() == part.data_ptr()
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -322,31 +286,19 @@ def _edits_a_view(model: Any, vector: torch.Tensor) -> None:
     vector[:2].mul_(hidden[0, :2])
 
 
-def _edits_its_input(model: Any, vector: torch.Tensor) -> None:
-    model.input.requires_grad_()
-    model.input[:, 0] = 1.0
-
-
-def _edits_a_weight(model: Any, vector: torch.Tensor) -> None:
-    model[0].weight.add_(model[0].output.detach().mean())
-
-
 def _edits_unseen(model: Any, vector: torch.Tensor) -> None:
     hidden = model[0].output.detach()
     with torch.no_grad():
         vector.add_(hidden[0])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "block", [_edits_a_vector, _edits_a_view, _edits_its_input, _edits_a_weight, _edits_unseen]
-)
-def test_autograd_forbids_the_edit_of_a_leaf(block: Any, backend: str) -> None:
+@pytest.mark.parametrize("block", [_edits_a_vector, _edits_a_view, _edits_unseen])
+def test_autograd_forbids_the_edit_of_a_leaf(block: Any) -> None:
     """Backends that lower ahead of time made the edit."""
     found: list[tuple[str, torch.Tensor]] = []
     for compile in (False, True, True):
         torch.manual_seed(0)
-        model = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), compile={"backend": backend})
+        model = NNsight(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), compile={"backend": "aot_eager"})
         vector, message = torch.ones(4, requires_grad=True), ""
         try:
             with model.trace(torch.ones(3, 4), compile=compile):
@@ -445,9 +397,8 @@ class Crossing(torch.nn.Module):
 
 
 @UNCOMPILED
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("view", [lambda h: h[:, 0], lambda h: h.diagonal(dim1=0, dim2=1)], ids=["select", "diagonal"])
-def test_the_gradient_of_a_tensor_whose_view_was_taken_before_a_cut_and_edited_behind_it(view: Any, backend: str) -> None:
+def test_the_gradient_of_a_tensor_whose_view_was_taken_before_a_cut_and_edited_behind_it(view: Any) -> None:
     """The graph behind the cut edits one of several inputs that share memory; what it computes of the others comes from the edit.
 
     The gradient lacked the part of the first module. It is whole now, or refused where no border is possible.
@@ -455,7 +406,7 @@ def test_the_gradient_of_a_tensor_whose_view_was_taken_before_a_cut_and_edited_b
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = Crossing()
-    model = NNsight(net, compile={"backend": backend})
+    model = NNsight(net, compile={"backend": "aot_eager"})
     x = torch.randn(3, 4)
 
     hidden = net.embed(x)
@@ -475,15 +426,10 @@ def test_the_gradient_of_a_tensor_whose_view_was_taken_before_a_cut_and_edited_b
         return found
 
     for _ in range(2):
-        if backend == "aot_eager":
-            try:
-                found = run()
-            except ValueError as error:
-                assert "cannot be told" in str(error)  # noqa: PT017 - either is right
-                continue
-        else:
-            found = run()
-        torch.testing.assert_close(found, edited.grad)
+        try:
+            torch.testing.assert_close(run(), edited.grad)
+        except ValueError as error:
+            assert "cannot be told" in str(error)  # noqa: PT017 - either is right
 
 
 class Breaks(torch.nn.Module):
@@ -514,16 +460,14 @@ def test_an_input_of_a_graph_behind_a_break_of_the_model_requires_a_gradient(com
         assert asked == [True, False, True]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("compile", [False, True])
-def test_the_model_edits_behind_a_cut_what_the_block_read_before_it(compile: bool, backend: str) -> None:
+def test_the_model_edits_behind_a_cut_what_the_block_read_before_it() -> None:
     """The edit waits for its graph, and a call on the tensor, or on a view of it, did not wait for the edit."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 4))
-    model, x = NNsight(net, compile={"backend": backend}), torch.randn(3, 4)
+    model, x = NNsight(net, compile={"backend": "aot_eager"}), torch.randn(3, 4)
     relu = net[0](x).relu()
     for _ in range(2):
-        with torch.no_grad(), model.trace(x, compile=compile):
+        with torch.no_grad(), model.trace(x):
             hidden = model[0].output
             part = hidden[:2]
             assert hidden.sum() > -1e9
@@ -538,15 +482,13 @@ def test_the_model_edits_behind_a_cut_what_the_block_read_before_it(compile: boo
         torch.testing.assert_close(out, net[2](relu + 1.0))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("activation", [torch.nn.ReLU(inplace=True), torch.nn.Hardtanh(-0.5, 0.5, inplace=True)], ids=["relu", "hardtanh"])
-def test_the_gradient_of_a_tensor_that_a_function_edits_in_place_behind_a_cut(activation: torch.nn.Module, backend: str) -> None:
+def test_the_gradient_of_a_tensor_that_a_function_edits_in_place_behind_a_cut() -> None:
     """`relu(x, inplace=True)` edits like `x.relu_()`, which is the one that was known to."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), activation, torch.nn.Linear(4, 4))
-    model, x = NNsight(net, compile={"backend": backend}), torch.randn(3, 4)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 4))
+    model, x = NNsight(net, compile={"backend": "aot_eager"}), torch.randn(3, 4)
     hidden = net[0](x)
-    edited = activation(hidden * 1.0).detach().requires_grad_()
+    edited = net[1](hidden * 1.0).detach().requires_grad_()
     net[2](edited).pow(2).sum().backward()
     for _ in range(2):
         with model.trace(x):
@@ -595,17 +537,10 @@ def _behind_the_trace(model: NNsight, x: torch.Tensor) -> Any:
     return model._module[0].weight.grad
 
 
-FORBIDDEN = [_tanh_is_edited, _a_strided_view_is_edited, _a_result_is_edited_after_its_use, _behind_the_trace]
-
-
 @UNCOMPILED
-@pytest.mark.parametrize(
-    ("block", "backend"),
-    [(block, backend) for block in FORBIDDEN for backend in (None, "eager", "aot_eager")][:-1],
-    ids=lambda chosen: chosen.__name__.strip("_") if callable(chosen) else str(chosen),
-)
+@pytest.mark.parametrize("block", [_tanh_is_edited, _a_strided_view_is_edited, _a_result_is_edited_after_its_use])
 @pytest.mark.filterwarnings("ignore:Error detected in")
-def test_a_backward_pass_that_torch_refuses_is_made_by_no_backend(block: Any, backend: str | None) -> None:
+def test_a_backward_pass_that_torch_refuses_is_made_by_no_backend(block: Any) -> None:
     """A tensor that the pass needs was edited, and the block shows that there will be such a pass.
 
     Behind the trace, a graph that was lowered ahead of time has edited a copy: see the next test.
@@ -613,12 +548,10 @@ def test_a_backward_pass_that_torch_refuses_is_made_by_no_backend(block: Any, ba
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
-    model = NNsight(net, compile={"backend": backend} if backend else False)
+    model = NNsight(net, compile={"backend": "aot_eager"})
     for _ in range(2):
-        with pytest.raises((RuntimeError, ValueError)) as raised:
+        with pytest.raises((RuntimeError, ValueError), match="modified by an inplace operation|cannot be told"):
             block(model, torch.randn(3, 4))
-        refused = "modified by an inplace operation" in str(raised.value)
-        assert refused or (backend == "aot_eager" and "cannot be told" in str(raised.value))
 
 
 def test_an_edit_of_what_a_backward_pass_needs_has_the_gradient_of_an_edited_copy() -> None:
@@ -642,18 +575,16 @@ class Summed(torch.nn.Module):
         return self.last(self.sum(first + self.second(first)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_view_of_what_a_graph_computes_from_inputs_that_share_memory_can_be_used(compile: bool, backend: str) -> None:
+def test_a_view_of_what_a_graph_computes_from_inputs_that_share_memory_can_be_used() -> None:
     """Ahead-of-time autograd takes a view's base from a wrong place if inputs share memory that the graph edits."""
     torch.manual_seed(0)
     net = Summed()
-    model, x = NNsight(net, compile={"backend": backend}), torch.randn(5, 4)
+    model, x = NNsight(net, compile={"backend": "aot_eager"}), torch.randn(5, 4)
     first = net.first(x)
     second = net.second(first)
     total = first + torch.cat([second[:3] + 1.0, second[3:]])
     for _ in range(2):
-        with model.trace(x, compile=compile):
+        with model.trace(x):
             second = model.second.output
             rows = second[:3]
             assert second.sum() > -1e9
@@ -698,11 +629,10 @@ class Batched(torch.nn.Module):
         return self.head(torch.vmap(torch.tanh)(self.body(x)))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_gradients_are_asked_for_behind_a_vmap_of_the_model(backend: str) -> None:
+def test_gradients_are_asked_for_behind_a_vmap_of_the_model() -> None:
     """The graph could not be cut for gradients, and the attempt left the block inside of the ``vmap``."""
     net = Batched()
-    model = NNsight(net, compile={"backend": backend})
+    model = NNsight(net, compile={"backend": "aot_eager"})
     x = torch.randn(3, 4)
     for _ in range(2):
         with model.trace(x):
@@ -727,8 +657,7 @@ class Normed(torch.nn.Module):
 @UNCOMPILED
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("value", [0.25, pytest.param(torch.tensor([0.25]), marks=pytest.mark.slow)])
-def test_an_assignment_by_a_mask_behind_a_matrix_product(backend: str, grad: bool, value: Any) -> None:
+def test_an_assignment_by_a_mask_behind_a_matrix_product(backend: str, grad: bool) -> None:
     """Inductor lets the matrix product read the values from behind the assignment; so it does in plain torch 2.13."""
     torch.manual_seed(0)
     net = Normed()
@@ -740,15 +669,15 @@ def test_an_assignment_by_a_mask_behind_a_matrix_product(backend: str, grad: boo
             with model.trace(x) as tracer:
                 out, seen = model.output
                 chosen = seen > 0.5 if mask.ndim == 3 else seen[..., 0] > 0.5
-                seen[chosen] = value
+                seen[chosen] = 0.25
                 result = tracer.result.save()
             edited = hidden.clone()
-            edited[mask] = value
+            edited[mask] = 0.25
             torch.testing.assert_close(result, (expected, edited))
             assert grad or not tracer.report.notes  # autograd keeps what is edited, so backends that trace it refuse
 
 
-@pytest.mark.parametrize("backend", SLOW_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_behind_an_edit_of_the_rows_of_one_invoke(backend: str) -> None:
     """Behind a cut, the rows and the batch are inputs that share memory. Inductor fused the edit with a read of other rows."""
 
@@ -792,7 +721,7 @@ class Doubled(Normed):
         return super().forward(x * 2.0)
 
 
-@pytest.mark.parametrize("backend", SLOW_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_where_an_input_is_used_and_then_edited(backend: str) -> None:
     """A compiled backward pass kept the input, and computed from it again when it had been edited."""
     torch.manual_seed(0)
@@ -812,9 +741,8 @@ def test_gradients_where_an_input_is_used_and_then_edited(backend: str) -> None:
     torch.testing.assert_close(given, x)
 
 
-@pytest.mark.parametrize("backend", SLOW_BACKENDS)
-@pytest.mark.parametrize("rows", [slice(None), slice(1, None)])
-def test_a_trained_factor_is_multiplied_in_place_behind_a_cut(backend: str, rows: slice) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_trained_factor_is_multiplied_in_place_behind_a_cut(backend: str) -> None:
     """The backward pass kept the tensor that came into the graph behind the cut, and autograd found it edited."""
     torch.manual_seed(0)
     net, factor = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.nn.Parameter(torch.randn(4))
@@ -825,11 +753,11 @@ def test_a_trained_factor_is_multiplied_in_place_behind_a_cut(backend: str, rows
             hidden = model[0].output
             before = hidden.tanh().save()
             if hidden.sum() > -1e9:
-                hidden[rows].mul_(factor)
+                hidden[1:].mul_(factor)
             out = (model.output * (hidden * factor).sigmoid()).save()
         assert len(tracer.report.breaks) == 1 and not tracer.report.notes
         start = net[0](x)
-        edited = torch.cat([start[: rows.start or 0], start[rows] * factor])
+        edited = torch.cat([start[:1], start[1:] * factor])
         expected = (start.tanh(), net[1](edited) * (edited * factor).sigmoid())
         torch.testing.assert_close((before, out), expected)
         wanted = [factor, *net.parameters()]
@@ -837,9 +765,8 @@ def test_a_trained_factor_is_multiplied_in_place_behind_a_cut(backend: str, rows
         torch.testing.assert_close(found, torch.autograd.grad(expected[0].sum() + expected[1].square().sum(), wanted))
 
 
-@pytest.mark.parametrize("backend", SLOW_BACKENDS)
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_copy_behind_an_edit_by_the_model_stays_a_copy(backend: str, grad: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_copy_behind_an_edit_by_the_model_stays_a_copy(backend: str) -> None:
     """With symbolic sizes, Inductor returned one tensor for both, which had no gradient; so it does in plain torch 2.13."""
 
     class Edits(torch.nn.Module):
@@ -850,22 +777,20 @@ def test_a_copy_behind_an_edit_by_the_model_stays_a_copy(backend: str, grad: boo
 
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), Edits())
     model = NNsight(net, compile={"backend": backend})
-    with torch.set_grad_enabled(grad):
-        for length in (5, 7):
-            x = torch.randn(2, length, 4)
-            with model.trace(x) as tracer:
-                cache = tracer.cache()
-                copy = model[1].output.detach().clone().save()
-                repeated = model[1].output.repeat(1, 1, 1)[:, 0].save()
-                first = model[1].output.clone()[0].save()
-                out = model.output.save()
-            expected = net(x)
-            kept = cache["model.1"].output
-            results = (copy, kept, first, repeated, out)
-            torch.testing.assert_close(results, (expected.detach(), expected.detach(), expected[0], expected[:, 0], expected))
-            assert [tensor.requires_grad for tensor in results] == [False, False, grad, grad, grad]
-            assert len({tensor.untyped_storage().data_ptr() for tensor in results}) == 5
-            if grad:
-                weight = net[0].weight
-                found = torch.autograd.grad(out.sum() + first.sum(), weight)
-                torch.testing.assert_close(found, torch.autograd.grad(expected.sum() + expected[0].sum(), weight))
+    for length in (5, 7):
+        x = torch.randn(2, length, 4)
+        with model.trace(x) as tracer:
+            cache = tracer.cache()
+            copy = model[1].output.detach().clone().save()
+            repeated = model[1].output.repeat(1, 1, 1)[:, 0].save()
+            first = model[1].output.clone()[0].save()
+            out = model.output.save()
+        expected = net(x)
+        kept = cache["model.1"].output
+        results = (copy, kept, first, repeated, out)
+        torch.testing.assert_close(results, (expected.detach(), expected.detach(), expected[0], expected[:, 0], expected))
+        assert [tensor.requires_grad for tensor in results] == [False, False, True, True, True]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in results}) == 5
+        weight = net[0].weight
+        found = torch.autograd.grad(out.sum() + first.sum(), weight)
+        torch.testing.assert_close(found, torch.autograd.grad(expected.sum() + expected[0].sum(), weight))

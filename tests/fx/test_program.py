@@ -9,7 +9,7 @@ import torch
 from nnsight.fx.capturing.graph import CapturedGraph
 from nnsight.fx.capturing.taps import tapped
 from nnsight.fx.lowering.backends import resolve_backend
-from nnsight.fx.lowering.lowering import lower
+from nnsight.fx.lowering.lowering import lower_prepared, prepare
 from nnsight.fx.program import Call, Constant, Declare, External, Input, Nest, Program, Step, Value, Visit, Write
 from nnsight.fx.splicing.pieces import Piece
 from nnsight.fx.splicing.splice import splice
@@ -85,7 +85,7 @@ def test_programs_print() -> None:
 def run(graph: CapturedGraph, program: Program, inputs: list[Any]) -> tuple[list[torch.Tensor], Any]:
     spliced = splice(graph, Piece.of(graph, 0), program, len(graph.nodes) - 1, [Value(0), *graph.outputs])
     symbols = [symbol for _, symbol in graph.symbols]
-    lowered = lower(spliced.graph_module, inputs, symbols, graph.binding(tuple(inputs)), graph.backend)
+    lowered = lower_prepared(prepare(spliced.graph_module, inputs, symbols, graph.binding(tuple(inputs))), graph.backend)
     return list(lowered.function(*inputs)), spliced
 
 

@@ -4,10 +4,9 @@ Dynamo captures again whenever a guard fails: grad mode, sizes, flags. Its own l
 the function as Python. That is few for a notebook, so the limit is our own (:data:`MAX_CAPTURES`), and each capture has a reason
 (:mod:`~nnsight.fx.capturing.reasons`).
 
-Intercepting the calls of modules costs as much as the rest of a call of a small model. It is needed where dynamo captures, to show it the
-taps, and where the model runs as Python. A call with no waiting block, such as a replay, does without it if it runs one captured graph
-and nothing else: dynamo has compiled code for the arguments, each of its captures was a whole call, and it has not given up on the model.
-It gives up only in calls that may compile, so each of those is watched: one that has called no captured graph ends it for good.
+Intercepting the calls of modules costs as much as the rest of a call of a small model. A call with no waiting block, such as a replay, does
+without it if it runs one captured graph and nothing else: dynamo has compiled code for the arguments, each of its captures was a whole
+call, and it has not given up on the model. It gives up only in calls that may compile, so each of those is watched.
 
 A call may fail while dynamo traces it (a string instead of a tensor, a hook that raises). Dynamo then compiles the function around the
 model, without a guard, to call the model as Python, and all later calls would run that. Or it marks the code of a function, which all

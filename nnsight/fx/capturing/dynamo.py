@@ -173,14 +173,8 @@ class NotCompiled(Exception):
 def caller_of_compiled(function: Callable[..., Any], code: types.CodeType) -> Callable[..., Any] | None:
     """Return a function that runs dynamo's compiled entry for its arguments, or raises :class:`NotCompiled`.
 
-    Call it where :func:`~nnsight.fx.torch_compat.is_outermost` holds.
-
-    Args:
-        function: The result of ``torch.compile``.
-        code: Of the function that was compiled.
-
-    Returns:
-        ``None`` if the wrapper of the function is of another kind, as under some settings of torch.
+    Call it where :func:`~nnsight.fx.torch_compat.is_outermost` holds. ``code`` is that of the function behind ``function``, a result of
+    ``torch.compile``. ``None`` if its wrapper is of another kind, as under some settings of torch.
     """
     variables = variables_of_wrapper(function)
     if not {"self", "callback", "fn"} <= variables.keys():

@@ -1,10 +1,15 @@
 """A captured graph: dynamo's graph for one model and one set of guards, with its taps and the tree of programs recorded on it.
 
 Dynamo keeps using its own graph module after the backend has returned, so this is a copy.
+
+A captured graph may switch modes: grad mode, autocast, inference mode. The switches are calls in the graph. A block between two of them
+computes in the model's autocast, and has a grad mode of its own. Where the graph is cut between them, the piece before the cut leaves the
+modes and the piece behind it enters them again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Sequence
@@ -14,15 +19,78 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
+from torch.autograd import grad_mode
 from torch.utils import _pytree as pytree
 
 from ...runtime.report import Break
 from ..effects import Memory, all_edited, edits_of_inputs
 from ..program import State
-from .nested import NestedGraph, unnest
+from .nested import unnest
 from .structures import parse_structure
-from .switches import Switched, switched_at
 from .taps import OPAQUE_MARK, Opaque, tap
+
+_ENTERING = (autocast_mode._enter_autocast, grad_mode._enter_inference_mode)
+_LEAVING = {
+    autocast_mode._exit_autocast: autocast_mode._enter_autocast,
+    grad_mode._exit_inference_mode: grad_mode._enter_inference_mode,
+}
+
+
+@dataclass(frozen=True)
+class Switched:
+    """Modes that a graph has switched up to some node.
+
+    Attributes:
+        grad: The grad mode it has set; ``None`` if it has set none.
+        entered: The nodes that entered a mode that is still on, in order.
+    """
+
+    grad: bool | None = None
+    entered: tuple[torch.fx.Node, ...] = ()
+
+    def leave(self, graph: torch.fx.Graph, env: dict[torch.fx.Node, Any], grad: bool) -> None:
+        """Write calls to ``graph`` that leave these modes; ``grad`` is the grad mode outside of the graph."""
+        for node in reversed(self.entered):
+            leave = next(leave for leave, enter in _LEAVING.items() if enter is node.target)
+            graph.call_function(leave, (env[node],))
+        if self.grad is not None and self.grad != grad:
+            graph.call_function(torch._C._set_grad_enabled, (grad,))
+
+    def enter(self, graph: torch.fx.Graph, env: dict[torch.fx.Node, Any], grad: bool) -> None:
+        """Write calls to ``graph`` that enter these modes."""
+        for node in self.entered:
+            env[node] = graph.node_copy(node)
+        if self.grad is not None and self.grad != grad:
+            graph.call_function(torch._C._set_grad_enabled, (self.grad,))
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter the autocast of these modes on the current thread."""
+        stack = contextlib.ExitStack()
+        for node in self.entered:
+            if node.target is autocast_mode._enter_autocast:
+                stack.enter_context(torch.autocast(*node.args))  # type: ignore[arg-type]
+        return stack
+
+
+def switched_at(nodes: Sequence[torch.fx.Node], wanted: set[torch.fx.Node]) -> dict[torch.fx.Node, Switched]:
+    """Return the modes that the graph with ``nodes`` has switched before each of ``wanted``, where it has switched any."""
+    found: dict[torch.fx.Node, Switched] = {}
+    now = Switched()
+    for node in nodes:
+        if node in wanted:
+            if now != Switched():
+                found[node] = now
+        elif node.op != "call_function":
+            continue
+        elif node.target is torch._C._set_grad_enabled:
+            now = Switched(bool(node.args[0]), now.entered)
+        elif node.target in _ENTERING:
+            now = Switched(now.grad, (*now.entered, node))
+        elif node.target in _LEAVING:
+            now = Switched(now.grad, tuple(entered for entered in now.entered if entered is not node.args[0]))
+    return found
+
 
 if TYPE_CHECKING:
     from ..lowering.backends import BackendCallable
@@ -79,16 +147,12 @@ class CapturedGraph:
     Attributes:
         each_size: Whether it is lowered for each combination of sizes by itself, because the backend could not for all of them.
         compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
-        outputs: The nodes (or constants) it returns.
         tap_number: Number of the tap, for each tap's node.
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
         identities: For each node that returns its argument itself, the argument. A backend would lower such a call to a copy, and an
             edit of one in place would not show in the other, as it does in the eager model.
         switched: The modes that the graph has switched before a tap, where it has switched any.
-        nested: Stretches that were graphs of their own, by their first node; an outer one before those in it.
         symbols: The symbolic sizes: position of an input that is that size, and its symbol.
-        cuts: The cuts that have been logged.
-        start: The empty program.
         lock: Held while variants are made.
         fake_mode: Mode of all fakes that blocks see. It is not thread-safe: its fakes are used under ``fake_lock`` only.
     """
@@ -105,9 +169,7 @@ class CapturedGraph:
         self.is_whole = is_whole
         self.compares_tensors = False
         self.graph_module = copy.deepcopy(graph_module)
-        self.nested: dict[torch.fx.Node, list[NestedGraph]] = {}
-        for nested in unnest(self.graph_module):
-            self.nested.setdefault(nested.start, []).append(nested)
+        unnest(self.graph_module)
         self.backend = backend
         self.regions = regions
         self.background = background
@@ -177,11 +239,6 @@ class CapturedGraph:
         """Groups of nodes whose memory the model edits in place."""
         nodes = [source for node in self.nodes if node not in self.tap_number for source in all_edited(node)]
         return frozenset(self.memory.group(node) for node in nodes)
-
-    @cached_property
-    def switches_grad(self) -> bool:
-        """Whether grad mode is switched in the graph."""
-        return any(node.target is torch._C._set_grad_enabled for node in self.nodes)
 
     def _source_of(self, node: torch.fx.Node) -> torch.fx.Node | None:
         if node not in self.tapped:

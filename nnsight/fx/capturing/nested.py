@@ -1,8 +1,8 @@
 """Graphs nested in a captured graph: activation checkpoints, and nested compile regions of the model.
 
 Dynamo captures such a part of the model as a graph of its own, which an operator calls. A program knows one list of nodes and could not
-reach the taps inside. So the nodes are written into the outer graph, and a :class:`NestedGraph` keeps where they came from. Where a program
-does nothing inside, the splicer writes the call of the operator instead of the nodes, so a checkpoint is recomputed in the backward pass.
+reach the taps inside. So the nodes are written into the outer graph. Those of a checkpoint get the tags that the operator would give them,
+by which ahead-of-time autograd computes them again in the backward pass.
 
 Operators that may call a graph any number of times, such as loops and branches, stay as they are.
 """
@@ -10,71 +10,30 @@ Operators that may call a graph any number of times, such as loops and branches,
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .taps import tap
 
 #: Operators that call their first argument, a graph, once, with the position of the graph's first input among their arguments.
 _FIRST_INPUT = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2}
 
-
-@dataclass(frozen=True, eq=False)
-class NestedGraph:
-    """A stretch of a captured graph that was a graph of its own.
-
-    Attributes:
-        start: The first of its nodes.
-        last: The last of them.
-        operator: The operator that called the graph.
-        name: The attribute that holds the graph, without taps.
-        args: The arguments of the operator behind the graph.
-        kwargs: Those by name.
-        results: The nodes or constants that the graph returns.
-        outcome: The ``example_value`` of the call.
-    """
-
-    start: torch.fx.Node
-    last: torch.fx.Node
-    operator: Any
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[Any, ...]
-    outcome: Any
+_checkpoints = itertools.count()
 
 
-def unnest(graph_module: torch.fx.GraphModule) -> list[NestedGraph]:
-    """Write the graphs with taps that operators of ``graph_module`` call once into the graph itself.
-
-    Returns:
-        Where they came from, an outer one before those in it.
-    """
+def unnest(graph_module: torch.fx.GraphModule) -> None:
+    """Write the graphs with taps that operators of ``graph_module`` call once into the graph itself."""
     calls = [node for node in graph_module.graph.nodes if _is_called_once(graph_module, node)]
-    found = [nested for node in calls for nested in _write_out(graph_module, node)]
-    if found:
+    for node in calls:
+        _write_out(graph_module, node)
+    if calls:
         graph_module.graph.lint()
         graph_module.recompile()
-    return found
-
-
-def call_nested(graph: torch.fx.Graph, nested: NestedGraph, find: Callable[[torch.fx.Node], Any]) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Write a call of ``nested`` into ``graph``, in which ``find`` returns the new node for a captured one; return that of each result."""
-    args, kwargs = torch.fx.map_arg((nested.args, nested.kwargs), find)
-    function = graph.get_attr(nested.name)
-    call = graph.call_function(nested.operator, (function, *args), kwargs)
-    call.meta = {**nested.start.meta, "example_value": nested.outcome}
-    made: dict[torch.fx.Node, torch.fx.Node] = {}
-    for number, result in enumerate(nested.results):
-        if isinstance(result, torch.fx.Node) and result not in nested.args:
-            made[result] = graph.call_function(operator.getitem, (call, number))
-            made[result].meta = {**call.meta, "example_value": nested.outcome[number]}
-    return made
 
 
 def _is_called_once(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
@@ -89,57 +48,31 @@ def _is_called_once(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> 
     return is_graph and any(inner.target is tap or _is_called_once(body, inner) for inner in body.graph.nodes)
 
 
-def _write_out(graph_module: torch.fx.GraphModule, call: Any) -> list[NestedGraph]:
+def _write_out(graph_module: torch.fx.GraphModule, call: Any) -> None:
     """Replace ``call`` by the nodes of the graph it calls."""
     graph, function = graph_module.graph, call.args[0]
-    original = getattr(graph_module, function.target)
-    body = copy.deepcopy(original)  # two calls may share it
-    inner = unnest(body)
-    name = _add(graph_module, f"{function.target}_untapped", _without_taps(original))
-    first = _FIRST_INPUT[call.target.name()]
-    new: dict[torch.fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[first:], strict=True))
-    written: list[torch.fx.Node] = []
-    results: tuple[Any, ...] = ()
+    body = copy.deepcopy(getattr(graph_module, function.target))  # two calls may share it
+    unnest(body)
+    name = call.target.name()
+    tags = {} if name == "invoke_subgraph" else {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_checkpoints)}
+    given = call.args[_FIRST_INPUT[name] :]
+    new: dict[torch.fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+    results: Any = ()
     with graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op == "output":
-                results = tuple(torch.fx.map_arg(node.args[0], new.__getitem__))
+                results = torch.fx.map_arg(node.args[0], new.__getitem__)
             elif node.op != "placeholder":
                 new[node] = graph.node_copy(node, new.__getitem__)
-                written.append(new[node])
+                new[node].meta.update(tags)
                 if node.op == "get_attr":
                     new[node].target = _add(graph_module, str(node.target), attrgetter(str(node.target))(body))
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
-    outcome = call.meta["example_value"]
-    outer = NestedGraph(written[0], written[-1], call.target, name, call.args[1:], dict(call.kwargs), results, outcome)
     graph.erase_node(call)
     if not function.users:
         graph.erase_node(function)
-    moved = []
-    for nested in inner:
-        args, kwargs, results = torch.fx.map_arg((nested.args, nested.kwargs, nested.results), new.__getitem__)
-        held = _add(graph_module, nested.name, getattr(body, nested.name))
-        ends = {"start": new[nested.start], "last": new[nested.last]}
-        moved.append(replace(nested, **ends, name=held, args=args, kwargs=kwargs, results=results))
-    return [outer, *moved]
-
-
-def _without_taps(original: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a copy of a graph, and of those it calls, without taps."""
-    untapped = copy.deepcopy(original)
-    for module in untapped.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=tap):
-                nodes = [leaf for leaf in node.args[1] if isinstance(leaf, torch.fx.Node)]
-                tensors = [leaf for leaf in nodes if isinstance(leaf.meta.get("example_value"), torch.Tensor)]
-                for user in list(node.users):
-                    user.replace_all_uses_with(tensors[user.args[1]])
-                    module.graph.erase_node(user)
-                module.graph.erase_node(node)
-            module.recompile()
-    return untapped
 
 
 def _add(graph_module: torch.fx.GraphModule, name: str, value: Any) -> str:

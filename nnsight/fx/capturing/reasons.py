@@ -142,28 +142,10 @@ def _size_in_words(name: str, dimension: int, before: int | None, now: int) -> s
 
 
 def _tensor(guard: str, situation: Situation) -> Capture | None:
-    found = _TENSOR.search(guard)
-    if found is None:
-        other = _TYPE.search(guard)
-        if other is None:
-            return None
-        now = type(situation.value(other[1])).__name__
-        return Capture(f"`{situation.name(other[1])}` is of another type now, {now}", "type", guard)
-    name, what, rest = situation.name(found[1]), found[2], found[3]
-    value = situation.value(found[1])
-    if not isinstance(value, torch.Tensor):
-        said = f"is another: {what} {rest}"
-    elif what == "requires_grad":
-        said = f"{'requires' if value.requires_grad else 'does not require'} a gradient now"
-    elif what == "rank":
-        said = f"has {value.dim()} dimensions now"
-    elif what == "dtype":
-        said = f"is {value.dtype} now"
-    elif value.is_inference() or "mode" in rest:
-        said = f"is a tensor of another kind now: {value.dtype} on {value.device}"
-    else:
-        said = f"is on {value.device} now"
-    return Capture(f"`{name}` {said}", "type", guard)
+    found, other = _TENSOR.search(guard), _TYPE.search(guard)
+    if found is not None:
+        return Capture(f"`{situation.name(found[1])}` has another {found[2]} now: {_shortened(found[3])}", "type", guard)
+    return other and Capture(f"`{situation.name(other[1])}` is of another type now", "type", guard)
 
 
 def _arguments(guard: str, situation: Situation) -> Capture | None:

@@ -33,9 +33,7 @@ KEPT = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in FILLED], "'torc
 def describe(spec: pytree.TreeSpec, texts: list[str] | None = None) -> str:
     """Return ``spec`` as a Python literal: ``None`` for a leaf, else ``(type, context, children)``.
 
-    Args:
-        spec: The structure.
-        texts: Descriptions of its leaves, each with a comma, consumed from the end.
+    ``texts`` are descriptions of its leaves, each with a comma, consumed from the end.
     """
     if spec.is_leaf():
         return "None" if texts is None else texts.pop()[:-1]
@@ -163,36 +161,10 @@ def entries(value: Any) -> tuple[list[Any], list[str]]:
     return keys, [*names_of_fields(kind), *attributes]
 
 
-def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value and its structure, with records that hold tensors as containers."""
-    leaves, spec = pytree.tree_flatten(value)
-    if not any(kind_of_record(type(leaf)) for leaf in leaves):
-        return leaves, spec
-    parts = [_flatten_leaf(leaf) for leaf in leaves]
-    return [leaf for found, _ in parts for leaf in found], _grafted(spec, [inner for _, inner in reversed(parts)])
-
-
-def _flatten_leaf(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    if not is_record(value, []):
-        return [value], pytree.treespec_leaf()
-    parts = [flatten(held) for held in _held(value)]
-    leaves = [leaf for found, _ in parts for leaf in found]
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return [value], pytree.treespec_leaf()
-    return leaves, pytree.TreeSpec(type(value), entries(value), [inner for _, inner in parts])
-
-
 def _held(record: Any) -> list[Any]:
     """Return the values in a record."""
     keys, names = entries(record)
     return [dict.__getitem__(record, key) for key in keys] + [getattr(record, name, None) for name in names]
-
-
-def _grafted(spec: pytree.TreeSpec, parts: list[pytree.TreeSpec]) -> pytree.TreeSpec:
-    """Return ``spec`` with ``parts``, consumed from the end, in place of its leaves."""
-    if spec.is_leaf():
-        return parts.pop()
-    return pytree.TreeSpec(spec.type, spec.context, [_grafted(child, parts) for child in spec.children()])
 
 
 def leaves_of(value: Any, spec: pytree.TreeSpec) -> list[Any]:
@@ -215,7 +187,7 @@ def leaves_of(value: Any, spec: pytree.TreeSpec) -> list[Any]:
 
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value that :func:`flatten` has flattened; records are new objects."""
+    """Return the value that :func:`~.taps.flatten` has flattened; records are new objects."""
     return _made(leaves[::-1], spec)
 
 

@@ -32,6 +32,7 @@ from .structures import (
     is_record,
     kind_of_record,
     names_of_fields,
+    parse_structure,
     set_item,
 )
 
@@ -162,10 +163,8 @@ class _Kept:
 def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any], Any, str]:
     """Return the leaves of ``value``, its structure (``None`` for a leaf), and that as text with a comma.
 
-    Args:
-        value: Of the model.
-        given: The arguments of the module, as this function returns them: plain objects among their leaves are not looked into; nor is any
-            with ``None``.
+    ``given`` are the arguments of the module, as this function returns them: plain objects among their leaves are not looked into; nor is
+    any with ``None``.
     """
     if _is_simple(value):
         return [value], None, "None,"
@@ -179,6 +178,15 @@ def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any
     text = describe(spec) + ","
     kept = any([name in text for name in KEPT])  # noqa: C419
     return leaves, _Kept(value, spec, given) if kept else spec, text
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a value and its structure, with records that hold tensors as containers."""
+    leaves, spec = pytree.tree_flatten(value)
+    if any(kind_of_record(type(leaf)) for leaf in leaves):
+        leaves, _, text = _flattened(value, ())
+        spec = parse_structure(text[:-1])
+    return leaves, spec
 
 
 def _is_simple(value: Any) -> bool:
@@ -241,7 +249,7 @@ def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Seque
 def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None) -> Any:
     """Return a leaf of ``pytree``, which may be a record, with other leaves."""
     kind = type(value)
-    if not _holds_tensors(value, given):
+    if not any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value, given)[0]]):  # noqa: C419
         return leaves.pop()
     keys, names = entries(value)
     for key in keys:
@@ -256,10 +264,6 @@ def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None
         if not is_frozen(kind) and _is_made_anew(held, given):
             object.__setattr__(value, name, made[name])
     return kind(**made) if is_frozen(kind) else value
-
-
-def _holds_tensors(value: Any, given: Sequence[Any] | None) -> bool:
-    return any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value, given)[0]])  # noqa: C419
 
 
 def _is_made_anew(value: Any, given: Sequence[Any] | None) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..effects import Kind, Memory, edited, edits, kind_of, name_of
-from .repeated_modules import STRETCH
+from .region_plan import STRETCH
 
 if TYPE_CHECKING:
     from .region_plan import Plan
@@ -106,15 +106,9 @@ def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = (), plan: Plan | None = None) -> bool:
-    """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and uses further on.
+    """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and uses further on, if there is one.
 
-    Args:
-        graph_module: Changed.
-        sharing: For each input the first that it shares memory with, if any do.
-        plan: Of the graph.
-
-    Returns:
-        Whether there is such a tensor.
+    ``sharing`` is for each input the first that it shares memory with, if any do.
     """
     observed = _Observed(graph_module.graph, sharing, plan)
     borders = {_last_of_several(ready) for place, ready in observed.ready.items() if any(observed.uses(place))}
@@ -133,14 +127,7 @@ def partial_results(
     sharing: Sequence[int] = (),
     plan: Plan | None = None,
 ) -> frozenset[int]:
-    """Return the places of those tensors whose gradient, as autograd computes it, may lack a part.
-
-    Args:
-        graph: The lowered graph.
-        part_of: Returns the lowered function that a node is in.
-        sharing: As for :func:`mark_borders`.
-        plan: Of the graph, if there is one.
-    """
+    """Return the places of those tensors whose gradient may lack a part; ``part_of`` returns the lowered function that a node is in."""
     if not torch.is_grad_enabled():
         return frozenset()
     observed = _Observed(graph, sharing, plan)

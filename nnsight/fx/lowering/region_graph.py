@@ -21,7 +21,7 @@ from .symbols import Symbols, wanting_grad
 #: Constants that compare by value, together with their type.
 _COMPARABLE = (str, bytes, int, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
-#: Entries of a node's ``meta`` that ask something of a backend.
+#: Entries of a node's ``meta`` that ask something of a backend; the last one numbers checkpoints, which only have to differ.
 _WISHES = ("custom", "recompute", "ac_graph_id")
 
 
@@ -192,6 +192,6 @@ def _encode(graph: torch.fx.Graph, root: torch.nn.Module) -> tuple[Any, ...]:
             target = _encode(found.graph, found) if isinstance(found, torch.fx.GraphModule) else _Same(found)
         elif not isinstance(target, str):
             target = _Same(target)
-        wishes = tuple((wish, repr(node.meta[wish])) for wish in _WISHES if wish in node.meta)
+        wishes = tuple((wish, repr(node.meta[wish])) for wish in _WISHES[:2] if wish in node.meta)
         nodes.append((node.op, target, encoded(node.args), encoded(node.kwargs), wishes))
     return tuple(nodes)

@@ -1,12 +1,12 @@
 """Regional lowering: equal parts of a graph are lowered once.
 
 Compiling a whole model takes long, and most of it is one layer repeated. So a spliced graph is cut at the borders of repeated modules
-(:mod:`~nnsight.fx.lowering.repeated_modules`) into *regions*, as far as its effects allow (:mod:`~nnsight.fx.lowering.region_plan`). Equal
+(:mod:`~nnsight.fx.lowering.region_plan`) into *regions*, as far as its effects allow (:mod:`~nnsight.fx.lowering.region_plan`). Equal
 regions (:mod:`~nnsight.fx.lowering.region_graph`) are lowered once and called with their own parameters, which are inputs of captured
 graphs. A new edit lowers only the regions that it changes.
 
 A generated function calls the regions one after the other. It calls the generated code of each without what is around it
-(:mod:`~nnsight.fx.capturing.direct`), and drops each value with its last use, so that its memory is free within the call.
+(:mod:`~nnsight.fx.lowering.lowering`), and drops each value with its last use, so that its memory is free within the call.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from typing import Any
 
 import torch
 
-from .. import progress
-from ..capturing.direct import Direct
 from ..counters import counters
 from .backends import BackendCallable
 from .gradient_borders import partial_results
-from .lowering import Lowered, Prepared, lower_prepared
+from .lowering import Direct, Lowered, Prepared, lower_prepared
 from .region_graph import RegionGraph
-from .region_plan import Plan, attribute_at
-from .repeated_modules import STRETCH
-from .strides import as_python, expression, is_contiguous, with_strides
+from .region_plan import STRETCH, Plan, attribute_at
+from .symbols import as_python, expression, is_contiguous, with_strides
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -54,14 +51,7 @@ def lower_in_regions(
 ) -> Lowered | None:
     """Lower a graph region by region, or return ``None`` if it has no borders of repeated modules.
 
-    A piece between two cuts may be a single region, equal to that of another layer.
-
-    Args:
-        prepared: The graph, which is left as it is.
-        inputs: The values it is about to be called with.
-        binding: The sizes of its symbols in these.
-        backend: Lowers a region.
-        known: Regions that need not be lowered.
+    A piece between two cuts may be a single region, equal to that of another layer. The graph is left as it is.
     """
     if any(isinstance(number, torch.SymFloat) for number in prepared.symbols.numbers):
         return None  # no border may separate a float from the tensor that holds it
@@ -79,7 +69,7 @@ def lower_in_regions(
     if not graphs:
         return None
     calls, conditions, compiles, node_by_node = [], list(prepared.symbols.conditions()), 0, True
-    with known.lock, progress.expected(len({region.key for region in graphs if not known.find(region)})):
+    with known.lock:
         for region in graphs:
             lowered = known.find(region)
             if lowered is None:

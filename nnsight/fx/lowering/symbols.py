@@ -1,4 +1,13 @@
-"""The symbols of one lowering: new ones with the present sizes and numbers as hints, and what a backend assumes about them."""
+"""The symbols of one lowering, what a backend assumes about them, and the strides of tensors that one lowered graph hands to another.
+
+The symbols are new ones, with the present sizes and numbers as hints. A lowering is made for inputs of certain strides, and generated code
+relies on them. The fakes of a plan have the strides of eager operations, but a backend may return others: Inductor drops
+``torch.cat([empty, keys])`` and returns ``keys``, a view of a fused projection.
+
+* Between regions, a tensor with other strides than the next region was lowered for is copied (:func:`with_strides`). Few are.
+* Behind a cut, the rest of the graph is lowered for the strides that its inputs have. Where sizes are symbolic, so are the
+  strides: a *layout* says how strides follow from sizes, and a lowering serves all inputs of one layout.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +18,82 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
 
 from ..program import Declare, Number, Symbol
 from ..torch_compat import ConstantSource
-from .strides import are_equal, layout_of, now, strides_in
+
+#: For each dimension, innermost first: its number, and its stride as a multiple of that of a tensor without gaps. Dimensions of size one
+#: come last, because their strides are never used.
+Layout = tuple[tuple[int, int], ...]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout | None:
+    """Return how the strides of ``tensor`` follow from its sizes; ``None`` if they overlap or leave gaps that are no multiple."""
+    sizes, strides = tensor.shape, tensor.stride()
+    found: list[tuple[int, int]] = []
+    dense = 1
+    single = [dim for dim, size in enumerate(sizes) if size == 1]
+    for dim in sorted(set(range(len(sizes))).difference(single), key=lambda dim: (strides[dim], -dim)):
+        if strides[dim] % dense:
+            return None
+        found.append((dim, strides[dim] // dense))
+        dense = strides[dim] * sizes[dim] or dense
+    return (*found, *((dim, 1) for dim in single))
+
+
+def strides_in(layout: Layout, sizes: Sequence[Any]) -> list[Any]:
+    """Return the strides that a tensor of these sizes, symbolic or not, has in a layout."""
+    strides: list[Any] = [0] * len(sizes)
+    dense: Any = 1
+    for dim, gap in layout:
+        strides[dim] = dense * gap
+        if gap:
+            dense = strides[dim] * sizes[dim]
+    return strides
+
+
+def are_equal(sizes: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two sets of strides put the elements of a tensor of these sizes at the same places."""
+    return all(one == other or size == 1 for size, one, other in zip(sizes, strides, others, strict=True))
+
+
+def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return ``tensor``, or a copy of it that has these strides; gradients flow through the copy."""
+    if tensor.stride() == strides or are_equal(tensor.shape, tensor.stride(), strides):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def now(number: int | torch.SymInt) -> int:
+    """Return the present value of a size, without assuming that it stays so."""
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else number
+
+
+def is_contiguous(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
+    """Whether strides, symbolic or not, are those of a contiguous tensor, for all values of the symbols."""
+    expected: Any = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if expression(size) == 1:
+            continue
+        if expression(stride) != expected:
+            return False
+        expected = expected * expression(size)
+    return True
+
+
+def expression(number: Any) -> Any:
+    """Return a size as a SymPy expression."""
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
+
+
+def as_python(number: Any, names: dict[Any, str]) -> str:
+    """Return source that computes a symbolic size from the source in ``names`` for each symbol; raise ``LookupError`` if one is missing."""
+    found = expression(number)
+    missing = found.free_symbols - names.keys()
+    if missing:
+        raise LookupError(f"no input tells the size {sorted(map(str, missing))[0]}")
+    return str(PythonPrinter().doprint(found.xreplace({symbol: sympy.Symbol(names[symbol]) for symbol in found.free_symbols})))
 
 
 def wanting_grad(fake: Any, is_leaf: bool) -> torch.Tensor:
@@ -61,29 +142,21 @@ class Symbols:
                 create(size, source, DimDynamic.DYNAMIC), hint=size, source=source
             )
         self.numbers: list[Any] = []
-        self._assumed: list[Any] = []
+        self.assumed: list[Any] = []
         symbols = [number.node.expr for number in self.fresh.values()]
         for position, value in enumerate(binding[len(names) :]):
             if type(value) in fixed:
                 symbols.append(sympy.Symbol(f"fixed_{position}"))
-                self._assumed.append(sympy.Eq(symbols[-1], value))
+                self.assumed.append(sympy.Eq(symbols[-1], value))
                 self.numbers.append(value)
             else:
                 self.numbers.append(self._number(position, value))
                 symbols.append(self.numbers[-1].node.expr)
         self.symbols = tuple(symbols)
 
-    def fix(self) -> None:
-        """Assume that sizes and numbers are always those of now."""
-        self._assumed += self._as_now()
-
-    def _as_now(self) -> list[Any]:
+    def as_now(self) -> list[Any]:
+        """Return the assumption that sizes and numbers are always those of now."""
         return [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, self._binding, strict=True)]
-
-    def specialize_sizes(self) -> None:
-        """Make the sizes constants: from here on the environment puts their values in place of the symbols."""
-        for size in self.fresh.values():
-            int(size)
 
     def _number(self, index: int, value: int | float) -> Any:
         """Return a symbolic number about which nothing is assumed."""
@@ -95,7 +168,7 @@ class Symbols:
 
     def conditions(self) -> tuple[Any, ...]:
         """Return what has been assumed so far, as expressions over ``symbols``."""
-        conditions = [*self._assumed, *(self._over_symbols(guard.expr) for guard in self.environment.guards)]
+        conditions = [*self.assumed, *(self._over_symbols(guard.expr) for guard in self.environment.guards)]
         for symbol in self.symbols:
             replaced = self.environment.replacements.get(symbol)
             if replaced is not None and replaced != symbol:
@@ -109,7 +182,7 @@ class Symbols:
         found = assumed.xreplace(known)
         if found.free_symbols.issubset(self.symbols):
             return found
-        return sympy.And(*self._as_now())  # of the others only their present values are known
+        return sympy.And(*self.as_now())  # of the others only their present values are known
 
     def fake(self, example: Any, actual: Any) -> Any:
         """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capturing.graph import CapturedGraph
-from ..counters import counters
+from ..counters import counters, stage
 from ..effects import Kind, edits_of_inputs, kind_of, may_fail, requires_grad, writes_to_inputs
-from ..profiling import stage
 from ..program import External, Input, Program, Value
 from ..splicing.passes import Pass, copy_edited_values, copy_for_backward, replace_unseen_edits
 from ..splicing.pieces import Piece, Result
@@ -33,11 +32,9 @@ from . import background
 from .backends import BackendCallable
 from .gradient_borders import mark_borders, partial_results
 from .lowering import Lowered, Placement, Prepared, lower_prepared, prepare, run_as_is, sharing_of
-from .region_plan import Plan
+from .region_plan import Plan, copy_stretches
 from .regions import KnownRegions, lower_in_regions
-from .repeated_modules import copy_stretches
-from .strides import Layout, layout_of
-from .symbols import Symbols
+from .symbols import Layout, Symbols, layout_of
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -72,9 +69,7 @@ class Variant:
     """A program spliced into a piece of a captured graph.
 
     Args:
-        graph: The captured graph.
         piece: Where the piece begins.
-        program: What is spliced in.
         stop: Number of the first node that is left out.
         alive: Numbers of the values that become real tensors.
         wanted: What else is needed: references, captured nodes, or constants.
@@ -82,7 +77,6 @@ class Variant:
         unseen: Whether the outputs of the captured graph are left out of ``wanted``, because nobody is going to see them.
 
     Attributes:
-        spliced: The spliced graph.
         positions: Position of each alive value among the graph's results.
     """
 

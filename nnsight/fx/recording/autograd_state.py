@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..program import External, Input, Reference, Value
+from ..program import Input, Reference, Value
 
 if TYPE_CHECKING:
     from .events import EventRecorder
@@ -44,32 +44,15 @@ def wants_grad(recorder: EventRecorder, item: Reference | torch.Tensor) -> bool 
         if isinstance(item, Value):
             tensor, wants, is_unsure = recorder.fakes[item.index], recorder.requires_grad[item.index], recorder.gained_grad
         else:
-            tensor = _real(recorder, item)
-            wants, is_unsure = tensor.requires_grad, recorder.gained_grad or _may_be_edited_by_model(recorder, tensor)
+            inputs = recorder.inputs if isinstance(item, Input) else recorder.externals
+            tensor = item if isinstance(item, torch.Tensor) else inputs[item.index]
+            wants, is_unsure = tensor.requires_grad, recorder.gained_grad or bool(recorder.graph.edited_groups)
         is_unsure = is_unsure and recorder.grad_enabled and _is_differentiable(tensor)
     return wants if wants or not is_unsure else None
 
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _real(recorder: EventRecorder, item: Input | External | torch.Tensor) -> torch.Tensor:
-    if isinstance(item, torch.Tensor):
-        return item
-    found: torch.Tensor = (recorder.inputs if isinstance(item, Input) else recorder.externals)[item.index]
-    return found
-
-
-def _may_be_edited_by_model(recorder: EventRecorder, tensor: torch.Tensor) -> bool:
-    """Whether the model may edit the memory of a tensor from outside, which is also that of an input of the graph."""
-    graph, memory = recorder.graph, tensor.untyped_storage()._cdata
-    return bool(graph.edited_groups) and any(
-        isinstance(given := recorder.inputs[index], torch.Tensor)
-        and given.untyped_storage()._cdata == memory
-        and graph.memory.group(node) in graph.edited_groups
-        for node, index in recorder.piece.input_index.items()
-    )
 
 
 def wanting_at(recording: Recording, node: torch.fx.Node) -> bool | None:

@@ -17,13 +17,10 @@ from torch.utils import _pytree as pytree
 from ...runtime.switching.mode_stacks import ModeStacks
 from ...tracing.saving import keep_mark
 from ..program import Call, Value
-from ..splicing.nodes import references
-from . import control
+from ..splicing.pieces import references
 from .autograd_state import wants_grad
-from .control import ControlOperator
-from .cut_reasons import name_of
 from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
-from .exception_scopes import handler, may_fail_by_values
+from .failing_calls import error_on_values, handler, is_possible, may_fail_by_values
 from .functions import (
     ABOUT_GRADIENTS,
     ABOUT_STRIDES,
@@ -36,13 +33,15 @@ from .functions import (
     SCRIPTED,
     SPECIAL,
     UNANSWERABLE,
+    ControlOperator,
+    as_python,
     edits_in_place,
     has_tensor,
     is_own,
+    name_of,
 )
 from .lazy import LazyTensor, become, is_filled, real_of
 from .numbers import Lifted, keep_constant, lift
-from .trial_calls import error_on_values, is_possible
 
 #: Message about a lazy tensor that outlived its trace.
 NEVER_COMPUTED = (
@@ -63,12 +62,10 @@ class CallRecorder(EventRecorder):
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
-        if self.inside is not None:
-            control.check_outside(function)
         if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
         result = function(*args, **kwargs)
-        self.shown.note(function, args, result)
+        self.note_shown(function, result)
         if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
             self.journal.outside(function, args, kwargs, result)
         return result
@@ -156,10 +153,10 @@ class CallRecorder(EventRecorder):
                 return result
             function = READ_AS.get(function, function)
         if isinstance(function, ControlOperator):
-            return control.run(self, function, args, kwargs)
+            return self.demand(as_python(function), args, kwargs, f"`torch.{function.name()}` runs Python that depends on a value")
         reason = self._needs_values(function)
-        if reason is None and args and edits_in_place(function) and self._is_shown(args[0]):
-            reason = "an array outside of torch has the memory that is edited"
+        if reason is None and edits_in_place(function) and self.shows_memory:
+            reason = "an array outside of torch may have the memory that is edited"
         if reason is None and may_fail_by_values(function, args):
             caught_by = handler()
             if caught_by is not None:
@@ -188,8 +185,6 @@ class CallRecorder(EventRecorder):
             if lifted.values and not self._is_like(outcome, known, lifted):
                 keep_constant(self.state, event)
                 lifted, sizes = Lifted(event, (), event), self.sizes
-        if self.inside is not None:
-            control.check(self.inside, event, outcome)
         self.random = self.random or getattr(function, "__name__", "") in RANDOM
         result = self._take(outcome, lifted, sizes)
         if isinstance(result, LazyTensor) and args and result is not args[0] and edits_in_place(function):
@@ -271,8 +266,6 @@ class CallRecorder(EventRecorder):
         if function in CARRIED:
             return True, self._carried(function, args, kwargs)
         if function in DRAWN_LIKE and not self.random:
-            if self.inside is not None:
-                control.check_outside(function)
             return True, self._draw_like(function, args, kwargs)
         if function == torch.Tensor.__iter__:
             return True, iter(self.call(torch.Tensor.unbind, args, kwargs))

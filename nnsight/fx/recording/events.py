@@ -19,19 +19,18 @@ from ...runtime.switching.modes import Modes
 from ...tracing.errors import user_position_now
 from ..capturing.graph import CapturedGraph, Tap
 from ..program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, Reference, State, Symbol, Value
-from ..splicing.nodes import references
-from ..splicing.pieces import Piece
+from ..splicing.pieces import Piece, references
 from .autograd_state import is_apart, some, wants_grad
 from .functions import (
     PLAIN,
+    SHOWING,
     TAKES_SCALAR_TENSORS,
     edits_in_place,
     is_numpy_scalar,
     path_step,
 )
-from .lazy import LazyTensor, Shown, make_lazy, real_of
+from .lazy import LazyTensor, make_lazy, real_of
 from .numbers import Lifted, lift, same_structure, twin_of
-from .trial_calls import arguments
 
 if TYPE_CHECKING:
     from .journal import Journal
@@ -50,10 +49,6 @@ _LIBRARIES = (
 )
 
 
-#: Attributes of a recorder that have what is recorded.
-_RECORDED = "state fakes requires_grad lazies externals external_index lifted numbers sizes random gained_grad".split()
-
-
 class NotLowerableError(Exception):
     """A call has an argument that no graph can hold."""
 
@@ -65,18 +60,10 @@ class EventRecorder(TorchFunctionMode):
         binding: The sizes that the graph's symbols have for these inputs.
         modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
         stacks: Its other modes.
-        state: The program so far.
-        tap: The tap at which the block stands.
-        recorded: Whether an event was new.
         relaid: Whether a replacement has other strides than the captured value.
-        closed: Whether the run is over.
-        run: The run.
-        piece: The piece of the graph that is being recorded.
         lifted: Tensors that stand for Python floats.
         filled: Lazy tensors that have a value but could not become it.
-        shown: Objects outside of torch that show memory of tensors.
         gained_grad: Whether an edit in place may have made tensors require gradients that did not.
-        inside: In a function of ``torch.cond``: how many values there were before.
     """
 
     run: Interleaver
@@ -84,7 +71,6 @@ class EventRecorder(TorchFunctionMode):
     demand: Callable[..., Any]
     compute_for_nested: Callable[[], None]
     _object: Callable[[Any], torch.Tensor]
-    _is_shown: Callable[[Any], bool]
 
     def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...], journal: Journal | None = None) -> None:
         super().__init__()
@@ -105,8 +91,7 @@ class EventRecorder(TorchFunctionMode):
         self.relaid = False
         self.closed = False
         self.filled: list[LazyTensor] = []
-        self.shown = Shown()
-        self.inside: int | None = None
+        self._shown: list[Callable[[], Any]] = []
         self.start_tables(list(inputs))
 
     def start_tables(self, inputs: list[Any]) -> None:
@@ -123,6 +108,19 @@ class EventRecorder(TorchFunctionMode):
         self.sizes = self.binding  # and behind them the integers among the numbers
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
+
+    def note_shown(self, function: Any, result: Any) -> None:
+        """Note a call on real tensors whose result, such as a NumPy array, shows the memory of one."""
+        if getattr(function, "__name__", "") in SHOWING:
+            try:
+                self._shown.append(weakref.ref(result))
+            except TypeError:  # such as a capsule, whose memory somebody else takes
+                self._shown.append(lambda: result)
+
+    @property
+    def shows_memory(self) -> bool:
+        """Whether such a result is alive. An edit that waits for a graph would be seen too late in it, so edits are made at once."""
+        return any(shown() is not None for shown in self._shown)
 
     def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
         """Go on to the state after a call, and return what the block gets for it."""
@@ -152,11 +150,6 @@ class EventRecorder(TorchFunctionMode):
         """Return the fake of a tensor."""
         with self.graph.fake_lock, torch._C.DisableTorchFunction(), self.graph.fake_mode:
             return self._fake(reference)
-
-    def tables(self) -> dict[str, Any]:
-        """Return what is recorded so far; ``__dict__`` is updated with it to forget what comes behind."""
-        found = {name: getattr(self, name) for name in _RECORDED}
-        return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in found.items()}
 
     def _event(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         name = getattr(function, "__name__", "")
@@ -277,7 +270,7 @@ class EventRecorder(TorchFunctionMode):
             quiet_fakes,
             torch.no_grad(),
         ):
-            args, kwargs = arguments(call, self._fake)
+            args, kwargs = call.arguments(self._fake)
             return call.function(*args, **kwargs)
 
     def _fake(self, reference: Reference) -> torch.Tensor:

@@ -17,18 +17,16 @@ from ...runtime.report import Break, Report
 from ...tracing.block import Block
 from ...tracing.saving import saves
 from ..capturing.graph import CapturedGraph, Tap
-from ..counters import counters
+from ..counters import counters, stage
 from ..effects import Kind, kind_of
 from ..lowering.variant import Variant
-from ..profiling import stage
 from ..program import Cut, External, Input, Value
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
 from ..splicing.pieces import Piece, as_argument
 from .calls import NEVER_COMPUTED, CallRecorder
-from .control import StaysOutside
-from .cut_reasons import ABOUT_BACKWARD, instead_of, name_of
 from .events import storage_of, user_position
+from .functions import ABOUT_BACKWARD, instead_of, name_of
 from .lazy import LazyTensor, become, real_of
 
 if TYPE_CHECKING:
@@ -108,8 +106,6 @@ class PieceRunner(CallRecorder):
     def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
         """Make values concrete and then call ``function`` on them."""
         assert self.tap is not None
-        if self.inside is not None:
-            raise StaysOutside(reason or f"`{name_of(function)}` in one of its functions needs a value")
         self.as_captured = False  # the call may be one that changes the shape of what it is called on
         if self.journal is not None:
             self.journal.spoil("a value is needed")
@@ -125,26 +121,12 @@ class PieceRunner(CallRecorder):
         if function is torch.autograd.grad:
             args = (args[0], tuple(map(gradients.known_to_autograd, args[1])), *args[2:])
         result = function(*args, **kwargs)
-        self.shown.note(function, args, result)
+        self.note_shown(function, result)
         return result
-
-    def _is_shown(self, edited: Any) -> bool:
-        """Whether an edit of a tensor, or of several in a list, may be seen out of sight of torch."""
-        storages = self.shown.storages()
-        if not storages:
-            return False
-        memory = self.graph.memory
-        shown = {memory.group(node) for node, index in self.piece.input_index.items() if _memory(self.inputs[index]) in storages}
-        # Of a tensor without a value this is known if it is one of the model's, or a view of one.
-        others = {storage_of(self.fakes[index]) for node, index in self.value_of.items() if memory.group(node) not in shown}
-        return any(
-            storage_of(tensor._fake) not in others if isinstance(tensor, LazyTensor) else _memory(tensor) in storages
-            for tensor in pytree.tree_leaves(edited)
-        )
 
     def _shows_edits(self, tap: Tap) -> bool:
         """Whether an edit of the model between the start of the piece and ``tap`` may be seen out of sight of torch."""
-        if not self.shown.storages():
+        if not self.shows_memory:
             return False
         nodes = self.graph.nodes[self.piece.start : self.graph.order[tap.node]]
         return any(
@@ -154,10 +136,7 @@ class PieceRunner(CallRecorder):
     def cut(self, reason: str, instead: str, observed: bool = False) -> None:
         """Run the graph up to the current tap; every lazy tensor becomes real.
 
-        Args:
-            reason: What needs a value.
-            instead: What a user can write that needs none.
-            observed: Whether autograd has to see all those tensors, because gradients for them will be asked for.
+        ``observed`` is whether autograd has to see all those tensors, because gradients for them will be asked for.
         """
         assert self.tap is not None
         filename, line = user_position()
@@ -334,10 +313,6 @@ class PieceRunner(CallRecorder):
 def _mentions_backward(block: Any) -> bool:
     """Whether a block mentions a backward pass, for which autograd has to see the tensors of the block."""
     return isinstance(block, Block) and "backward" in block.code.co_names
-
-
-def _memory(item: Any) -> int | None:
-    return storage_of(item) if isinstance(item, torch.Tensor) else None
 
 
 def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,8 @@ concrete value, random ones whose order matters. Python functions and methods ap
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +43,9 @@ DEMANDS = frozenset(
     "is_nonzero requires_grad_ detach_ retain_grad backward grad computed register_hook unsqueeze_ squeeze_ transpose_ t_ swapaxes_ "
     "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ is_set_to".split()
 )
+
+#: Methods whose result shows the memory of the tensor.
+SHOWING = frozenset("numpy __array__ storage untyped_storage __dlpack__ to_dlpack".split())
 
 #: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
 READ_AS = {vars(torch._C.TensorBase)["data"].__get__: torch.Tensor.detach}
@@ -80,6 +85,9 @@ UNANSWERABLE = (
     fake_tensor.UnsupportedOperatorException,
 )
 
+#: The types of operators that take Python functions, such as ``torch.cond``. They cut the graph and run as Python on real tensors.
+ControlOperator = torch._ops.HigherOrderOperator
+
 
 def is_own(function: Any) -> bool:
     """Whether ``function`` is an operator that is not torch's, so that its answer on fakes may be wrong or missing."""
@@ -110,3 +118,75 @@ def path_step(step: Any) -> Any:
         if hasattr(step, name):
             return getattr(step, name)
     raise TypeError(f"a result with an unknown container: {step!r}")
+
+
+def as_python(operator: ControlOperator) -> Callable[..., Any]:
+    """Return a function that does on real tensors what ``operator`` does."""
+    if operator.name() == "flex_attention":  # whose arguments dynamo knows in another form
+        return operator
+    known: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+    return known.get(operator.name(), functools.partial(_compiled, operator))
+
+
+def _cond(condition: Any, when_true: Callable[..., Any], when_false: Callable[..., Any], operands: Any = ()) -> Any:
+    return (when_true if condition else when_false)(*operands)
+
+
+def _while_loop(goes_on: Callable[..., Any], step: Callable[..., Any], carried: Any, additional: Any = ()) -> Any:
+    while goes_on(*carried, *additional):
+        carried = step(*carried, *additional)
+    return tuple(item.clone() if isinstance(item, torch.Tensor) else item for item in carried)
+
+
+def _scan(
+    combine: Callable[..., Any], initial: Sequence[Any], rows: Sequence[Any], additional_inputs: Any = ()
+) -> tuple[Any, ...]:
+    carried, given = tuple(initial), []
+    for row in zip(*rows, strict=True):
+        found = tuple(combine(*carried, *row, *additional_inputs))
+        carried = found[: len(carried)]
+        given.append(found[len(carried) :])
+    return (*carried, *(torch.stack(items) for items in zip(*given, strict=True)))
+
+
+def _compiled(operator: ControlOperator, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as torch does: compiled, so that tensors in closures of its functions are arguments, too."""
+    return torch.compile(lambda *args: operator(*args, **kwargs), backend="eager", fullgraph=True)(*args)
+
+
+_BRANCH = "`torch.where(condition, a, b)`"
+_NUMBER = "the tensor itself: arithmetic, comparisons and indexing take it, and `torch.where` chooses by it"
+_SHOWN = "`.save()`, and show the value behind the block"
+_OUTSIDE = "torch functions, or `.save()` and the other library behind the block"
+_SELECT = "a result of a fixed size: `torch.where(mask, x, 0)`, `masked_fill`, `topk`"
+_COMPARED = "`(a == b).all()` or `torch.isclose(a, b).all()`, which stay tensors"
+_AFTERWARDS = "`.save()`, and do this behind the block"
+
+#: What is called on a tensor before its gradient is asked for, or on a loss.
+ABOUT_BACKWARD = frozenset("backward grad register_hook retain_grad requires_grad_ grad_fn computed".split())
+
+#: What does the same without a value, by the name of what needs one.
+_INSTEAD = {
+    **dict.fromkeys(("__bool__", "is_nonzero", "__contains__"), _BRANCH),
+    **dict.fromkeys("__int__ __float__ __complex__ __index__ item tolist".split(), _NUMBER),
+    **dict.fromkeys("__repr__ __str__ __format__".split(), _SHOWN),
+    **dict.fromkeys("numpy __array__ __dlpack__ to_dlpack data_ptr storage untyped_storage".split(), _OUTSIDE),
+    **dict.fromkeys("__getitem__ nonzero masked_select unique unique_consecutive repeat_interleave where".split(), _SELECT),
+    **dict.fromkeys("equal allclose".split(), _COMPARED),
+    **dict.fromkeys("__deepcopy__ __reduce_ex__".split(), "`.clone()`, or " + _AFTERWARDS),
+    **dict.fromkeys(ABOUT_BACKWARD, "`with loss.backward():`"),
+}
+
+#: Functions behind methods: operators that come from inside a transform of ``torch.func``, and what a backward pass begins with.
+_METHODS = {"_local_scalar_dense": "item", "computed": "backward"}
+
+
+def name_of(function: Any) -> str:
+    """Return how a user calls ``function``."""
+    name = str(getattr(function, "__name__", None) or getattr(function, "name", function)).partition(".")[0]
+    return _METHODS.get(name, name)
+
+
+def instead_of(name: str) -> str:
+    """Return what to write in place of a call of ``name`` that needs a value."""
+    return _INSTEAD.get(name, f"tensor operations such as `torch.where`, or {_AFTERWARDS}")

@@ -30,16 +30,15 @@ from ...runtime.errors import (
 )
 from ...runtime.switching.modes import Modes
 from ..capturing.graph import Tap
-from ..capturing.structures import flatten, unflatten
-from ..capturing.taps import Opaque
-from ..counters import counters
-from ..profiling import stage
+from ..capturing.structures import unflatten
+from ..capturing.taps import Opaque, flatten
+from ..counters import counters, stage
 from ..program import External, Input, Skip, Value, Visit, Write
 from .autograd_state import wanting_at
-from .cut_reasons import instead_of
 from .deferred_outputs import DeferredOutput, is_of_root
 from .events import storage_of
 from .execution import PieceRunner
+from .functions import instead_of
 from .lazy import LazyTensor
 from .opaque_functions import shown
 

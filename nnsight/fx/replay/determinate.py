@@ -8,56 +8,224 @@ Nothing is executed except attribute look-ups on the objects that the block read
 
 What a block reads from outside are its *guards* (:mod:`nnsight.fx.replay.guards`), which a replay compares with what they were. A test
 of a constant among them says the same in each replay, so only one of its branches counts.
+
+A function of the user's is followed as the block is: its syntax tree, with the abstract values of its arguments. What it reads of its
+globals, closure, defaults and the attributes of ``self`` are guards, reached through the function. A module is its ``forward``, if
+nothing is put around that; an envoy that is called as a function is its module's.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import inspect
+import types
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ...envoy.envoy import Envoy
+from ...runtime.modules.listing import SourceError, definition_of
 from ...runtime.modules.located import Located
 from ...runtime.modules.tree import ModuleTree
 from ...tracing.block import TRACER_NAME, Block
-from .abstract_values import TRACER, VALUE, Held, Known, Outside, Undetermined, are_alike, either, truth_of
-from .callees import Calls
-from .guards import GuardPath
-from .names import BlockVariables, Findings
+from ...tracing.saving import save
+from .expressions import Expressions
+from .guards import GuardPath, GuardStep, has_global_hooks, is_called_plainly
+from .names import (
+    EAGER,
+    PLAIN_METACLASSES,
+    REACHING_OUT,
+    SKIP,
+    TRACER,
+    VALUE,
+    BlockVariables,
+    Findings,
+    FunctionVariables,
+    Held,
+    Known,
+    Method,
+    Outside,
+    Row,
+    Undetermined,
+    either,
+    harmless_functions,
+    is_known_constant,
+    is_method,
+    truth_of,
+)
 
-#: How often a loop of unknown length is followed until the abstract values of its variables stay the same.
-_ROUNDS = 5
+#: Most functions that are followed one inside the other.
+_DEEPEST = 40
+
+#: Flags of functions whose body does not run when they are called.
+_DEFERRED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def guards_of(
     block: Block, tracer: Any, modules: ModuleTree | None, variable: Callable[[str], Any]
 ) -> tuple[tuple[GuardPath, str], ...]:
-    """Return what ``block`` reads from outside, with the kind of comparison that each needs.
-
-    Args:
-        block: The block.
-        tracer: What ``as`` binds.
-        modules: The modules of the traced model.
-        variable: See :class:`~.names.BlockVariables`.
+    """Return what ``block`` reads from outside, with the kind of comparison that each needs; ``tracer`` is what ``as`` binds.
 
     Raises:
         Undetermined: If the block may do something that a replay would not repeat.
     """
     findings = Findings(tracer, modules)
     Analysis(findings, BlockVariables(block, variable)).run(block.body)
-    for path, _ in findings.guards:
-        if path in findings.filled:
-            raise Undetermined(f"the list `{path}` is appended to and looked at")
-    return (*findings.guards, *((path, "filled") for path in findings.filled))
+    return tuple(findings.guards)
 
 
-class _Loop(NamedTuple):
-    """The variables where `break` leaves a loop, and where `continue` begins its next round."""
+class Calls(Expressions):
+    """Evaluates calls: of functions that only compute, and of functions and modules that are followed."""
 
-    left: list[dict[str, Any]]
-    next: list[dict[str, Any]]
+    def _Call(self, node: ast.Call) -> Any:  # noqa: N802 - named after the nodes of ast
+        written = node.func
+        if isinstance(written, ast.Attribute):
+            owner = self.value(written.value)
+            given, named = self._arguments(node, False)
+            done = self._method(owner, written.attr, [*given, *named.values()], node)
+            return self.call(self.attribute(owner, written), given, named, node) if done is None else done
+        function = self.value(written)
+        if isinstance(function, Outside) and function.value is isinstance and len(node.args) == 2:
+            return self._is_instance(function, node)
+        given, named = self._arguments(node, isinstance(function, Outside) and function.value in EAGER)
+        return self.call(function, given, named, node)
+
+    def _arguments(self, node: ast.Call, at_once: bool) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a call; ``at_once`` is whether it consumes a generator before it returns."""
+        is_generator = at_once and len(node.args) == 1 and isinstance(node.args[0], ast.GeneratorExp)
+        given = [self.comprehension(node.args[0])] if is_generator else self.several(node.args)
+        named = {keyword.arg: self.value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+        return (given, named) if len(named) == len(node.keywords) else self.fail(node)
+
+    def call(self, function: Any, given: list[Any], named: dict[str, Any], node: Any) -> Any:
+        """Return the abstract value of what a call returns."""
+        if function is SKIP:
+            self.check_storable([*given, *named.values()], node)
+            return VALUE
+        if isinstance(function, Method):
+            return self.call(function.function, [function.owner, *given], named, node)
+        if isinstance(function, Known) and isinstance(function.value, Envoy):
+            return self._call_envoy(function.value, given, named, node)
+        if not isinstance(function, (Known, Outside)):
+            return self.fail(node)
+        called = function.value
+        if called is save:
+            return given[0] if len(given) == 1 and not named else self.fail(node)
+        if not isinstance(function, Outside):
+            return self.fail(node)
+        if id(called) in harmless_functions():
+            self.findings.add(function.path, "object")
+            return self._computed_by(called, given, named, node)
+        if isinstance(called, types.FunctionType):
+            return self._follow(function.path, called, given, named, node)
+        if isinstance(called, torch.nn.Module):
+            if has_global_hooks() or not is_called_plainly(called):
+                raise Undetermined(f"`{function.path}` has hooks, or a call of its own, {self.at(node)}")
+            self.findings.add(function.path, "module")
+            return self._forward(function, given, named, node)
+        return self.fail(node)
+
+    def _computed_by(self, called: Any, given: list[Any], named: dict[str, Any], node: Any) -> Any:
+        """Return the abstract value of what a function that only computes returns."""
+        first = given[0] if len(given) == 1 and not named else None
+        if called is len and isinstance(first, (Held, Row)):
+            return Known(len(first.items if isinstance(first, Row) else first.value))
+        if called is range and all(isinstance(value, Known) and type(value.value) is int for value in given):
+            try:
+                return Known(range(*(value.value for value in given)))
+            except (TypeError, ValueError):  # the block will raise it
+                return VALUE
+        only_reads = first is not None or called not in (max, min, sum)  # of several, these may return one
+        checked = [value for value in given if not (only_reads and isinstance(value, Held) and value.is_plain)]
+        self.check_storable([*checked, *named.values()], node)
+        return VALUE
+
+    # -- methods and built-ins ---------------------------------------------------------------------------------------
+
+    def _method(self, owner: Any, name: str, given: list[Any], node: ast.Call) -> Any:
+        """Return the abstract value of a call of a method of a value; ``None`` if it is a call of something else."""
+        is_tensor = isinstance(owner, Known) and isinstance(owner.value, torch.Tensor)
+        if name == "save" and not given and (owner is VALUE or is_tensor):
+            return owner  # in a function; in a block it is a call of something else
+        if owner is VALUE or is_tensor or is_known_constant(owner):
+            if name in REACHING_OUT or not is_method(name):
+                return None
+            self.check_storable(given, node)
+            return VALUE
+        return None
+
+    def _is_instance(self, function: Outside, node: ast.Call) -> Any:
+        written, classes = node.args
+        value = self.value(written)
+        for each in map(self.value, classes.elts if isinstance(classes, ast.Tuple) else [classes]):
+            if not (isinstance(each, Outside) and type(each.value) in PLAIN_METACLASSES):
+                return self.fail(node)
+            self.findings.add(each.path, "object")
+        if isinstance(value, Outside):
+            self.findings.add(value.path, "object")
+        self.findings.add(function.path, "object")
+        return VALUE
+
+    # -- functions and modules of the user's -------------------------------------------------------------------------
+
+    def _call_envoy(self, envoy: Envoy, given: list[Any], named: dict[str, Any], node: Any) -> Any:
+        """Follow an envoy that is called as a function: that is the ``forward`` of its module, without its hooks."""
+        if envoy._tree is not self.findings.modules or type(envoy).__call__ is not Envoy.__call__ or "hook" in named:
+            return self.fail(node)
+        return self._forward(Outside(GuardPath(weakref.ref(envoy._module)), envoy._module), given, named, node)
+
+    def _forward(self, module: Outside, given: list[Any], named: dict[str, Any], node: Any) -> Any:
+        step = GuardStep("class", "forward")
+        try:
+            found = step.of(module.value)
+        except LookupError:
+            return self.fail(node)
+        return self.call(Outside(module.path.to(*step), found), [module, *given], named, node)
+
+    def _follow(self, path: GuardPath, function: types.FunctionType, given: list[Any], named: dict[str, Any], node: Any) -> Any:
+        """Follow a function, given its arguments; return the abstract value of what it returns."""
+        code, findings = function.__code__, self.findings
+        if code.co_flags & _DEFERRED:
+            return self.fail(node)
+        # A module in a module may be of the same class.
+        active = code, id(given[0].value) if given and isinstance(given[0], Outside) else 0
+        if active in findings.active or len(findings.active) >= _DEEPEST:
+            raise Undetermined(f"`{function.__qualname__}` calls itself, or too many functions call each other")
+        try:
+            definition = definition_of(function)
+        except SourceError as error:
+            raise Undetermined(str(error)) from None
+        findings.add(path, "function")
+        inner: Any = type(self)(findings, FunctionVariables(function, path))
+        inner.values = self._parameters(path, function, given, named, node)
+        findings.active.append(active)
+        try:
+            return inner.result(definition.body, node)
+        finally:
+            findings.active.pop()
+
+    def _parameters(
+        self, path: GuardPath, function: types.FunctionType, given: list[Any], named: dict[str, Any], node: Any
+    ) -> dict[str, Any]:
+        """Return the abstract values of the parameters of a function; what it has defaults for are guards."""
+        code, defaults, by_keyword = function.__code__, function.__defaults__ or (), function.__kwdefaults__ or {}
+        count = code.co_argcount
+        names = code.co_varnames[: count + code.co_kwonlyargcount]
+        values = dict(zip(names[:count], given, strict=False))
+        variadic = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+        if variadic or len(given) > count or not set(names).difference(values).issuperset(named):
+            return self.fail(node)  # `*args` and `**kwargs`, or a mistake
+        values |= named
+        for position, name in enumerate(names):
+            index = position - count + len(defaults)
+            if name not in values and position < count and index >= 0:
+                values[name] = self.guarded(path.to("default", index), defaults[index])
+            elif name not in values and name in by_keyword:
+                values[name] = self.guarded(path.to("keyword", name), by_keyword[name])
+        return values if len(values) == len(names) else self.fail(node)
 
 
 class Analysis(Calls):
@@ -70,7 +238,6 @@ class Analysis(Calls):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.live = True
-        self._loops: list[_Loop] = []
         self._returned: list[Any] = []
 
     def run(self, statements: Sequence[ast.stmt]) -> None:
@@ -103,19 +270,6 @@ class Analysis(Calls):
 
     def _Raise(self, node: ast.Raise) -> None:  # noqa: N802
         self.live = False  # nothing catches it, and a run that ends so is not remembered
-
-    def _Assert(self, node: ast.Assert) -> None:  # noqa: N802
-        test = self.value(node.test)
-        self.check_operand(test, node)
-        self.live = truth_of(test) is not False
-
-    def _Break(self, node: ast.Break) -> None:  # noqa: N802
-        self._loops[-1].left.append(self.values)
-        self.live = False
-
-    def _Continue(self, node: ast.Continue) -> None:  # noqa: N802
-        self._loops[-1].next.append(self.values)
-        self.live = False
 
     # -- assignments -------------------------------------------------------------------------------------------------
 
@@ -185,34 +339,14 @@ class Analysis(Calls):
 
     def _For(self, node: ast.For) -> None:  # noqa: N802
         items = self.iterated(node.iter)
-        loop = _Loop([], [])
-        self._loops.append(loop)
         if items is None:
-            self._repeat(node, loop)
-        else:
-            for item in items.items:
-                if self.live:
-                    self._round(node, item, loop)
-        self._loops.pop()
+            raise Undetermined(f"a loop of unknown length {self.at(node)}")
+        for item in items.items:
+            if self.live:
+                self.store(node.target, item)
+                self.run(node.body)
         if self.live:
             self.run(node.orelse)
-        self._go_on([*self._ends(), *loop.left])
-
-    def _repeat(self, node: ast.For, loop: _Loop) -> None:
-        """Follow a loop of any length, until the values that a round begins with are those that it may leave."""
-        for _ in range(_ROUNDS):
-            before = dict(self.values)
-            self._round(node, VALUE, loop)
-            self._go_on([before, *self._ends()])
-            if before.keys() == self.values.keys() and all(are_alike(value, self.values[name]) for name, value in before.items()):
-                return
-        raise Undetermined(f"a loop {self.at(node)}")
-
-    def _round(self, node: ast.For, item: Any, loop: _Loop) -> None:
-        self.store(node.target, item)
-        self.run(node.body)
-        self._go_on([*self._ends(), *loop.next])
-        loop.next.clear()
 
     def _With(self, node: ast.With) -> None:  # noqa: N802
         for item in node.items:

@@ -8,8 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .abstract_values import VALUE, Held, Known, Method, Outside, Row, either, is_known_constant, truth_of
-from .names import Names
+from .names import VALUE, Held, Known, Method, Names, Outside, Row, either, is_known_constant, truth_of
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -66,17 +65,7 @@ class Expressions(Names):
                 self.check_operand(self.value(child), node)
         return VALUE
 
-    _FormattedValue = _computed
-
-    def _JoinedStr(self, node: ast.JoinedStr) -> Any:  # noqa: N802
-        words: list[str] = []
-        for part in node.values:
-            is_bare = isinstance(part, ast.FormattedValue) and part.conversion == -1 and part.format_spec is None
-            value = self.value(part.value if isinstance(part, ast.FormattedValue) and is_bare else part)
-            self.check_operand(value, node)
-            if isinstance(value, Known) and type(value.value) in (str, int):
-                words.append(str(value.value))
-        return Known("".join(words)) if len(words) == len(node.values) else VALUE
+    _FormattedValue = _JoinedStr = _computed
 
     def _BinOp(self, node: ast.BinOp) -> Any:  # noqa: N802
         return self.computed(node.op, self.value(node.left), self.value(node.right), node)
@@ -127,13 +116,13 @@ class Expressions(Names):
     def _BoolOp(self, node: ast.BoolOp) -> Any:  # noqa: N802
         values = []
         for part in node.values:
-            value = self.value(part)
-            self.check_operand(value, node)
-            truth = truth_of(value)
-            if truth is None or truth is isinstance(node.op, ast.Or) or part is node.values[-1]:
-                values.append(value)
+            values.append(self.value(part))
+            self.check_operand(values[-1], node)
+            truth = truth_of(values[-1])
             if truth is isinstance(node.op, ast.Or):
                 break
+            if truth is not None and part is not node.values[-1]:
+                values.pop()
         return functools.reduce(either, values) or self.fail(node)
 
     def _IfExp(self, node: ast.IfExp) -> Any:  # noqa: N802

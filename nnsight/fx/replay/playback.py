@@ -28,8 +28,8 @@ from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
 from ..splicing.pieces import as_argument
 from ..torch_compat import may_share
-from .abstract_values import Undetermined
 from .guards import kind_of
+from .names import Undetermined
 
 if TYPE_CHECKING:
     from ...tracing import Block
@@ -75,13 +75,11 @@ class Python(NamedTuple):
         slot_of: The slot of each tensor, by its identity.
         saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
             constant in a tuple of two.
-        appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
     """
 
     steps: tuple[_Step, ...]
     slot_of: dict[int, int]
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
-    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -89,17 +87,12 @@ class Effects:
     """What a block does to one captured graph with one set of sizes.
 
     Attributes:
-        variant: The compiled program.
         state: Where the program ends.
         stop: Number of the node at which the graph ends.
-        python: What the block did besides.
         externals: For each external the number of its slot, or the tensor itself in a tuple.
-        numbers: The program's numbers.
         alive: Numbers of the values that are saved.
         edits: Whether anything is edited in place.
         sharing: How tensors from outside share memory, see :func:`sharing_of`.
-        spliced: Locations for the report.
-        ran: The latest run, for the report.
     """
 
     variant: Variant
@@ -116,16 +109,14 @@ class Effects:
 
 
 class Playback:
-    """One attempt to replay a block, which reads ``tensors`` and appends to the lists ``filled``; the active run while it lasts."""
+    """One attempt to replay a block, which reads ``tensors``; the active run while it lasts."""
 
     def __init__(
         self,
         effects: dict[tuple[Any, tuple[int, ...]], Effects],
         tensors: list[torch.Tensor],
-        filled: list[list[Any]],
         report: Report,
     ) -> None:
-        self._filled = filled
         self._effects = effects
         self.report = report
         self._tensors = tensors
@@ -192,8 +183,6 @@ class Playback:
             single = structure is None and type(sources[0]) is int
             value = self._values[sources[0]] if single else put_together(sources, structure, self._values, self._slots)
             made[name] = table[id(value)] = value
-        for number, sources, structure in self.found.python.appended:
-            self._filled[number].append(put_together(sources, structure, self._values, self._slots))
         return made
 
 
@@ -251,7 +240,7 @@ def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.
                 leaves[position] = None
             elif callable(leaf) and leaf in DRAWN_LIKE:
                 continue
-            elif kind_of(leaf) != "constant" or (isinstance(leaf, slice) and not _plain_slice(leaf)):
+            elif kind_of(leaf) != "constant":
                 raise Undetermined(f"a call with a {type(leaf).__name__}")
         made = pytree.tree_leaves(result)
         _check_sizes(function, args, kwargs, made)
@@ -260,15 +249,14 @@ def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.
         flat = not kwargs and all(child.is_leaf() for child in structure.child(0).children())
         steps.append(_Step(function, tuple(leaves), tuple(slots), structure, flat, len(made)))
         filled += len(made)
-    kept, appended = _saved(block, scope), journal.appended
+    kept = _saved(block, scope)
     saved = tuple((name, *_described(name, value, journal, slot_of)) for name, value in kept)
-    fillings = tuple((number, *_described("a list", value, journal, slot_of)) for number, value in appended)
     containers: list[int] = []
-    for _, value in (*kept, *appended):
+    for _, value in kept:
         _collect_containers(value, containers)
     if len(containers) != len(set(containers)):
         raise Undetermined("a container is saved in two places")
-    return Python(tuple(steps), slot_of, saved, fillings)
+    return Python(tuple(steps), slot_of, saved)
 
 
 def effects_of(
@@ -326,10 +314,6 @@ def _shapes(leaves: Sequence[Any]) -> list[Any]:
     return [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
-def _plain_slice(value: slice) -> bool:
-    return all(kind_of(part) == "constant" for part in (value.start, value.stop, value.step))
-
-
 def _slot(tensor: torch.Tensor, slot_of: dict[int, int]) -> int:
     slot = slot_of.get(id(tensor))
     if slot is None:
@@ -345,7 +329,7 @@ def _saved(block: Block, scope: Scope) -> list[tuple[str, Any]]:
 def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int]) -> tuple[tuple[Any, ...], Any]:
     """Return how a saved value is put together, see :class:`Effects`."""
     if type(value) in (list, tuple, dict) or not (isinstance(value, torch.Tensor) or kind_of(value) == "constant"):
-        leaves, structure = pytree.tree_flatten(value, is_leaf=_is_size)  # which would come back as a tuple
+        leaves, structure = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, torch.Size))  # else a tuple
         if structure.is_leaf():
             raise Undetermined(f"`{name}` is saved, a {type(value).__name__}")
     else:
@@ -361,10 +345,6 @@ def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int])
         else:
             raise Undetermined(f"`{name}` holds a {type(leaf).__name__}")
     return tuple(sources), structure
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.Size)
 
 
 def _collect_containers(value: Any, found: list[int]) -> None:

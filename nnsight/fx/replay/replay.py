@@ -1,7 +1,6 @@
 """Replay: the effects of a block that is determined by what it reads, without running the block.
 
-A block that is traced for the thousandth time does what it did before, and yet all of it runs: a greenlet, a walk over the
-taps, a look-up for each operation. For most blocks that can be left out. When
+For most blocks the greenlet, the walk over the taps and the look-up for each operation can be left out. When
 
 * the block's Python does nothing but compute (:mod:`nnsight.fx.replay.determinate` proves it from the syntax tree),
 * what it reads from outside is as it was: the same objects, equal numbers, tensors of the same metadata that share memory
@@ -33,9 +32,9 @@ from ...tracing import Scope
 from ...tracing.block import is_bound
 from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
-from .abstract_values import Undetermined
 from .determinate import guards_of
 from .guards import GuardPath, GuardPlan, Read
+from .names import Undetermined
 from .playback import Effects, NotAsBefore, Playback, effects_of
 
 if TYPE_CHECKING:
@@ -47,9 +46,6 @@ logger = logging.getLogger("nnsight.fx")
 
 #: Most environments of one block that are remembered.
 _KEPT = 64
-
-#: Most sets of guards of one block that are remembered.
-_READINGS = 4
 
 #: Runs of one block that may be written down without a replay in between; then its environment is never the same twice.
 _PATIENCE = 32
@@ -67,12 +63,12 @@ class _Memory:
     """What is known about one block.
 
     Attributes:
-        readings: What it reads from outside, the latest first: with other constants it may take other ways, and read others.
+        reading: What it reads from outside; with other constants it may take other ways, and read others.
         must_run: Whether it is not looked at any more.
     """
 
     def __init__(self) -> None:
-        self.readings: list[_Known] = []
+        self.reading: _Known | None = None
         self.must_run = False
         self.futile = 0
 
@@ -80,26 +76,22 @@ class _Memory:
         """Count a run that was not replayed; after many in a row the block is not looked at any more."""
         self.futile += 1
         if self.futile > _PATIENCE:
-            self.must_run = True
-            self.readings = []
+            self.must_run, self.reading = True, None
 
     def found(self, settings: tuple[Any, ...], variable: Callable[[str], Any]) -> tuple[_Known, Any, Read] | None:
         """Return what is known for the environment of now: the reading, what the guards are, and the objects among them."""
-        for place, reading in enumerate(self.readings):
-            read = reading.read(variable)
-            key = None if read is None else (*settings, *read.key)
-            if read is not None and key in reading.environments:
-                if place:  # a new list: other threads may be going over this one
-                    self.readings = [reading, *(other for other in self.readings if other is not reading)]
-                return reading, key, read
-        return None
+        reading = self.reading
+        read = None if reading is None else reading.read(variable)
+        if reading is None or read is None:
+            return None
+        key = (*settings, *read.key)
+        return (reading, key, read) if key in reading.environments else None
 
     def reading_of(self, guards: tuple[tuple[GuardPath, str], ...]) -> _Known:
         """Return what is known of the block where it reads ``guards``."""
-        known = next((reading for reading in self.readings if reading.guards == guards), None)
-        if known is None:
-            known = _Known(guards)
-            self.readings = [known, *self.readings][:_READINGS]
+        known = self.reading
+        if known is None or known.guards != guards:
+            known = self.reading = _Known(guards)
         return known
 
 
@@ -128,7 +120,9 @@ class Replays:
             builtins = module_globals["__builtins__"]
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
-        settings = modules.version, *_settings()
+        # What calls of torch depend on besides their arguments.
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+        settings = modules.version, torch.get_default_dtype(), *modes
         found = memory.found(settings, variable)
         if found is None:  # the proof is about the objects of now, another function may do anything
             try:
@@ -150,50 +144,26 @@ class Attempt:
 
     Attributes:
         tensors: The tensors among what the block reads.
-        filled: The lists that it appends to.
     """
 
     def __init__(self, memory: _Memory, block: Block, reading: _Known, key: tuple[Any, ...], read: Read) -> None:
         self._memory, self._block, self._reading = memory, block, reading
         self._key, self._objects = key, read.objects
-        self.tensors, self.filled = read.tensors, read.filled
+        self.tensors = read.tensors
 
-    def known(self) -> dict[Any, Any] | None:
+    def _known(self) -> dict[Any, Effects] | None:
         """Return what is remembered of the block in this environment: effects, by what else they depend on."""
         objects, known = self._reading.environments.get(self._key, ((), None))
         return None if any(reference() is None for reference in objects) else known
-
-    def remember(self, under: Any, effects: Any) -> None:
-        """Remember effects of the block in this environment."""
-        environments, known = self._reading.environments, self.known()
-        if known is None:
-            known = {}
-            _drop_oldest(environments)
-            environments[self._key] = [_reference(item) for item in self._objects], known
-        _drop_oldest(known)
-        known[under] = effects
-
-    def note_use(self) -> None:
-        """Note that what is remembered was of use."""
-        self._memory.futile = 0
-
-    def note_run(self) -> bool:
-        """Count a run of the block; whether it is worth writing it down."""
-        self._memory.note_futile()
-        return not self._memory.must_run
-
-    def refuse(self, reason: Undetermined) -> None:
-        """Note why this run cannot be replayed."""
-        logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
 
     def replay(
         self, driver: CompiledDriver, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report
     ) -> Playback | None:
         """Call the model with the effects of the block if they are known; return ``None`` if nothing was done."""
-        known = self.known()
+        known = self._known()
         if known is None:
             return None
-        playback = Playback(known, self.tensors, self.filled, report)
+        playback = Playback(known, self.tensors, report)
         outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
             driver.call_known(*arguments)
@@ -202,14 +172,14 @@ class Attempt:
         finally:
             active_run.reset(outer)
         assert playback.found is not None, "a model whose whole call is a graph has called it"
-        self.note_use()
+        self._memory.futile = 0
         counters.add("replays")
         return playback
 
     @contextlib.contextmanager
     def written_down(self, function: Callable[[], None]) -> Iterator[tuple[Journal, Callable[[], None]]]:
         """Write down the run that is made in this context; yields the journal, and what is to run as ``function``."""
-        journal = Journal(self.filled)
+        journal = Journal()
         token = journal_of_run.set(journal)
         try:
             yield journal, functools.partial(Listening(journal).run, function)
@@ -219,14 +189,21 @@ class Attempt:
 
     def learn(self, journal: Journal, scope: Scope, spliced: Sequence[str]) -> None:
         """Remember what the run did, if it can be replayed."""
-        if not self.note_run():
+        self._memory.note_futile()
+        if self._memory.must_run:
             return
         try:
             graph, binding, effects = effects_of(journal, self._block, scope, self.tensors, spliced)
         except Undetermined as reason:
-            self.refuse(reason)
+            logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
             return
-        self.remember((graph, binding), effects)
+        environments, known = self._reading.environments, self._known()
+        if known is None:
+            known = {}
+            _drop_oldest(environments)
+            environments[self._key] = [_reference(item) for item in self._objects], known
+        _drop_oldest(known)
+        known[graph, binding] = effects
 
 
 def _drop_oldest(table: dict[Any, Any]) -> None:
@@ -239,8 +216,3 @@ def _reference(item: Any) -> Callable[[], Any]:
         return weakref.ref(item)
     except TypeError:  # a built-in function
         return lambda: item
-
-
-def _settings() -> tuple[Any, ...]:
-    """What calls of torch depend on besides their arguments."""
-    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()

@@ -27,10 +27,7 @@ class RanPiece(NamedTuple):
     """A piece of a captured graph that ran, with a program in it.
 
     Attributes:
-        graph: The captured graph.
         state: The end of the program.
-        variant: The program in the graph.
-        lowered: The lowering that ran.
         binding: The sizes of the graph's symbols.
         stop: Number of the first node that was left out.
         cut: Why the piece ends there, if it was cut.

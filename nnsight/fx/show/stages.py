@@ -19,7 +19,7 @@ import torch
 from ...runtime.errors import UncompiledWarning
 from ...runtime.report import Report
 from ...tracing.errors import PACKAGE_DIRECTORY, user_position_now
-from ..profiling import stage
+from ..counters import stage
 from ..splicing.pieces import SplicedGraph
 from . import debug
 from .explaining import RanPiece

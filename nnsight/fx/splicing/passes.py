@@ -1,16 +1,13 @@
 """Passes: rewrites of a spliced graph before it is lowered.
 
-Splicing writes a block as it is: a slice may be read twice, a value may be read and not used, ``hidden[:, -1] += v`` ends in an assignment
-of a view to itself. :data:`PASSES` is the list of passes, in order. Each changes a graph module in place, and ends with ``graph.lint()``
-and ``recompile()``.
+Splicing writes a block as it is, and a value may be read and not used. :data:`PASSES` is the list of passes, in order. Each changes a graph
+module in place, and ends with ``graph.lint()`` and ``recompile()``. Repeated calls and needless copies are left to the backend.
 
 No pass changes a result, bit for bit (see :mod:`~nnsight.fx.effects`):
 
 * A call is removed only if it is known to do nothing but return a value. In-place edits, draws of random numbers, assertions,
   switches of the grad mode, operators of other libraries stay. So does every input, used or not.
 * A call that may fail because of values, such as an index out of range, stays as well: the error is a result, too.
-* Two calls are merged only if no effect is between them and no later edit could make their results differ.
-* Where autograd follows the graph, only unused calls are removed: merging calls would sum gradients in another order.
 
 Splicing copies no taps, so no pass has to remove them. ``TORCH_LOGS="+nnsight"`` shows each pass with the number of nodes before and after,
 and the graph where it changed.
@@ -25,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..effects import Kind, Memory, edited, effects, is_basic_index, is_differentiated, kind_of, may_fail
+from ..effects import Kind, edited, kind_of, may_fail
 
 logger = logging.getLogger("nnsight.fx.splicing.passes")
 
@@ -46,57 +43,8 @@ def drop_unused_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
     return _finished(graph_module, removed)
 
 
-def merge_repeated_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Make one call of two equal ones, such as a slice that is read twice.
-
-    Equal views of the same memory are always merged. Other results are merged only if nothing that may share memory with them is edited, or
-    leaves the graph, where it could be edited.
-    """
-    graph = graph_module.graph
-    if is_differentiated(graph):
-        return graph_module
-    memory = Memory(graph)
-    touched = {memory.group(argument) for node in effects(graph) for argument in node.all_input_nodes}
-    known: dict[Any, torch.fx.Node] = {}
-    merged = 0
-    for node in graph.nodes:
-        kind = kind_of(node)
-        if node.op != "placeholder" and kind is Kind.EFFECT:
-            known.clear()  # it may edit anything, or switch a mode
-        elif kind is Kind.VIEW or (kind in (Kind.READ, Kind.NEW) and memory.group(node) not in touched):
-            key = (node.op, node.target, _frozen(node.args), _frozen(node.kwargs))
-            first = known.setdefault(key, node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
-                merged += 1
-    return _finished(graph_module, merged)
-
-
-def drop_needless_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove copies that an in-place edit does not need.
-
-    * ``x[i] = x[i]``, the end of ``x[i] += y``: the edit was made in a view of ``x``.
-    * ``y = x.clone()`` where ``x`` is not used again: an edit of ``y`` may be made in ``x``.
-    """
-    graph = graph_module.graph
-    if is_differentiated(graph):
-        return graph_module
-    dropped = 0
-    for node in graph.nodes:
-        if _is_self_copy(node):
-            graph.erase_node(node)
-            dropped += 1
-    for node in (*graph.find_nodes(op="call_method", target="clone"), *graph.find_nodes(op="call_function", target=torch.clone)):
-        if len(node.args) == 1 and not node.kwargs and _is_last_use(node, Memory(graph)):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-            dropped += 1
-    return _finished(graph_module, dropped)
-
-
 #: All passes, in order.
-PASSES: tuple[Pass, ...] = (drop_unused_calls, merge_repeated_calls, drop_needless_copies)
+PASSES: tuple[Pass, ...] = (drop_unused_calls,)
 
 
 class PassRun(NamedTuple):
@@ -190,12 +138,10 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
     return _finished(graph_module, replaced)
 
 
-def run_passes(
-    graph_module: torch.fx.GraphModule, passes: Sequence[Pass] = PASSES
-) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
-    """Return ``graph_module`` after ``passes``, and a record of each."""
+def run_passes(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
+    """Return ``graph_module`` after all passes, and a record of each."""
     runs = []
-    for function in passes:
+    for function in PASSES:
         before = len(graph_module.graph.nodes)
         graph_module = function(graph_module)
         after = len(graph_module.graph.nodes)
@@ -242,41 +188,3 @@ def _share(one: Any, other: Any) -> bool:
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def _is_self_copy(node: torch.fx.Node) -> bool:
-    """Whether ``node`` is ``x[i] = x[i]``, where the right side is a view."""
-    if node.target is not operator.setitem or node.users:
-        return False
-    target, index, value = node.args
-    if not isinstance(value, torch.fx.Node) or value.target is not operator.getitem or kind_of(value) is not Kind.VIEW:
-        return False
-    return value.args[0] is target and is_basic_index(index) and _frozen(value.args[1]) == _frozen(index)
-
-
-def _is_last_use(clone: torch.fx.Node, memory: Memory) -> bool:
-    """Whether a copied tensor owns its memory, which is not used behind the copy."""
-    source = clone.args[0]
-    if not isinstance(source, torch.fx.Node) or kind_of(source) is not Kind.NEW or "strided" in str(source.target):
-        return False
-    if memory.is_input(source):
-        return False
-    last = memory.order[clone]
-    return all(memory.order[user] <= last for item in memory.sharing(source) for user in item.users)
-
-
-def _frozen(argument: Any) -> Any:
-    """Return ``argument`` of a node as a hashable value, in which ``1``, ``1.0`` and ``True`` differ."""
-    if isinstance(argument, (tuple, list)):
-        return type(argument), tuple(_frozen(item) for item in argument)
-    if isinstance(argument, slice):
-        return slice, _frozen((argument.start, argument.stop, argument.step))
-    if isinstance(argument, dict):
-        return dict, tuple((key, _frozen(value)) for key, value in argument.items())
-    if isinstance(argument, (bool, int, float, complex)):
-        return type(argument), repr(argument)  # so 0.0 and -0.0 differ
-    if argument is None or isinstance(argument, (str, torch.fx.Node, torch.dtype, torch.device)):
-        return argument
-    if isinstance(argument, (torch.memory_format, torch.layout, type(...))):
-        return argument
-    return id(argument)

@@ -1,16 +1,32 @@
-"""Pieces of a captured graph, and the spliced graphs that are made of them."""
+"""Pieces of a captured graph, the spliced graphs that are made of them, and what a splice asks of nodes and events: which tensors and
+numbers they use, caches they append to, and how a torch function becomes a node."""
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..capturing.graph import CapturedGraph
-from ..program import Value
+from ..effects import Kind, kind_of, name_of
+from ..program import (
+    Call,
+    Constant,
+    Declare,
+    External,
+    Input,
+    Nest,
+    Number,
+    Reference,
+    Skip,
+    Value,
+    Write,
+)
+from ..torch_compat import is_held_by_argument
 from .passes import PassRun
 
 
@@ -112,3 +128,129 @@ class SplicedGraph:
 def as_argument(number: int | float) -> int | torch.Tensor:
     """Return a number of a program as the spliced graph takes it."""
     return number if isinstance(number, int) else torch.tensor(number, dtype=torch.float64)
+
+
+def appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the former value of a cache to which ``node`` appends; ``None`` if it appends to none.
+
+    ``node`` concatenates it with new entries, or is a part or another layout of that; or, if the model was given the cache, moves it to a
+    device or adds to it. The former value is an input or is empty. Any other concatenation is the module's own.
+    """
+    source: Any = node.args[0] if node.args else None
+    name = name_of(node)
+    if name == "cat" and isinstance(source, (list, tuple)) and isinstance(source[0], torch.fx.Node):
+        example = source[0].meta.get("example_value")
+        is_empty = isinstance(example, torch.Tensor) and 0 in [size for size in example.shape if isinstance(size, int)]
+        return source[0] if source[0].op == "placeholder" or is_empty else None
+    if not isinstance(source, torch.fx.Node):
+        return None
+    if name in ("to", "add", "iadd") and source.op == "placeholder" and is_held_by_argument(source):
+        return source
+    return source if _passes_on(node) and appended_to(source) is not None else None
+
+
+def _passes_on(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is a part of its first argument, or the same in another place or layout."""
+    return node.target is operator.getitem or name_of(node) in ("contiguous", "clone", "to", "detach")
+
+
+def is_made_of_sizes(node: torch.fx.Node) -> bool:
+    """Whether a tensor is made of numbers alone, or is such a tensor in another place or layout."""
+    tensors = [item for item in node.all_input_nodes if isinstance(item.meta.get("example_value"), torch.Tensor)]
+    if tensors:
+        return _passes_on(node) and all(map(is_made_of_sizes, tensors))
+    return node.op == "call_function" and kind_of(node) is Kind.NEW
+
+
+def _leaves(event: Any) -> Iterator[Any]:
+    """Yield the references, numbers and constants of an event, from inside of nests, too."""
+    pending: list[Any] = []
+    match event:
+        case Write():
+            pending = [event.source]
+        case Skip():
+            pending = [source for _, source in event.sources]
+        case Declare():
+            pending = [*event.shape, *(event.stride or ())]
+        case Call():
+            pending = [*event.args, *(value for _, value in event.kwargs)]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Nest):
+            pending += item.items
+        else:
+            yield item
+
+
+def references(event: Any) -> list[Reference]:
+    """Return the tensors that an event uses."""
+    return [item for item in _leaves(event) if isinstance(item, (Value, Input, External))]
+
+
+def numbers(event: Any) -> list[Number]:
+    """Return the numbers of a program that an event uses."""
+    return [item for item in _leaves(event) if isinstance(item, Number)]
+
+
+#: Methods that read better as the operator they implement.
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    f"__{name}__": getattr(operator, f"__{name}__")
+    for name in (
+        "add sub mul truediv floordiv mod matmul pow neg invert and or xor eq ne lt le gt ge getitem setitem iadd isub imul itruediv"
+    ).split()
+}
+
+
+def emit(graph: torch.fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
+    """Add a node for a torch function as ``__torch_function__`` receives it."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":  # the getter of a property, ``Tensor.T``
+        return graph.call_function(getattr, (args[0], function.__self__.__name__))
+    qualname = getattr(function, "__qualname__", "")
+    is_method = type(function).__name__ in ("method_descriptor", "wrapper_descriptor") or qualname.startswith("Tensor.")
+    if is_method or getattr(function, "__module__", None) == "torch._tensor":
+        if name in _OPERATORS and not kwargs:
+            return graph.call_function(_OPERATORS[name], args)
+        return graph.call_method(name, args, kwargs)
+    return graph.call_function(function, args, kwargs)
+
+
+def select_numbers(index: Any, fake_of: Callable[[Any], torch.Tensor]) -> tuple[list[tuple[int, Number]], Any]:
+    """Split an index of an event, in which ``fake_of`` returns a tensor like a reference, into ``select`` calls and the rest.
+
+    In ``hidden[:, i]`` torch asks a symbolic ``i`` for its value, which needs a lowering for every index. ``hidden.select(1, i)`` only asks
+    whether it is negative and in range.
+
+    Returns:
+        The dimension and the number of each integer index that varies, in the order in which to select them, and the rest of the index;
+        ``None`` if nothing is left.
+    """
+    items = index.items if isinstance(index, Nest) and index.kind == "tuple" else (index,)
+    wanted = [place for place, item in enumerate(items) if isinstance(item, Number)]
+    if not wanted:
+        return [], index
+    consumed = [_consumed(item, fake_of) for item in items]
+    gap = next((place for place, item in enumerate(items) if item is ...), len(items))
+    # Dimensions are counted from the end of the index that has no `...` on the way, and stay valid if the last goes first.
+    behind = [(sum(consumed[place + 1 :]), items[place]) for place in wanted if place > gap]
+    before = [(sum(consumed[:place]), items[place]) for place in wanted if place < gap]
+    selected = [(-1 - count, number) for count, number in behind] + [(dim, number) for dim, number in reversed(before)]
+    left = tuple(item for item in items if not isinstance(item, Number))
+    if all(item is ... or item == Nest("slice", (None, None, None)) for item in left):
+        return selected, None
+    return selected, Nest("tuple", left)
+
+
+def _consumed(item: Any, fake_of: Callable[[Any], torch.Tensor]) -> int:
+    """Return how many dimensions an item of an index takes."""
+    if item is None or item is ... or (isinstance(item, Constant) and item.kind is bool):
+        return 0
+    depth, inner = 0, item
+    while isinstance(inner, Nest) and inner.kind != "slice" and inner.items:
+        depth, inner = depth + 1, inner.items[0]
+    if depth and isinstance(inner, Constant) and inner.kind is bool:  # a mask, written as lists
+        return depth
+    if isinstance(item, (Number, Constant, Nest)):
+        return 1
+    fake = fake_of(item)
+    return fake.dim() if fake.dtype in (torch.bool, torch.uint8) else 1

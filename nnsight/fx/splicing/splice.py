@@ -17,17 +17,13 @@ from typing import Any
 
 import torch
 
-from ..capturing.graph import CapturedGraph
-from ..capturing.nested import NestedGraph, call_nested
-from ..capturing.switches import Switched
-from ..effects import REQUIRES_GRAD, Kind, edited, kind_of
+from ..capturing.graph import CapturedGraph, Switched
+from ..effects import edited
 from ..program import (
     Call,
-    Constant,
     Declare,
     External,
     Input,
-    Nest,
     Number,
     Program,
     Reference,
@@ -36,10 +32,20 @@ from ..program import (
     Value,
     Visit,
     Write,
-)  # fmt: skip
-from .nodes import LIKE_FUNCTIONS, appended_to, emit, is_made_of_sizes, numbers, references, select_numbers
+    given,
+)
 from .passes import run_passes
-from .pieces import Piece, Result, SplicedGraph
+from .pieces import (
+    Piece,
+    Result,
+    SplicedGraph,
+    appended_to,
+    emit,
+    is_made_of_sizes,
+    numbers,
+    references,
+    select_numbers,
+)
 
 
 def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
@@ -80,11 +86,7 @@ class _Splicer:
                 self.skipped[node] = self.skip_to
                 continue
             self.skip_to = None
-            idle = self._idle_at(node, results)
-            if idle is not None:
-                self.env.update(call_nested(self.new, idle, self._captured))
-                self.skip_to = idle.last.next  # written already
-            elif node in self.graph.tap_number:
+            if node in self.graph.tap_number:
                 self._at_tap(self.graph.tap_number[node])
             elif node.op not in ("placeholder", "output") and node not in self.passive:
                 self.env[node] = self.new.node_copy(node, self._captured)
@@ -139,17 +141,6 @@ class _Splicer:
                 needed.update(reference.index for reference in references(step.event) if isinstance(reference, Input))
         return needed
 
-    def _idle_at(self, node: torch.fx.Node, results: Sequence[Result]) -> NestedGraph | None:
-        """Return the nested graph that begins with ``node`` if the program does nothing inside and no result is in it."""
-        order = self.graph.order
-        for nested in self.graph.nested.get(node, ()):
-            start, stop = order[nested.start], order[nested.last] + 1
-            happens = [order[self.graph.taps[number].node] for number in self.steps]
-            taken = [order[result] for result in results if isinstance(result, torch.fx.Node) and result not in nested.results]
-            if stop <= self.stop and not any(start <= number < stop for number in (*happens, *taken)):
-                return nested
-        return None
-
     def _switched(self, node: torch.fx.Node) -> Switched:
         """Return the modes that the captured graph has switched before ``node``, a tap."""
         return self.graph.switched.get(node, Switched())
@@ -195,22 +186,12 @@ class _Splicer:
     def _begin_with(self, node: torch.fx.Node) -> None:
         """Compute a tensor that a skipped module makes of sizes alone, such as the zeros of an initial state."""
         example = node.meta.get("example_value")
-        if not isinstance(example, torch.Tensor):
+        if not isinstance(example, torch.Tensor) or not is_made_of_sizes(node):
             return
-        if is_made_of_sizes(node):
-            for made_of in node.all_input_nodes:
-                if made_of in self.skipped and made_of not in self.env:
-                    self._begin_with(made_of)
-            self.env[node] = self.new.node_copy(node, self._captured)
-            return
-        if node.op != "call_function" or kind_of(node) is not Kind.NEW:
-            return
-        make = LIKE_FUNCTIONS.get(getattr(node.target, "__name__", ""))
-        sizes = {symbol: self.graph.placeholders[position] for position, symbol in self.graph.symbols}
-        shape = [sizes.get(size.node.expr) if isinstance(size, torch.SymInt) else size for size in example.shape]
-        if make is not None and None not in shape:
-            taken = tuple(self._captured(size) if isinstance(size, torch.fx.Node) else size for size in shape)
-            self.env[node] = self.new.call_function(make, (taken,), {"dtype": example.dtype, "device": example.device})
+        for made_of in node.all_input_nodes:
+            if made_of in self.skipped and made_of not in self.env:
+                self._begin_with(made_of)
+        self.env[node] = self.new.node_copy(node, self._captured)
 
     def _at_tap(self, number: int) -> None:
         tap = self.graph.taps[number]
@@ -229,7 +210,9 @@ class _Splicer:
                 for node in tap.outputs.get(event.leaf, ()):
                     self.env[node] = self._referred(event.source)
 
-    def _referred(self, reference: Reference) -> Any:
+    def _referred(self, reference: Reference | Number) -> Any:
+        if isinstance(reference, Number):
+            return self.numbers[reference]
         if isinstance(reference, Value):
             return self.values[reference.index]
         if isinstance(reference, External):
@@ -242,8 +225,7 @@ class _Splicer:
         return self.grad if switched is None else switched
 
     def _add_call(self, call: Call, step: Step) -> None:
-        args = tuple(self._argument(argument) for argument in call.args)
-        kwargs = {name: self._argument(argument) for name, argument in call.kwargs}
+        args, kwargs = call.arguments(self._referred)
         around = self._grad_around(step)
         grad = self.grad if call.grad is None else call.grad
         if grad != around:
@@ -253,13 +235,12 @@ class _Splicer:
             for dimension, number in selected:
                 view = self.new.call_method("select", (args[0], dimension, self.numbers[number]))
                 self._mark(view, step)
-                args = (view, Ellipsis if rest is None else self._argument(rest), *args[2:])
+                args = (view, Ellipsis if rest is None else given(rest, self._referred), *args[2:])
         node = emit(self.new, call.function, args, kwargs)
         self._mark(node, step)
         if grad != around:
             self._mark(self.new.call_function(torch._C._set_grad_enabled, (around,)), step)
         assert step.outcome is not None
-        node.meta[REQUIRES_GRAD] = step.outcome.is_differentiated
         self.fakes += step.outcome.fakes
         paths = step.outcome.paths
         for leaf, path in zip(step.outcome.leaves, paths, strict=True):
@@ -269,17 +250,6 @@ class _Splicer:
                     value = self.new.call_function(getattr if isinstance(key, str) else operator.getitem, (value, key))
                     self._mark(value, step)
                 self.values.append(value)
-
-    def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, (Value, Input, External)):
-            return self._referred(argument)
-        if isinstance(argument, Number):
-            return self.numbers[argument]
-        if isinstance(argument, Constant):
-            return argument.value
-        if isinstance(argument, Nest):
-            return argument.build([self._argument(item) for item in argument.items])
-        return argument
 
     def _fake(self, reference: Reference) -> Any:
         """Return a tensor with the dtype and the number of dimensions of ``reference``."""

@@ -122,12 +122,6 @@ class ModuleTree:
         if run is not None and run.counts.get(f"{path}.input", 0):
             run.uncounted.add(path)
 
-    def operations(self, traced_call: TracedCall) -> Operations:
-        """Return the operations that are watched now, for another way of tracing them."""
-        made = Operations(traced_call)
-        made.opened |= self._operations.opened
-        return made
-
     @property
     def refused(self) -> Mapping[str, str]:
         """Why functions that operations called could not be looked into, by the path of the operation."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, UncompiledWarning, fx
+from nnsight import NNsight, fx
 from nnsight.fx.capturing.dynamo import NotCompiled, caller_of_compiled
 from nnsight.runtime.modules.interception import Instrumentation
 
@@ -112,32 +112,6 @@ def test_a_model_of_several_graphs_is_intercepted_each_time(interceptions: list[
         assert module.calls == 2 * number - 1
         same(out, Hooks(module).output("first", lambda value: value + 1)(X))
         assert len(interceptions) == 1
-
-
-def test_at_the_limit_of_captures_the_model_runs_once_and_with_its_blocks() -> None:
-    class Counts(torch.nn.Linear):
-        @torch.compiler.disable
-        def note(self) -> None:
-            calls.append(1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not torch.compiler.is_compiling():
-                self.note()
-            return super().forward(x)
-
-    calls: list[int] = []
-    module = torch.nn.Sequential(Counts(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
-    model = NNsight(module, compile={"backend": "eager", "dynamic": False, "max_captures": 2})
-    with pytest.warns(UncompiledWarning):
-        for rows in (2, 3, 4, 5, 3, 4):
-            x = torch.ones(rows, 4)
-            traces, plain = by_hand(module, x), module(x)
-            for _ in range(2):
-                for call, expected in ((lambda x=x: traced(model, x), traces), (lambda x=x: model(x), plain)):
-                    calls.clear()
-                    same(call(), expected)
-                    assert len(calls) <= 1
-    assert fx.counters.captures == 2
 
 
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])

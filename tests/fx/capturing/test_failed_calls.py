@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, UncompiledWarning, demo_model, fx
+from nnsight import NNsight, UncompiledWarning, fx
 from nnsight.fx import driver
 
-from ...conftest import close, same
+from ...conftest import same
 
 
 class Choosy(torch.nn.Module):
@@ -145,27 +145,3 @@ def test_what_runs_as_python_is_in_the_report(model: NNsight) -> None:
     assert found.location == "model"
     assert "the model runs uncompiled" in found.reason
     assert found.filename == __file__
-
-
-@pytest.mark.slow
-def test_steps_of_a_generation_that_run_as_python_are_in_the_report() -> None:
-    model = demo_model()
-
-    def generate() -> tuple[list[torch.Tensor], Any]:
-        logits: list[torch.Tensor] = []
-        with model.generate("The capital of France is", max_new_tokens=3) as tracer:
-            for _ in tracer.iter[:3]:
-                logits.append(model.lm_head.output)  # noqa: PERF401 - each comes when the model is there
-        return logits, tracer.report
-
-    expected, _ = generate()
-    model.compile(backend="eager")
-    found, report = generate()
-    close(found, expected)
-    assert not report.breaks
-    model.compile(backend="eager", max_captures=1)
-    with pytest.warns(UncompiledWarning):
-        found, report = generate()
-    close(found, expected)
-    assert [each.location for each in report.breaks] == ["model"]
-    assert report.breaks[0].filename == __file__

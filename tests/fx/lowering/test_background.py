@@ -6,9 +6,6 @@ import atexit
 import contextlib
 import gc
 import logging
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -238,36 +235,6 @@ def test_waiting_in_the_background_is_refused() -> None:
     background.submit(job)
     assert fx.wait(60)
     assert "would never return" in str(raised[0])
-
-
-@pytest.mark.slow
-def test_a_program_ends_although_something_is_being_compiled() -> None:
-    program = """
-        import time, threading, torch
-        from nnsight import NNsight
-        from tests.fx.lowering.test_regions import Stack, X
-
-        started = threading.Event()
-
-        def backend(graph_module, inputs):
-            started.set()
-            while True:
-                time.sleep(0.01)
-
-        model = NNsight(Stack(), compile={"backend": backend, "background": True})
-        with torch.no_grad():
-            for _ in range(2):
-                with model.trace(X):
-                    model.blocks[1].output *= 2.0
-        started.wait()
-        print("end of program")
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("end of program\n")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nnsight import NNsight, demo_model
+from nnsight import LanguageModel, NNsight, demo_model
 
 from ...conftest import close, same
+from .. import small_gpt2
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -96,9 +97,8 @@ class Looking(Returning):
         return self.table((self.second(torch.tanh(self.first(x))) * 0).long())
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def wrapped(request: pytest.FixtureRequest) -> Callable[[torch.nn.Module], NNsight]:
-    return lambda module: NNsight(module, compile={"backend": request.param})
+def wrapped(module: torch.nn.Module, backend: str = "aot_eager") -> NNsight:
+    return NNsight(module, compile={"backend": backend})
 
 
 def run(model: NNsight, *args: Any, compile: bool = True, times: int = 1) -> tuple[Any, Any]:
@@ -121,9 +121,10 @@ def layers_in(report: Any) -> int:
     return str(report.code).count("linear(")
 
 
-def test_what_nobody_sees_is_not_computed(wrapped: Any) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_nobody_sees_is_not_computed(backend: str) -> None:
     module = Returning()
-    model = wrapped(module)
+    model = wrapped(module, backend)
     for number in range(3):
         found, report = run(model, X)
         same(found, edited(module))
@@ -132,7 +133,7 @@ def test_what_nobody_sees_is_not_computed(wrapped: Any) -> None:
         assert report.replayed == (number > 0)
 
 
-def test_a_block_that_waits_for_the_result_gets_it(wrapped: Any) -> None:
+def test_a_block_that_waits_for_the_result_gets_it() -> None:
     module = Structured()
     model = wrapped(module)
     run(model, X)
@@ -149,7 +150,7 @@ def test_a_block_that_waits_for_the_result_gets_it(wrapped: Any) -> None:
         close([found["answer"].hidden, found["sum"].value, found["more"][0]], [hidden.exp(), hidden + 1, X])
 
 
-def test_a_call_and_one_of_several_invokes_get_it(wrapped: Any) -> None:
+def test_a_call_and_one_of_several_invokes_get_it() -> None:
     module = Returning()
     model = wrapped(module)
     with model.trace() as tracer:
@@ -165,7 +166,7 @@ def test_a_call_and_one_of_several_invokes_get_it(wrapped: Any) -> None:
     close(model(X), module.second(torch.tanh(edited(module))).exp())
 
 
-def test_what_the_model_stores_in_itself_or_in_a_list_is_computed(wrapped: Any) -> None:
+def test_what_the_model_stores_in_itself_or_in_a_list_is_computed() -> None:
     module, filling, store = Storing(), Filling(), []
     model, filled = wrapped(module), wrapped(filling)
     for number in range(1, 4):
@@ -177,14 +178,14 @@ def test_what_the_model_stores_in_itself_or_in_a_list_is_computed(wrapped: Any) 
         close(store[-1], filling.second(torch.tanh(edited(filling))) * 2)
 
 
-def test_what_a_hook_stores_is_computed(wrapped: Any) -> None:
+def test_what_a_hook_stores_is_computed() -> None:
     module, store = Returning(), []
     module.second.register_forward_hook(lambda module, args, output: store.append(output))
     run(wrapped(module), X)
     close(store[-1], module.second(torch.tanh(edited(module))))
 
 
-def test_a_counter_counts_and_a_buffer_is_updated(wrapped: Any) -> None:
+def test_a_counter_counts_and_a_buffer_is_updated() -> None:
     module, updating = Counting(), Updating()
     _, report = run(wrapped(module), X, times=3)
     assert module.calls == 3
@@ -206,7 +207,7 @@ def test_random_numbers_are_drawn_all_the_same() -> None:
     same(drawn[0], drawn[1])
 
 
-def test_sizes_may_change(wrapped: Any) -> None:
+def test_sizes_may_change() -> None:
     module = Structured()
     model = wrapped(module)
     for rows in (2, 3, 5, 2, 7):
@@ -217,7 +218,7 @@ def test_sizes_may_change(wrapped: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float64, "meta", torch.complex64])
-def test_what_the_rest_of_the_model_does_not_take_is_an_error(wrapped: Any, kind: Any) -> None:
+def test_what_the_rest_of_the_model_does_not_take_is_an_error(kind: Any) -> None:
     model = wrapped(Returning())
     messages = []
     for compile in (True, False):
@@ -240,7 +241,7 @@ def test_a_view_that_the_rest_of_the_model_needs_is_an_error() -> None:
             hidden = model.first.output.save()
 
 
-def test_what_may_fail_by_values_is_computed(wrapped: Any) -> None:
+def test_what_may_fail_by_values_is_computed() -> None:
     module = Looking()
     model = wrapped(module)
     _, report = run(model, X)
@@ -251,8 +252,14 @@ def test_what_may_fail_by_values_is_computed(wrapped: Any) -> None:
             model.table.input = model.table.input + 99
 
 
-def test_the_cache_of_keys_and_values_is_left_out() -> None:
-    model = demo_model(compile={"backend": "eager"})
+@pytest.fixture(scope="module")
+def small() -> LanguageModel:
+    """A stock model with its defaults, and two layers."""
+    return small_gpt2()
+
+
+def test_the_cache_of_keys_and_values_is_left_out(small: LanguageModel) -> None:
+    model = small
     with model.trace("The Eiffel Tower") as tracer:
         model.transformer.h[1].output[:] += 1.0
         logits = model.lm_head.output.save()
@@ -268,12 +275,11 @@ def test_the_cache_of_keys_and_values_is_left_out() -> None:
     assert result.past_key_values.get_seq_length() == expected.shape[1]
 
 
-def test_generation_sees_what_its_model_returns() -> None:
+def test_generation_sees_what_its_model_returns(small: LanguageModel) -> None:
     tokens = []
-    for options in ({"compile": {"backend": "eager"}}, {}):
-        model = demo_model(**options)
-        with model.generate("The Eiffel Tower", max_new_tokens=3) as tracer:
-            model.transformer.h[1].output[:] += 1.0
+    for compile in (True, False):
+        with small.generate("The Eiffel Tower", max_new_tokens=3, do_sample=False, compile=compile) as tracer:
+            small.transformer.h[1].output[:] += 1.0
             tokens.append(tracer.result.save())
     same(tokens[0], tokens[1])
 
@@ -287,10 +293,9 @@ def tensor_peak(function: Callable[[], Any]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("regions", [False, True])
-def test_a_trace_that_saves_nothing_extra_takes_no_more_memory(regions: bool) -> None:
+def test_a_trace_that_saves_nothing_extra_takes_no_more_memory() -> None:
     """Than the plain compiled model, which has one set of activations at a time, too."""
-    model = demo_model(compile={"regions": regions})
+    model = demo_model(compile=True)
     inputs = model.tokenizer("The Eiffel Tower is in the city of", return_tensors="pt")
     plain = torch.compile(model._module)
 

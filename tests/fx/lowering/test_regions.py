@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-import nnsight
 from nnsight import NNsight, fx
 from nnsight.fx.lowering.backends import resolve_backend
 
-from ...conftest import MODEL_NAMES, Case, Hooks
+from ...conftest import Case, Hooks
 
 X = torch.linspace(-1.0, 1.0, 24).reshape(4, 6)
 WIDTH = 6
-OTHERS = [name for name in MODEL_NAMES if name != "gpt2"]
 
 
 class Block(torch.nn.Module):
@@ -67,9 +65,13 @@ class Counting:
         return count
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Counting:
-    return Counting(request.param)
+    return Counting(getattr(request, "param", "eager"))
+
+
+#: For tests about what ahead-of-time autograd makes of a region.
+lowered = pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
 
 
 @pytest.fixture(params=[False, True], ids=["no_grad", "grad"])
@@ -127,7 +129,8 @@ def test_an_edit_inside_a_block_and_at_its_input_lowers_one_region(backend: Coun
         close(out, Hooks(net).input("blocks.2", lambda args, kwargs: ((args[0] * 0.5,), kwargs))(X))
 
 
-def test_other_sizes_lower_once_more_and_then_no_more(backend: Counting, grad: bool) -> None:
+@lowered
+def test_other_sizes_lower_once_more_and_then_no_more(backend: Counting) -> None:
     net = Stack()
     model = wrapped(net, backend)
 
@@ -214,7 +217,8 @@ def test_a_module_that_is_called_again_and_again_is_a_block(backend: Counting, g
     assert fx.counters.reuses == 3 - grad
 
 
-def test_tied_parameters_are_told_from_separate_ones(backend: Counting, grad: bool) -> None:
+@lowered
+def test_tied_parameters_are_told_from_separate_ones(backend: Counting) -> None:
     class Two(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -229,13 +233,8 @@ def test_tied_parameters_are_told_from_separate_ones(backend: Counting, grad: bo
     model = wrapped(net, backend)
     out = model(X)
     close(out, net(X))
-    if grad:
-        out.sum().backward()
-        found = [parameter.grad.clone() for parameter in net.parameters()]  # type: ignore[union-attr]
-        net.zero_grad()
-        net(X).sum().backward()
-        for mine, parameter in zip(found, net.parameters(), strict=True):
-            close(mine, parameter.grad)  # type: ignore[arg-type]
+    parameters = list(net.parameters())
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), parameters), torch.autograd.grad(net(X).sum(), parameters))
 
 
 def test_nothing_is_cut_without_repeated_modules_or_without_the_option(backend: Counting) -> None:
@@ -264,12 +263,6 @@ def test_a_backend_that_fails_on_a_region_gets_the_whole_graph(caplog: pytest.Lo
     assert "as a whole: NotImplementedError: a small graph" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["regions", "background"])
-def test_options_are_checked(name: str) -> None:
-    with pytest.raises(TypeError, match=f"`{name}` is True or False, not 'yes'"):
-        NNsight(Stack(), compile={name: "yes"})
-
-
 def test_regions_go_away_with_the_model(no_gc: None) -> None:
     net = Stack()
     model = wrapped(net, "eager")
@@ -286,6 +279,7 @@ def test_regions_go_away_with_the_model(no_gc: None) -> None:
 # -- effects across borders -------------------------------------------------------------------------------------------
 
 
+@lowered
 def test_an_earlier_value_is_edited_later(backend: Counting) -> None:
     """What block 0 returned is part of block 1's residual stream, and a kept view of it shows the edit."""
     net = Stack()
@@ -314,20 +308,17 @@ class InPlace(Block):
         return x
 
 
-@pytest.mark.parametrize("save", [False, True])
-def test_blocks_that_write_to_their_input(backend: Counting, grad: bool, save: bool) -> None:
+@lowered
+def test_blocks_that_write_to_their_input(backend: Counting, grad: bool) -> None:
     net = Stack(kind=InPlace)
     model = wrapped(net, backend)
     with model.trace(X):
-        first = model.blocks[0].output.clone()
-        if save:
-            nnsight.save(first)
+        first = model.blocks[0].output.clone().save()
         early = model.blocks[0].output.save()
         out = model.output.save()
     close(out, net(X))
     close(early, Hooks(torch.nn.Sequential(net.embed, *net.blocks))(X))  # the same memory all along
-    if save:
-        close(first, net.blocks[0](net.embed(X)))
+    close(first, net.blocks[0](net.embed(X)))
     if grad:
         found = torch.autograd.grad(out.sum(), [net.embed.weight, net.blocks[1].up.weight])
         expected = torch.autograd.grad(net(X).sum(), [net.embed.weight, net.blocks[1].up.weight])
@@ -361,6 +352,7 @@ class Writing(torch.nn.Module):
         return x, total, before[1:]
 
 
+@lowered
 @pytest.mark.parametrize("through", ["early view", "index_copy", "row"])
 def test_blocks_that_write_to_a_cache(backend: Counting, through: str) -> None:
     net = Writing(through)
@@ -377,6 +369,7 @@ def test_blocks_that_write_to_a_cache(backend: Counting, through: str) -> None:
         assert found[2].untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
 
+@lowered
 def test_a_tensor_of_the_user_is_written_in_one_block_and_read_in_another(backend: Counting) -> None:
     net = Stack()
     model = wrapped(net, backend)
@@ -506,6 +499,7 @@ def test_skips_and_stops_use_known_regions(backend: Counting) -> None:
         close(hidden, _until(net, 3))
 
 
+@lowered
 def test_gradients_flow_through_regions(backend: Counting) -> None:
     net = Stack()
     model = wrapped(net, backend)
@@ -535,22 +529,21 @@ def test_gradients_flow_through_regions(backend: Counting) -> None:
         close(found, net.blocks[1].up.weight.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_models_of_transformers_are_cut_at_their_layers(cases: dict[str, Case], name: str) -> None:
-    """Every family, with an edit in each of its layers, for several lengths, bit for bit."""
+    """With the same edit in two layers, bit for bit."""
     case = cases[name]
     with torch.no_grad():
         backend = Counting()
         model = wrapped(case.module, backend)
         reference = NNsight(case.module, compile=False)
         counts = []
-        for length, index in ((5, 1), (6, 1), (6, 2), (7, 1), (7, 2)):
+        for length, index in ((5, 1), (5, 0)):
             found, expected = (_edited(which, case, index, length) for which in (model, reference))
             assert torch.equal(found, expected)
             counts.append(backend.take())
-        assert counts[3:] == [0, 0]
-        # Of equal layers one is lowered for several.
-        assert fx.counters.reuses > 0
+        assert counts[1] < counts[0]
+        assert fx.counters.reuses > 0, "of equal layers one is lowered for several"
 
 
 def _edited(model: NNsight, case: Case, index: int, length: int) -> torch.Tensor:
@@ -563,37 +556,17 @@ def _edited(model: NNsight, case: Case, index: int, length: int) -> torch.Tensor
 
 
 @pytest.mark.slow
-def test_generation_with_a_cache(backend: Counting) -> None:
-    ids = torch.arange(5, 11)[None]
-    results = []
-    with torch.no_grad():
-        for options in ({"backend": backend, "regions": True}, False):
-            model = nnsight.demo_model(compile=options)
-            with model.generate(ids, max_new_tokens=6, do_sample=False) as tracer:
-                for _ in tracer.iter[:6]:
-                    model.transformer.h[1].output[:, -1] *= 1.5
-                result = model.generator.output.save()
-            results.append(result)
-    assert torch.equal(*results)
-    assert fx.counters.reuses > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grad_enabled", [False, True])
-def test_inductor_lowers_regions(grad_enabled: bool) -> None:
+def test_inductor_lowers_regions() -> None:
     net = Stack()
     backend = Counting("inductor")
     model = wrapped(net, backend)
-    with torch.set_grad_enabled(grad_enabled):
-        for block, compiles in ((1, 4), (3, 0)):
-            with model.trace(X):
-                model.blocks[block].output[:, 0] += 2.0
-                out = model.output.save()
-
-            expected = Hooks(net).output(f"blocks.{block}", edit)(X)
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-            assert backend.take() == compiles
-        if grad_enabled:
-            (found,) = torch.autograd.grad(out.sum(), [net.embed.weight])
-            (wanted,) = torch.autograd.grad(expected.sum(), [net.embed.weight])
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for block, compiles in ((1, 4), (3, 0)):
+        with model.trace(X):
+            model.blocks[block].output[:, 0] += 2.0
+            out = model.output.save()
+        expected = Hooks(net).output(f"blocks.{block}", edit)(X)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert backend.take() == compiles
+    (found,) = torch.autograd.grad(out.sum(), [net.embed.weight])
+    (wanted,) = torch.autograd.grad(expected.sum(), [net.embed.weight])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

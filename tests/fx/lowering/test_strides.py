@@ -7,8 +7,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnsight import NNsight
-from nnsight.fx.lowering.strides import are_equal, is_contiguous, layout_of, strides_in, with_strides
-from nnsight.fx.lowering.symbols import Symbols, wanting_grad
+from nnsight.fx.lowering.symbols import (
+    Symbols,
+    are_equal,
+    is_contiguous,
+    layout_of,
+    strides_in,
+    wanting_grad,
+    with_strides,
+)
 
 FUSED = torch.randn(2, 5, 24)
 TENSORS = [
@@ -92,12 +99,11 @@ class Fused(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("regions", [True, False])
-def test_pieces_hand_on_what_inductor_returns(regions: bool) -> None:
+def test_pieces_hand_on_what_inductor_returns() -> None:
     """Several lengths, gradients on, and a cut in the middle: everything that crosses it has strides of its own."""
     torch.manual_seed(0)
     module = Fused()
-    model = NNsight(module, compile={"regions": regions})
+    model = NNsight(module, compile=True)
     for length in (5, 9, 7):
         x = torch.randn(2, length, 8)
         with model.trace(x):

@@ -102,7 +102,7 @@ def model(request: pytest.FixtureRequest) -> NNsight:
     return NNsight(Edits().eval().requires_grad_(request.param == "trained"), compile={"backend": "eager"})
 
 
-@pytest.mark.parametrize("given", ["leaf", *(pytest.param(given, marks=pytest.mark.slow) for given in ("plain", "computed"))])
+@pytest.mark.parametrize("given", ["leaf", "computed"])
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__.strip("_"))
 def test_what_autograd_knows_of_a_tensor(block: Callable[..., list[Any]], model: NNsight, given: str) -> None:
     def run(compile: bool, grad: bool = True) -> list[Any]:

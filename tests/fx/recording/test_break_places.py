@@ -7,7 +7,6 @@ second compiled run compiles nothing.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -247,7 +246,7 @@ def model_of(make: Callable[[], torch.nn.Module], backend: str) -> Any:
     return Rows(make(), compile={"backend": backend})
 
 
-def check(place: Place, need: Need, cuts: int, backend: str, capsys: Any, caplog: Any) -> None:
+def check(place: Place, need: Need, backend: str, capsys: Any, caplog: Any) -> None:
     model = model_of(place.make, backend)
     caplog.set_level(logging.WARNING, logger=logger.name)
 
@@ -276,41 +275,40 @@ def check(place: Place, need: Need, cuts: int, backend: str, capsys: Any, caplog
             assert repr(its_effects) == repr(effects), "side effects, in their order"
         else:
             assert len(its_effects[0]) == len(effects[0]) and its_effects[3] == effects[3]
-    assert fx.counters.breaks == place.demands * cuts + place.cuts
+    assert fx.counters.breaks == place.demands + place.cuts
     assert tracer[0].report.mode == "compiled"
     assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"
     assert_no_instrumentation(model._module)
 
 
-def cases(chosen: Callable[[int, int], bool]) -> list[Any]:
-    """Return all cases; those that are not ``chosen`` by the numbers of kind and place are slow."""
-    found = []
-    for (number, (need, cuts)), (position, place) in itertools.product(enumerate(DEMANDS), enumerate(PLACES)):
-        marks = [] if chosen(number, position) else [pytest.mark.slow]
-        found.append(pytest.param(place, need, cuts, id=f"{place.block.__name__}-{need.__name__}", marks=marks))
-    return found
+#: Each demand that cuts once, in one of the places.
+CASES = [(PLACES[number % len(PLACES)], need) for number, (need, cuts) in enumerate(DEMANDS) if cuts == 1]
 
 
-EACH = cases(lambda number, position: number % len(PLACES) == position and number % 2 == 0)
-NONE = cases(lambda number, position: False)
+def some(step: int) -> Any:
+    """Return every case number ``step``, for ``parametrize``."""
+    chosen = [pytest.param(place, need, id=f"{place.block.__name__}-{need.__name__}") for place, need in CASES[::step]]
+    return pytest.mark.parametrize(("place", "need"), chosen)
 
 
-@pytest.mark.parametrize(("place", "need", "cuts"), EACH)
+@some(2)
 def test_a_demand_in_its_place(
-    place: Place, need: Need, cuts: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    place: Place, need: Need, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    check(place, need, cuts, "eager", capsys, caplog)
+    check(place, need, "eager", capsys, caplog)
 
 
-@pytest.mark.parametrize(("place", "need", "cuts"), NONE)
+@pytest.mark.slow
+@some(1)
 def test_a_demand_in_its_place_of_pieces_that_are_lowered(
-    place: Place, need: Need, cuts: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    place: Place, need: Need, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    check(place, need, cuts, "aot_eager", capsys, caplog)
+    check(place, need, "aot_eager", capsys, caplog)
 
 
-@pytest.mark.parametrize(("place", "need", "cuts"), NONE[:: len(PLACES) * 6 + 1])
+@pytest.mark.slow
+@some(9)
 def test_a_demand_in_its_place_of_pieces_of_inductor(
-    place: Place, need: Need, cuts: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    place: Place, need: Need, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    check(place, need, cuts, "inductor", capsys, caplog)
+    check(place, need, "inductor", capsys, caplog)

@@ -198,8 +198,7 @@ class Layer(torch.nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-@pytest.mark.parametrize("factor", [1.5, pytest.param(None, marks=pytest.mark.slow)], ids=["edited", "read"])
-def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once(factor: float | None) -> None:
+def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once() -> None:
     """A piece that is only read is one layer and nothing else: a single region."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(Layer() for _ in range(8)))
@@ -210,8 +209,7 @@ def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once(factor: float | 
         with torch.no_grad(), model.trace(X):
             for layer in model:
                 norms.append(layer.output.norm().item())
-                if factor is not None:
-                    layer.output *= factor
+                layer.output *= 1.5
             out = model.output.save()
         return norms, out
 
@@ -228,7 +226,7 @@ def test_a_model_that_is_cut_at_every_layer_lowers_a_layer_once(factor: float | 
         for layer in net:
             value = layer(value)
             expected.append(value.norm().item())
-            value = value if factor is None else value * factor
+            value = value * 1.5
     for norms, out in (found, again):
         assert norms == expected
         assert torch.equal(out, value)

@@ -8,16 +8,17 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nnsight import NNsight, demo_model, fx
+from nnsight import NNsight, fx
 
 from ...conftest import CACHE, both, close, same
+from .. import small_gpt2
 
 TEXT, TOKENS = "Paris is in the city of", 8
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return demo_model(compile={"backend": "eager"})
+    return small_gpt2()
 
 
 def expected(model: Any, text: str = TEXT) -> Any:
@@ -31,7 +32,7 @@ def test_a_saved_output_has_its_cache(model: Any, compile: bool) -> None:
         with model.trace(TEXT, compile=compile) as tracer:
             out = model.output.save()
         assert type(out) is type(due) and type(out.past_key_values) is DynamicCache
-        close(out.past_key_values.layers[3].keys, due.past_key_values.layers[3].keys)
+        close(out.past_key_values.layers[1].keys, due.past_key_values.layers[1].keys)
         assert not tracer.report.breaks
     ids = model.tokenizer(" the", return_tensors="pt").input_ids
     again = model._module(ids, **{CACHE: out.past_key_values}).logits
@@ -43,7 +44,7 @@ def test_a_block_looks_into_the_cache_and_goes_on(model: Any, compile: bool) -> 
     due = expected(model)
     for _ in range(3):
         with model.trace(TEXT, compile=compile):
-            hidden = model.transformer.h[2].output
+            hidden = model.transformer.h[1].output
             length = model.output.past_key_values.get_seq_length()
             keys = model.output.past_key_values.layers[1].keys.save()
             logits = (model.output.logits * 2.0).save()
@@ -129,7 +130,7 @@ def test_a_look_is_no_cut_and_is_recorded_once(model: Any) -> None:
     def run() -> Any:
         with model.trace(TEXT, compile=True) as tracer:
             model.transformer.h[1].output[:] += 1.0
-            keys = model.output.past_key_values.layers[4].keys.save()
+            keys = model.output.past_key_values.layers[0].keys.save()
         return keys, tracer.report
 
     first, report = run()

@@ -34,7 +34,7 @@ def _nothing_on_disk() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["eager", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor"))])
+@pytest.fixture(params=["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest) -> NNsight:
     torch._dynamo.reset()
     made = NNsight(Net(), compile={"backend": request.param})
@@ -103,6 +103,7 @@ def test_integers(model: NNsight, edit: Edit) -> None:
     assert str(fx.counters) == before
 
 
+@pytest.mark.parametrize("model", ["eager", pytest.param("inductor", marks=pytest.mark.slow)], indirect=True)
 def test_a_loop_over_positions(model: NNsight) -> None:
     x = torch.randn(2, 12, 4)
     for i in range(12):

@@ -91,19 +91,17 @@ TRANSFORMS: list[tuple[Callable[[Any, Log], Any], int]] = [
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.parametrize("grad", [pytest.param(True, marks=pytest.mark.slow), False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize(("change", "cuts"), TRANSFORMS, ids=lambda item: getattr(item, "__name__", ""))
-def test_a_transform(model: NNsight, change: Callable[[Any, Log], Any], cuts: int, grad: bool) -> None:
+def test_a_transform(model: NNsight, change: Callable[[Any, Log], Any], cuts: int) -> None:
     module = model._module
 
     def run(function: Callable[[Log], Any]) -> tuple[Any, Log]:
         log: Log = []
         module.zero_grad()
-        with torch.set_grad_enabled(grad), torch.random.fork_rng():
+        with torch.random.fork_rng():
             torch.manual_seed(0)
             out = function(log)
-        if grad:
-            out.pow(2).sum().backward()
+        out.pow(2).sum().backward()
         return (out.detach(), [parameter.grad for parameter in module.parameters()]), log
 
     def traced(compile: bool, log: Log) -> Any:
@@ -128,9 +126,8 @@ def test_a_transform(model: NNsight, change: Callable[[Any, Log], Any], cuts: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_transforms_of_lowered_graphs(model: NNsight, backend: str) -> None:
-    lowered = NNsight(model._module, compile={"backend": backend, "fullgraph": True})
+def test_transforms_of_lowered_graphs(model: NNsight) -> None:
+    lowered = NNsight(model._module, compile={"backend": "inductor", "fullgraph": True})
     module = model._module
     for change in (mapped, gradient_of_each_row, jacobians):
         with torch.no_grad():
@@ -142,28 +139,15 @@ def test_transforms_of_lowered_graphs(model: NNsight, backend: str) -> None:
                 torch.testing.assert_close(out, expected)
 
 
-# -- torch.cond, torch.while_loop and torch.scan -----------------------------------------------------------------------------------
+# -- torch.cond, torch.while_loop and torch.scan ------------------------------------------------------------------------
 
 
 def both_ways(h: Any, log: Log) -> Any:
     return torch.cond(h.sum() > 0, lambda x: x * 2, lambda x: x * 3 + probe.bias.detach(), (h,))
 
 
-def with_closures(h: Any, log: Log) -> Any:
-    mean = h.mean()
-    return torch.cond(mean > 100, lambda: (h * 2, mean), lambda: (h * 3, mean + 1))[0]
-
-
-def drawing(h: Any, log: Log) -> Any:
-    return torch.cond(h.sum() > -100, lambda: h + torch.rand_like(h), lambda: h + 0.0) + torch.rand(4)
-
-
 def failing_if_not_chosen(h: Any, log: Log) -> Any:
     return torch.cond(h.sum() > -100, lambda: h * 2, lambda: h.gather(1, torch.full((3, 4), 99)))
-
-
-def demanding(h: Any, log: Log) -> Any:
-    return torch.cond(h.sum() > -100, lambda: h * h.sum().item(), lambda: h * 2)
 
 
 def looping(h: Any, log: Log) -> Any:
@@ -194,42 +178,29 @@ def scanned(h: Any) -> Any:
     return torch.stack(sums) + last + h + last_back
 
 
-#: Blocks, what they do by hand, and why the graph is cut, if it is.
+#: Blocks, what they do by hand, and why the graph is cut.
 CONTROL: list[tuple[Callable[[Any, Log], Any], Callable[[Any], Any], str]] = [
-    (both_ways, lambda h: h * 2 if h.sum() > 0 else h * 3 + probe.bias.detach(), ""),
-    (with_closures, lambda h: h * 3, ""),
-    (drawing, lambda h: h + torch.rand_like(h) + torch.rand(4), "draws random numbers"),
-    (failing_if_not_chosen, lambda h: h * 2, "`gather` may fail"),
-    (demanding, lambda h: h * h.sum().item(), "`item` in one of its functions needs a value"),
+    (both_ways, lambda h: h * 2 if h.sum() > 0 else h * 3 + probe.bias.detach(), "`torch.cond` runs Python"),
+    (failing_if_not_chosen, lambda h: h * 2, "`torch.cond` runs Python"),
     (looping, halved, "`torch.while_loop` runs Python"),
     (scanning, scanned, "`torch.scan` runs Python"),
 ]
 
 
-@pytest.mark.parametrize("grad", [pytest.param(True, marks=pytest.mark.slow), False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize(("change", "by_hand", "reason"), CONTROL, ids=lambda item: getattr(item, "__name__", ""))
-def test_control_flow_of_torch(
-    model: NNsight, change: Callable[[Any, Log], Any], by_hand: Callable[[Any], Any], reason: str, grad: bool
-) -> None:
-    """In one graph where both ways can be computed; else cut, with the reason, and right."""
-    module = model._module
+def test_control_flow_of_torch(model: NNsight, change: Callable[[Any, Log], Any], by_hand: Callable[[Any], Any], reason: str) -> None:
+    """It cuts the graph, with the reason, and is right."""
     for x in (X, X * -3.0, X):
-        with torch.set_grad_enabled(grad), torch.random.fork_rng():
-            torch.manual_seed(0)
-            expected = Hooks(module).output("1", by_hand)(x)
-            for compile in (True, True):
-                fx.counters.reset()
-                torch.manual_seed(0)
-                with model.trace(x, compile=compile) as tracer:
-                    model[1].output = change(model[1].output, [])
-                    out = model.output.save()
-                torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
-                assert out.requires_grad == expected.requires_grad
-        reasons = [cut.reason for cut in tracer.report.breaks]
-        if grad:  # which of the reasons comes first is up to the operations
-            assert len(reasons) == 1 and ("gradients go through it" in reasons[0] or reason in reasons[0])
-        else:
-            assert len(reasons) == bool(reason) and all(reason in found for found in reasons)
+        expected = Hooks(model._module).output("1", by_hand)(x)
+        for _ in range(2):
+            fx.counters.reset()
+            with model.trace(x) as tracer:
+                model[1].output = change(model[1].output, [])
+                out = model.output.save()
+            torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
+            assert out.requires_grad
+        (cut,) = tracer.report.breaks
+        assert reason in cut.reason
         assert fx.counters.recordings == fx.counters.compiles == 0, "the second run is known"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, demo_model, fx
+from nnsight import NNsight, fx
 from nnsight.envoy.envoy import Envoy
 from nnsight.fx.replay.replay import Replays
 from nnsight.runtime.errors import OutOfOrderError
@@ -115,21 +115,6 @@ def loops(model: Any, env: Env, compile: bool) -> Any:
     return (kept, named, count), tracer
 
 
-def fills(model: Any, env: Env, compile: bool) -> Any:
-    kept, other, vector, layers = env.kept, env.other, env.vector, [model.layers[index] for index in env.order]
-    with model.trace(env.x, compile=compile) as tracer:
-        for layer in layers:
-            h = layer.output[0]
-            h[:] += vector
-            kept.append(h)
-            other.append((layer.output[1] * 2, len("two"), vector.sum()))
-            env.more.append({"h": h})
-        kept.append(vector)
-        first = layers[-1].output[1].save()
-        out = model.output.save()
-    return (first, out, other is kept, len(kept), [kept[-2] is more["h"] for more in env.more]), tracer
-
-
 def functions(model: Any, env: Env, compile: bool) -> Any:
     act = env.act
     with model.trace(env.x, compile=compile) as tracer:
@@ -205,11 +190,6 @@ REPLAYED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any
         {"memory": torch.zeros(3, 2), "other": VECTOR},
         [{"other": VECTOR * 2}, {"memory": torch.ones(3, 2)}, {}],
     ),
-    "fills": (
-        fills,
-        {"kept": [1], "other": [], "more": [], "vector": VECTOR, "order": (0, 2)},
-        [{"kept": [], "vector": VECTOR - 2}, {"order": (0, 1, 2)}, {"order": (1, 2)}, {"other": (both := []), "kept": both}],
-    ),
     "skips": (skips, {}, [{"x": x(3) + 1}, {"x": x(4)}]),
     "saved from outside": (saved_from_outside, {"vector": VECTOR}, [{"vector": VECTOR - 3}, {}]),
 }
@@ -259,8 +239,7 @@ def _by_hand(vector: torch.Tensor, factor: float) -> Callable[[Any], Any]:
     return edit
 
 
-@pytest.mark.parametrize("gradients", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no_grad", "grad"])
-def test_the_result_costs_what_the_output_of_the_model_does(fresh: Any, gradients: bool) -> None:
+def test_the_result_costs_what_the_output_of_the_model_does(fresh: Any) -> None:
     model = fresh
     def of_result(vector: torch.Tensor) -> Any:
         with model.trace(x()) as tracer:
@@ -277,18 +256,17 @@ def test_the_result_costs_what_the_output_of_the_model_does(fresh: Any, gradient
         return (result, scaled), tracer
 
     counts = []
-    with torch.set_grad_enabled(gradients):
-        for block in (of_output, of_result):
-            model.compile(backend="eager")
-            fx.counters.reset()
-            for number in range(4):
-                vector = VECTOR[:2] * number
-                saved, tracer = block(vector)
-                expected = Hooks(model._module).output("head", lambda h, v=vector: h + v)(x())
-                same(saved, (expected, expected * 2.0))
-                assert tracer.report.replayed is (number > 0)
-                assert not tracer.report.breaks
-            counts.append(copy.copy(fx.counters))
+    for block in (of_output, of_result):
+        model.compile(backend="eager")
+        fx.counters.reset()
+        for number in range(4):
+            vector = VECTOR[:2] * number
+            saved, tracer = block(vector)
+            expected = Hooks(model._module).output("head", lambda h, v=vector: h + v)(x())
+            same(saved, (expected, expected * 2.0))
+            assert tracer.report.replayed is (number > 0)
+            assert not tracer.report.breaks
+        counts.append(copy.copy(fx.counters))
     assert counts[0] == counts[1]
     assert counts[0].replays == 3
 
@@ -299,18 +277,6 @@ def test_the_result_is_the_last_thing_a_block_can_read(model: Any) -> None:
             with model.trace(x(), compile=compile) as tracer:
                 tracer.result.save()
                 model.output.save()
-
-
-@pytest.mark.slow
-def test_a_result_with_objects_in_it_is_what_the_model_returned() -> None:
-    model = demo_model(compile={"backend": "eager"})
-    for _ in range(3):
-        with model.trace("The Colosseum is in the city of") as tracer:
-            result = tracer.result.save()
-            length = tracer.result.past_key_values.get_seq_length().save()
-        assert type(result).__name__ == "CausalLMOutputWithCrossAttentions"
-        assert length == 10 and not tracer.report.breaks
-        same(result.logits, model._module(model.tokenizer("The Colosseum is in the city of", return_tensors="pt").input_ids).logits)
 
 
 def test_saved_containers_are_new_each_time(model: Any) -> None:
@@ -353,9 +319,7 @@ def test_the_models_own_tensors_as_outside_ones(model: Any) -> None:
         same(runs[0], runs[1])
 
 
-@pytest.mark.parametrize(
-    "setting", ["grad mode", "swapped module", *(pytest.param(each, marks=pytest.mark.slow) for each in ("default dtype", "train"))]
-)
+@pytest.mark.parametrize("setting", ["grad mode", "swapped module", "default dtype", "train"])
 def test_settings_are_seen(fresh: Any, setting: str) -> None:
     model = fresh
     net = model._module
@@ -521,7 +485,7 @@ def test_a_block_that_does_more_runs_each_time(model: Any, block: Callable[..., 
         results.append([block(wrapped, recorder)[0] for _ in range(4)])
     same(results[0], results[1])
     values = results[0]
-    assert fx.counters.replays == 0 or block in (_uses_numpy, _appends_to_a_list, _appends)
+    assert fx.counters.replays == 0 or block in (_uses_numpy,)
     if isinstance(values[0], int):
         assert values == [1, 2, 3, 4]
     else:
@@ -658,7 +622,7 @@ def test_what_never_repeats_is_not_remembered(model: Any) -> None:
     same(saved, Hooks(model._module).output("layers.1", _by_hand(VECTOR, 39.0))(x()))
     (memory,) = model._compiled.replays._memories.values()
     assert memory.must_run or fx.counters.replays > 0
-    assert sum(len(reading.environments) for reading in memory.readings) <= 64
+    assert memory.reading is None or len(memory.reading.environments) <= 64
 
 
 def test_nothing_is_kept_alive(model: Any) -> None:
@@ -721,31 +685,13 @@ def test_a_model_that_breaks_the_graph_runs_its_python_once_each_time() -> None:
     assert fx.counters.replays == 0
 
 
-def test_a_list_that_is_filled_and_looked_at(model: Any) -> None:
-    """By one name it is filled, by the other it is looked at, at first or later."""
-    kept: list[Any] = []
-    seen: list[Any] = []
-    for number in range(6):
-        looked_at = [] if number < 3 else kept
-        with model.trace(x()):
-            kept.append(model.layers[0].output[1])
-            count = len(looked_at).save()
-        seen.append(count)
-    assert seen == [0, 0, 0, 4, 5, 6]
-    assert len(kept) == 6
-    same(kept, [model._module.layers[0](x(), scale=0.5)[1]] * 6)
-    assert fx.counters.replays == 2
-
-
 def test_envoys_in_a_list_that_changes(model: Any) -> None:
     layers = [model.layers[0], model.layers[1]]
     for number in range(6):
         if number == 3:
             layers[1] = model.layers[2]
-        kept: list[Any] = []
         with model.trace(x()):
-            for layer in layers:
-                kept.append(layer.output[1].save())  # noqa: PERF401 - as people write it
+            kept = [layer.output[1] for layer in layers].save()  # type: ignore[attr-defined]
         expected = Hooks(model._module)
         keep = expected.keep("last", lambda value: value[1])
         expected.output(f"layers.{1 if number < 3 else 2}", keep)(x())
@@ -815,12 +761,11 @@ def test_a_block_that_asks_for_nothing_is_replayed_and_the_model_runs(fresh: Any
 
 
 def test_a_shape_stays_a_shape(model: Any) -> None:
-    kept: list[Any] = []
     for number in range(4):
         with model.trace(x(3)) as tracer:
             hidden = model.layers[0].output[0]
-            kept.append(({"shape": hidden.shape}, [hidden.size()], hidden.stride()))
-        table, (size,), stride = kept[-1]
+            kept = ({"shape": hidden.shape}, [hidden.size()], hidden.stride()).save()  # type: ignore[attr-defined]
+        table, (size,), stride = kept
         assert tracer.report.replayed == (number > 0)
         assert type(table["shape"]) is type(size) is torch.Size and size.numel() == 12
         assert type(stride) is tuple

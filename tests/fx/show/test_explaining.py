@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bdb
-import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -281,22 +279,6 @@ def test_what_dynamo_made_is_decompiled(tmp_path: Path, monkeypatch: pytest.Monk
     assert "as dynamo made it" in text
     doubled(model, X[:2])  # captured again, and nobody looks
     assert not list(tmp_path.glob("bytecode_2*"))
-
-
-@pytest.mark.slow
-def test_what_dynamo_made_is_decompiled_by_depyf(tmp_path: Path) -> None:
-    program = (
-        "import torch, nnsight\n"
-        "model = nnsight.NNsight(torch.nn.Linear(2, 2), compile={'backend': 'eager'})\n"
-        f"with nnsight.debug_dir({str(tmp_path / 'files')!r}, bytecode=True):\n"
-        "    with model.trace(torch.ones(1, 2)):\n"
-        "        model.output.save()\n"
-    )
-    path = tmp_path / "program.py"
-    path.write_text(program, encoding="utf-8")
-    subprocess.run([sys.executable, str(path)], check=True, timeout=300, env=dict(os.environ))
-    (file,) = (tmp_path / "files").glob("bytecode_1_call_Linear*.py")
-    assert "__compiled_fn" in file.read_text("utf-8")
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nnsight import NNsight, fx
-from nnsight.fx.capturing.direct import Direct
 from nnsight.fx.lowering.backends import resolve_backend
+from nnsight.fx.lowering.lowering import Direct
 
-from ..lowering.test_regions import WIDTH, Stack, X, close
+from .test_regions import Stack, X, close
 
 
 def lowered(function: Callable[..., Any], *inputs: Any) -> Direct:
@@ -79,37 +79,6 @@ def test_code_around_which_something_happens_is_not(function: Callable[..., Any]
 
 
 @pytest.mark.slow
-def test_code_of_a_graph_with_gradients_is_not() -> None:
-    weight = torch.ones(WIDTH, requires_grad=True)
-    call = lowered(lambda x, w: (x * w).sum(), X, weight)
-    assert not is_direct(call)
-    (total,) = call.call([X, weight])  # type: ignore[misc]
-    total.backward()
-    close(weight.grad, X.sum(0))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_what_a_backend_puts_around_inductor_runs_at_each_call() -> None:
-    calls: list[int] = []
-
-    def backend(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        function = resolve_backend("inductor")(graph_module, inputs)
-
-        def logged(*actual: Any) -> Any:
-            calls.append(1)
-            return function(*actual)
-
-        return logged
-
-    net = Stack()
-    model = NNsight(net, compile={"backend": backend, "regions": True})
-    with torch.no_grad():
-        for number in range(1, 4):
-            close(model(X), net(X))
-            assert len(calls) == 7 * number
-
-
-@pytest.mark.slow
 def test_regions_are_called_directly_and_a_profile_shows_them() -> None:
     net = Stack()
     model = NNsight(net, compile={"regions": True})
@@ -124,19 +93,3 @@ def test_regions_are_called_directly_and_a_profile_shows_them() -> None:
         around = [event.name for event in profile.events() or () if "CompiledFxGraph" in event.name]
     assert len(around) == 7
     assert fx.counters.compiles + fx.counters.loads == 3
-
-
-@pytest.mark.slow
-def test_pieces_of_a_graph_that_is_cut_are_called_directly() -> None:
-    net = Stack()
-    model = NNsight(net, compile={"backend": "inductor", "regions": False})
-    norms: list[float] = []
-    with torch.no_grad():
-        for _ in range(2):
-            with model.trace(X) as tracer:
-                state = model.blocks[1].output
-                norms.append(state.norm().item())
-                out = model.output.save()
-        close(out, net(X))
-    assert len(tracer.report.breaks) == 1 and norms[0] == norms[1]
-    assert [is_direct(piece.lowered.direct) for piece in tracer.report.pieces] == [True, True]

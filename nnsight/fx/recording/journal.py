@@ -6,7 +6,7 @@ the block still held at its end. It also notes why a run cannot be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,10 @@ _COMPARED = frozenset(getter for getter, name in ABOUT_GRADIENTS.items() if name
 
 
 class Journal:
-    """What one run of a block did, as far as a replay has to do it again."""
+    """What one run of a block did, as far as a replay has to do it again; ``filled`` are lists from outside that it appends to."""
 
-    def __init__(self) -> None:
+    def __init__(self, filled: Sequence[list[Any]] = ()) -> None:
+        self._filled = [(filling, len(filling)) for filling in filled]
         self.reason = ""  # why the run cannot be replayed
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self.recording: PieceRunner | None = None
@@ -42,6 +43,13 @@ class Journal:
         self.externals: list[Any] = []
         self.inputs: list[Any] = []
         self._kept: list[Any] = []
+
+    @property
+    def appended(self) -> list[tuple[int, Any]]:
+        """What the block has appended, with the number of the list."""
+        numbered = [(number, *filled) for number, filled in enumerate(self._filled)]
+        distinct = {id(filling): (number, filling, length) for number, filling, length in numbered}
+        return [(number, item) for number, filling, length in distinct.values() for item in filling[length:]]
 
     def spoil(self, reason: str) -> None:
         """Note that this run cannot be replayed."""

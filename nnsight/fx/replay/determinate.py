@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ...envoy.envoy import Envoy
+from ...runtime.modules.eproperty import eproperty
 from ...runtime.modules.listing import SourceError, definition_of
 from ...runtime.modules.located import Located
 from ...runtime.modules.tree import ModuleTree
@@ -74,7 +75,10 @@ def guards_of(
     """
     findings = Findings(tracer, modules)
     Analysis(findings, BlockVariables(block, variable)).run(block.body)
-    return tuple(findings.guards)
+    for path, _ in findings.guards:
+        if path in findings.filled:
+            raise Undetermined(f"the list `{path}` is appended to and looked at")
+    return (*findings.guards, *((path, "filled") for path in findings.filled))
 
 
 class Calls(Expressions):
@@ -83,6 +87,9 @@ class Calls(Expressions):
     def _Call(self, node: ast.Call) -> Any:  # noqa: N802 - named after the nodes of ast
         written = node.func
         if isinstance(written, ast.Attribute):
+            if written.attr == "append" and self._fills_outside(written.value):
+                self.check_storable(map(self.value, node.args), node)
+                return Known(None)
             owner = self.value(written.value)
             given, named = self._arguments(node, False)
             done = self._method(owner, written.attr, [*given, *named.values()], node)
@@ -147,6 +154,12 @@ class Calls(Expressions):
 
     def _method(self, owner: Any, name: str, given: list[Any], node: ast.Call) -> Any:
         """Return the abstract value of a call of a method of a value; ``None`` if it is a call of something else."""
+        if isinstance(owner, Held) and type(owner.value) is dict and name in ("items", "values", "keys") and not given:
+            keys = tuple(map(Known, owner.value))
+            if name == "keys":
+                return Row(keys)
+            values = tuple(self._member(owner, key) for key in owner.value)
+            return Row(values if name == "values" else tuple(map(Row, zip(keys, values, strict=True))))
         is_tensor = isinstance(owner, Known) and isinstance(owner.value, torch.Tensor)
         if name == "save" and not given and (owner is VALUE or is_tensor):
             return owner  # in a function; in a block it is a call of something else
@@ -156,6 +169,22 @@ class Calls(Expressions):
             self.check_storable(given, node)
             return VALUE
         return None
+
+    def _fills_outside(self, node: ast.expr) -> bool:
+        """Whether a name, or an attribute, stands for a list from outside; then it is one that the block fills."""
+        try:
+            if isinstance(node, ast.Name) and node.id not in self.values:
+                path, value = self.variables.outside(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(owner := self.value(node.value), Outside) and node.attr[:2] != "__":
+                step = GuardStep("attribute", node.attr)
+                path, value = owner.path.to(*step), step.of(owner.value)
+            else:
+                return False
+        except LookupError:
+            return False
+        if type(value) is list:
+            self.findings.filled[path] = None
+        return type(value) is list
 
     def _is_instance(self, function: Outside, node: ast.Call) -> Any:
         written, classes = node.args
@@ -315,7 +344,7 @@ class Analysis(Calls):
 
     def _store_attribute(self, owner: Any, target: ast.Attribute, value: Any) -> None:
         is_located = owner is VALUE or (isinstance(owner, Known) and isinstance(owner.value, Located))
-        if not is_located or target.attr not in ("output", "input", "inputs"):
+        if not is_located or not isinstance(getattr(Located, target.attr, None), eproperty):
             raise Undetermined(f"the attribute `{target.attr}` is assigned {self.at(target)}")
         if isinstance(owner, Known) and self.of_envoy(owner.value, target) is not VALUE:
             self.fail(target)

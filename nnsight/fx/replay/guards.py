@@ -13,6 +13,7 @@ comparison is needed depends on the kind of object:
 ``"children"``  a container of modules: of the same class, with the same modules
 ``"items"``     a list, tuple or dict of tensors and constants: each of its items
 ``"members"``   a list, tuple or dict of anything: its keys, or its length; what is taken out of it is a guard of its own
+``"filled"``    a list that the block appends to, and does not look at: whether it is another one of these
 ==============  =========================================================================================
 
 A Python function may be another object each time, as one that is defined around the block is: what it does follows from its
@@ -240,12 +241,15 @@ class Read:
         key: What is equal if they are as they were.
         tensors: The tensors.
         objects: The objects that are compared by identity.
+        filled: The lists that the block appends to.
     """
 
     def __init__(self) -> None:
         self.key: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
+        self.filled: list[list[Any]] = []
+        self._looked_at: set[int] = set()
 
     def add(self, value: Any, kind: str) -> bool:
         """Add one guard, neither a tensor nor an object; return whether it is of this kind."""
@@ -267,6 +271,10 @@ class Read:
             children = value._modules
             key.append((type(value), *children, *map(id, children.values())))
             objects += [child for child in children.values() if child is not None]
+        elif kind == "filled":
+            if type(value) is not list:
+                return False
+            self.filled.append(value)
         elif kind_of(value) != kind:
             return False
         elif kind == "constant":
@@ -276,6 +284,7 @@ class Read:
         return True
 
     def _add_container(self, value: Any, kind: str) -> None:
+        self._looked_at.add(id(value))
         self.key.append((type(value), len(value), *(map(constant_key, value) if type(value) is dict else ())))
         for item in (value.values() if type(value) is dict else value) if kind == "items" else ():
             if isinstance(item, torch.Tensor):
@@ -283,6 +292,12 @@ class Read:
                 self.key.append(_tensor_key(item))
             else:
                 self.key.append(constant_key(item))
+
+    def finish(self) -> bool:
+        """Compare which of the filled lists are one; return whether none of them is looked at."""
+        numbers = list(map(id, self.filled))
+        self.key += map(numbers.index, numbers)
+        return self._looked_at.isdisjoint(numbers)
 
 
 class GuardPlan:
@@ -333,7 +348,7 @@ class GuardPlan:
                     return None
         except (LookupError, AttributeError, TypeError, ValueError):
             return None
-        return reading
+        return reading if not reading.filled or reading.finish() else None
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -186,6 +186,7 @@ class Findings:
 
     Attributes:
         guards: What is read from outside, with the kinds of comparison that each needs.
+        filled: The lists from outside that are appended to.
         active: The functions that are being followed, one inside the other, with the identity of the object whose methods they are.
         left: How many expressions may still be followed.
     """
@@ -193,6 +194,7 @@ class Findings:
     def __init__(self, tracer: Any, modules: ModuleTree | None) -> None:
         self.tracer, self.modules = tracer, modules
         self.guards: dict[tuple[GuardPath, str], None] = {}
+        self.filled: dict[GuardPath, None] = {}
         self.active: list[tuple[types.CodeType, int]] = []
         self.left = 20_000
 

@@ -75,11 +75,13 @@ class Python(NamedTuple):
         slot_of: The slot of each tensor, by its identity.
         saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
             constant in a tuple of two.
+        appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
     """
 
     steps: tuple[_Step, ...]
     slot_of: dict[int, int]
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
+    appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -109,14 +111,16 @@ class Effects:
 
 
 class Playback:
-    """One attempt to replay a block, which reads ``tensors``; the active run while it lasts."""
+    """One attempt to replay a block, which reads ``tensors`` and appends to the lists ``filled``; the active run while it lasts."""
 
     def __init__(
         self,
         effects: dict[tuple[Any, tuple[int, ...]], Effects],
         tensors: list[torch.Tensor],
+        filled: list[list[Any]],
         report: Report,
     ) -> None:
+        self._filled = filled
         self._effects = effects
         self.report = report
         self._tensors = tensors
@@ -183,6 +187,8 @@ class Playback:
             single = structure is None and type(sources[0]) is int
             value = self._values[sources[0]] if single else put_together(sources, structure, self._values, self._slots)
             made[name] = table[id(value)] = value
+        for number, sources, structure in self.found.python.appended:
+            self._filled[number].append(put_together(sources, structure, self._values, self._slots))
         return made
 
 
@@ -249,14 +255,15 @@ def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.
         flat = not kwargs and all(child.is_leaf() for child in structure.child(0).children())
         steps.append(_Step(function, tuple(leaves), tuple(slots), structure, flat, len(made)))
         filled += len(made)
-    kept = _saved(block, scope)
+    kept, appended = _saved(block, scope), journal.appended
     saved = tuple((name, *_described(name, value, journal, slot_of)) for name, value in kept)
+    fillings = tuple((number, *_described("a list", value, journal, slot_of)) for number, value in appended)
     containers: list[int] = []
-    for _, value in kept:
+    for _, value in (*kept, *appended):
         _collect_containers(value, containers)
     if len(containers) != len(set(containers)):
         raise Undetermined("a container is saved in two places")
-    return Python(tuple(steps), slot_of, saved)
+    return Python(tuple(steps), slot_of, saved, fillings)
 
 
 def effects_of(

@@ -144,12 +144,13 @@ class Attempt:
 
     Attributes:
         tensors: The tensors among what the block reads.
+        filled: The lists that it appends to.
     """
 
     def __init__(self, memory: _Memory, block: Block, reading: _Known, key: tuple[Any, ...], read: Read) -> None:
         self._memory, self._block, self._reading = memory, block, reading
         self._key, self._objects = key, read.objects
-        self.tensors = read.tensors
+        self.tensors, self.filled = read.tensors, read.filled
 
     def _known(self) -> dict[Any, Effects] | None:
         """Return what is remembered of the block in this environment: effects, by what else they depend on."""
@@ -163,7 +164,7 @@ class Attempt:
         known = self._known()
         if known is None:
             return None
-        playback = Playback(known, self.tensors, report)
+        playback = Playback(known, self.tensors, self.filled, report)
         outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
             driver.call_known(*arguments)
@@ -179,7 +180,7 @@ class Attempt:
     @contextlib.contextmanager
     def written_down(self, function: Callable[[], None]) -> Iterator[tuple[Journal, Callable[[], None]]]:
         """Write down the run that is made in this context; yields the journal, and what is to run as ``function``."""
-        journal = Journal()
+        journal = Journal(self.filled)
         token = journal_of_run.set(journal)
         try:
             yield journal, functools.partial(Listening(journal).run, function)

@@ -20,6 +20,7 @@ from ...conftest import Hooks, same
 from .conftest import VECTOR, applied, by_hand, check, x
 
 SCALE = 2.0
+STEERS = {"up": VECTOR, "down": -0.5 * VECTOR}
 
 # -- functions that are replayed -------------------------------------------------------------------------------------------
 
@@ -38,6 +39,12 @@ def calls_others(h: torch.Tensor) -> torch.Tensor:
 
 def _shifted_and_norm(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return plain(h, scale=0.5), h.norm(dim=-1, keepdim=True)
+
+
+def adds_items(h: torch.Tensor) -> torch.Tensor:
+    for name, vector in STEERS.items():
+        h = h + (2.0 if name == "up" else 1.0) * vector
+    return h * len(STEERS.keys()) - sum(STEERS.values())
 
 
 def first_of(h: Any) -> torch.Tensor:
@@ -98,6 +105,7 @@ FUNCTIONS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "two lambdas in a line": lambda: ((lambda h: h - VECTOR), (lambda h: h + VECTOR * 2))[1:],
     "functions that call functions": lambda: (calls_others,),
     "a loop": lambda: (first_of,),
+    "items of a dict": lambda: (adds_items,),
     "branches": lambda: (early, "scale"),
     "a function as argument": lambda: (lambda h: early(h, "add", torch.relu),),
     "a function of ours as argument": lambda: (lambda h: early(h, act=plain),),
@@ -135,6 +143,26 @@ def test_functions_made_anew_each_time_are_replayed(model: Any) -> None:
         function = make_adder(VECTOR, scale)
         same(applied(model, function), by_hand(model, function))
     assert fx.counters.replays == 7
+
+
+def test_what_a_function_saves_and_appends_to_outer_lists(model: Any) -> None:
+    kept: list[Any] = []
+
+    def note(h: torch.Tensor, more: Any) -> torch.Tensor:
+        kept.append(h.norm())
+        more.append(len(kept_elsewhere))
+        return (h * 2).save()
+
+    kept_elsewhere = (1, 2)
+    for number in range(1, 4):
+        with model.trace(x()):
+            counts = [].save()
+            doubled = note(model.layers[0].output, counts)
+        expected = Hooks(model._module)
+        expected.output("layers.0", expected.keep("h"))(x())
+        same((doubled, kept), (expected.seen["h"] * 2, [expected.seen["h"].norm()] * number))
+        assert counts == [2]
+    assert fx.counters.replays == 2
 
 
 # -- what they read changes ------------------------------------------------------------------------------------------------

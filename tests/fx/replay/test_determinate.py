@@ -114,6 +114,22 @@ class _Doubled(list[Any]):
         return found * 2 if isinstance(found, float) else found
 
 
+def test_a_list_that_holds_functions_and_is_filled(model: Any) -> None:
+    kept: list[Any] = [torch.relu]
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        h = kept[0](h) * len(kept) + 1
+        kept.append(torch.relu)
+        return h
+
+    for _ in range(3):
+        count = len(kept)
+        out = applied(model, function)
+        same(out, Hooks(model._module).output("layers.1", lambda h, count=count: torch.relu(h) * count + 1)(x()))
+    assert len(kept) == 4
+    assert fx.counters.replays == 0
+
+
 # -- what runs each time ---------------------------------------------------------------------------------------------------
 
 CALLS: list[str] = []

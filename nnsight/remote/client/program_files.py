@@ -21,7 +21,7 @@ import torch
 
 from ...modeling.generation import Generation
 from ..run.draws import drawn_seed, samples
-from ..run.execution import execute_payload, interpreter_of
+from ..run.execution import execute_payload
 from ..run.interpreter import Interpreter
 from ..run.validation import check_parts
 from ..wire.limits import Limits
@@ -129,7 +129,7 @@ class Program:
         check_parts(job, model)
 
         def run_block() -> None:
-            interpreter = interpreter_of(model, job, Limits(seconds=float("inf")), Interpreter)
+            interpreter = Interpreter(model, job, Limits(seconds=float("inf")))
             interpreter.on_log = print
             interpreter.place_constants()
             interpreter.run_nodes(list(enumerate(job.nodes)))

@@ -20,7 +20,7 @@ from ...config import CONFIG
 from ...tracing import Backend, Tracer
 from ...tracing.block import is_bound
 from ..protocol import JobStatus, Message, model_key_of
-from ..record.recorder import Recorded
+from ..record.binding import Recorded
 from ..wire.results import decode_results
 from .answers import address, checked_id, error_of
 from .backend import LocalBackend, ProgramBackend, RecordingBackend

@@ -89,11 +89,8 @@ class Prints:
         if not self._sends and _MARK.search(line) is None:
             sys.stdout.write(line)
             return
-        before, self._recorder.block = self._recorder.block, self._block
-        try:
+        with self._recorder.turn_of(self._block):
             self._send(line)
-        finally:
-            self._recorder.block = before
 
     def check(self) -> None:
         """Raise a :class:`NotExpressibleError` with the line of a mark that was not printed."""

@@ -194,6 +194,15 @@ class NodeRecorder:
         return self.block is not None and not self._paused
 
     @contextlib.contextmanager
+    def turn_of(self, block: int | None) -> Iterator[None]:
+        """Let it be the turn of a block."""
+        before, self.block = self.block, block
+        try:
+            yield
+        finally:
+            self.block = before
+
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let calls pass unseen."""
         before, self._paused = self._paused, True

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +31,11 @@ from ...tracing.block import names_of
 from ...tracing.saving import saves
 from ..counts import counts
 from ..run.draws import drawn_seed, samples
-from ..run.fake_runs import fake_model_of, generation_size, places_of, tensors_at
-from ..wire.binding import Binding
+from ..run.fake_runs import fake_model_of, places_of, tensors_at
 from ..wire.errors import NotExpressibleError
 from ..wire.operators import DRAWING
-from ..wire.payload import Job, encode
 from ..wire.trees import write_tree
+from .binding import Recorded
 from .listening import OBSERVERS, Functions, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
@@ -59,26 +57,6 @@ def record(tracer: Any, function: Callable[[], None], for_others: bool = False) 
     recorder = Recorder(for_others=for_others)
     recorder.run_trace(tracer, function)
     return recorder.finished(tracer)
-
-
-@dataclass
-class Recorded:
-    """A recorded block: the job to run, and the binding of its results."""
-
-    job: Job
-    binding: Binding
-
-    def payload(self) -> bytes:
-        """Return the job as bytes."""
-        return encode(self.job)
-
-    def bind(self, results: bytes) -> dict[str, Any]:
-        """Give the user's saved names their values, from a container of results; return them by name.
-
-        Lists and dicts that the user saved are filled in place. Other names are bound in the block's scope, unless the ``with`` statement
-        has ended, as it has for a job that was not waited for.
-        """
-        return self.binding.bind(results)
 
 
 class Recorder(NodeRecorder):
@@ -111,9 +89,8 @@ class Recorder(NodeRecorder):
             given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
             self.runs[-1].update(call=call, **given, blocks=0)
             self._samples = self._samples or samples(modules, call, kwargs)
-            steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
             assert self.model is not None
-            return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
+            return self.model.run(modules, interleaver, call, args, kwargs)
 
         self.gradients.begin_run()
         self.runs.append({})
@@ -151,7 +128,16 @@ class Recorder(NodeRecorder):
             leaves = pytree.tree_leaves(value)
             if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
                 values[name] = value
-        return self.job(values, tracer.scope)
+        self.prints.check()
+        trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
+        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
+        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
+            job.seed = drawn_seed()
+        references = {
+            id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
+        }
+        fakes = [fake for fake in self._refs if id(fake) in references]
+        return Recorded(job, values, references, fakes, tracer.scope)
 
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
@@ -162,19 +148,6 @@ class Recorder(NodeRecorder):
             for name, value in {**names, **dict(tracer.scope.items())}.items()
             if type(value) in (list, dict)
         }
-
-    def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
-        """Return the job that gives ``values`` back."""
-        self.prints.check()
-        trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
-        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
-        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
-            job.seed = drawn_seed()
-        references = {
-            id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
-        }
-        fakes = [fake for fake in self._refs if id(fake) in references]
-        return Recorded(job, Binding(values, fakes, references, job.saves, scope))
 
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
         """Return the tree of a saved value that has none of its own."""

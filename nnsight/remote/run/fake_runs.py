@@ -92,7 +92,6 @@ def fake_model_of(tree: ModuleTree) -> FakeModel:
     like = tree.version, describe(tree.paths)
     known: FakeModel | None = _local.models.get(tree.root)
     if known is not None and known.like == like and not known.busy:
-        known.least_steps, known.on_step = 1, lambda: None
         return known
     made = FakeModel(tree, fake_mode(), like)
     if known is None or not known.busy:
@@ -108,8 +107,6 @@ class FakeModel:
         by_path: The copies of all modules.
         device: Device of the fakes.
         weights: Name and fake of each parameter and buffer, by the identity of the original.
-        least_steps: Least number of tokens of a generation, even if no block waits for any.
-        on_step: Called before each of them.
         busy: Whether it runs.
     """
 
@@ -121,8 +118,6 @@ class FakeModel:
         self.mode, self.like, self.busy, self._called = mode, like, False, False
         self.root = copies[tree.root]
         self.by_path = {path: copies[module] for module, path in tree.paths.items() if module in copies}
-        self.least_steps = 1
-        self.on_step: Callable[[], None] = lambda: None
         self.weights: dict[int, tuple[str, torch.Tensor]] = {}
         for name, original, fake in self._named(tree, copies):
             self.weights.setdefault(id(original), (name, fake))
@@ -162,25 +157,16 @@ class FakeModel:
         return result, self.versions() + sum(tensor._version for tensor in given) != before
 
     def run(
-        self,
-        tree: ModuleTree,
-        interleaver: Interleaver,
-        call: str,
-        args: Any,
-        kwargs: Any,
-        steps: int,
-        prompt: tuple[int, int],
-        costs: Costs | None = None,
+        self, tree: ModuleTree, interleaver: Interleaver, call: str, args: Any, kwargs: Any, costs: Costs | None = None
     ) -> Any:
         """Call the model on fakes of its arguments within ``interleaver``; return its fake output.
 
-        ``steps`` and ``prompt`` are results of :func:`generation_size`; ``costs`` counts the operations of the model.
+        ``costs`` counts the operations of the model in a rehearsal, where a generation makes two tokens even if no block waits for any.
         """
         self.busy = True
+        run = self._run_once if call == "trace" else self._generate
         try:
-            if call == "trace":
-                return self._run_once(tree, interleaver, args, kwargs, costs)
-            return self._generate(tree, interleaver, args, kwargs, steps, prompt)
+            return run(tree, interleaver, args, kwargs, costs)
         finally:
             self.busy = False
             called, self._called = self._called, False
@@ -195,13 +181,13 @@ class FakeModel:
                 key = tree.opened, costs is None, key_of((args, kwargs))
         fresh = FreshFakes(self._storages)
 
-        def call(before: list[Occurrence], left: tuple[Any, ...]) -> Any:
+        def call(seen: list[Callable[[Any], Any]]) -> Any:
             counts["fake_runs"] += 1
             self._called = True
             start = 0 if costs is None else costs.of_model
             given, named = (self.faked(value) for value in (args, kwargs))
             with tree.intercept(self.by_path):
-                output, occurrences = observed(interleaver, before, left, fresh, lambda: self.root(*given, **named))
+                output, occurrences = observed(interleaver, seen, lambda: self.root(*given, **named))
             if occurrences is not None and key is not None:
                 self._known[key] = occurrences, 0 if costs is None else costs.of_model - start
                 while len(self._known) > _KEPT:
@@ -210,7 +196,7 @@ class FakeModel:
 
         known = self._known.get(key)
         if known is None:
-            return call([], ())
+            return call([])
         whole, output = replay(known[0], interleaver, fresh, call)
         if whole:
             counts["replays"] += 1
@@ -218,30 +204,30 @@ class FakeModel:
                 costs.add(known[1], of_model=True)
         return output
 
-    def _generate(
-        self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]
-    ) -> Any:
+    def _generate(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, costs: Costs | None) -> Any:
         counts["fake_runs"] += 1
         self._called = True
+        steps, (rows, length) = generation_size(self.root, args, kwargs)
         args, kwargs = (self.faked(value) for value in (args, kwargs))
-        with contextlib.suppress(_Finished), self._ending(interleaver, steps), tree.intercept(self.by_path):
+        with contextlib.suppress(_Finished), self._ending(interleaver, steps, costs), tree.intercept(self.by_path):
             if kwargs.get("num_beams", 1) == 1:
                 kwargs = {**kwargs, "streamer": Streamer()}
             self.root.generate(*args, **kwargs)  # type: ignore[operator]
-        ids = torch.empty((prompt[0], prompt[1] + steps), dtype=torch.int64, device=self.device)
+        ids = torch.empty((rows, length + steps), dtype=torch.int64, device=self.device)
         return interleaver.handle("model.generator.output", ids)
 
     @contextlib.contextmanager
-    def _ending(self, interleaver: Interleaver, steps: int) -> Iterator[None]:
+    def _ending(self, interleaver: Interleaver, steps: int, costs: Costs | None) -> Iterator[None]:
         """End a generation in time."""
-        forward, calls = self.root.forward, 0
+        forward, calls, least = self.root.forward, 0, 1 if costs is None else 2
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
-            if calls >= steps or (calls >= self.least_steps and interleaver.waited.keys() <= _AT_THE_END):
+            if calls >= steps or (calls >= least and interleaver.waited.keys() <= _AT_THE_END):
                 raise _Finished
             calls += 1
-            self.on_step()
+            if costs is not None:
+                costs.begin_step()
             return forward(*args, **kwargs)
 
         self.root.__dict__["forward"] = counted

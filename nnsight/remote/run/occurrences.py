@@ -9,6 +9,7 @@ cannot be kept, the model runs after all. It gets the values that the blocks hav
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,6 +36,10 @@ class Occurrence(NamedTuple):
         """Return the value, in new containers, with new fakes."""
         assert self.leaves is not None
         return pytree.tree_unflatten([_copied(leaf, fresh) for leaf in self.leaves], self.structure)
+
+    def again(self, fresh: FreshFakes, value: Any) -> Any:
+        """Return the value, or the model's ``value`` in place of one that cannot be kept, or that has a cache."""
+        return value if self.leaves is None or any(map(is_carrier, self.leaves)) else self.value(fresh)
 
 
 class FreshFakes:
@@ -70,27 +75,22 @@ class FreshFakes:
 class ObservedRun(Interleaver):
     """The run that the modules of the model see: notes the occurrences, and passes them on to the run of the blocks.
 
-    The blocks have seen the occurrences ``before``, and ``left`` a value, in a tuple, at the next one. ``occurrences`` is ``None`` after a
-    change that may change sizes.
+    ``seen`` makes of the model's value the one that the blocks have left, for each occurrence that they have seen. ``occurrences`` is
+    ``None`` after a change that may change sizes.
     """
 
-    __slots__ = ("_before", "_fresh", "_left", "_run", "occurrences")
+    __slots__ = ("_run", "_seen", "occurrences")
 
-    def __init__(self, run: Interleaver, before: list[Occurrence], left: tuple[Any, ...], fresh: FreshFakes) -> None:
+    def __init__(self, run: Interleaver, seen: list[Callable[[Any], Any]]) -> None:
         super().__init__([])
-        self._run, self._before, self._left, self._fresh = run, list(reversed(before)), left, fresh
-        self.occurrences: list[Occurrence] | None = None if before or left else []
+        self._run, self._seen = run, list(reversed(seen))
+        self.occurrences: list[Occurrence] | None = None if seen else []
         self.offer = lambda run, location, value: run.handle(location, value)
         self.waited, self.counts, self.skips = Everywhere(), run.counts, run.skips
 
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
-        if self._before:
-            known = self._before.pop()
-            odd = known.leaves is None or any(map(is_carrier, known.leaves))
-            return value if odd else known.value(self._fresh)
-        if self._left:
-            (value,), self._left = self._left, ()
-            return value
+        if self._seen:
+            return self._seen.pop()(value)
         if self.occurrences is not None:
             self.occurrences.append(_kept(location, value))
         if location not in self._run.waited:
@@ -159,35 +159,34 @@ def _inside(value: Any) -> tuple[list[Any], Any]:
 
 
 def replay(
-    occurrences: list[Occurrence],
-    run: Interleaver,
-    fresh: FreshFakes,
-    go_on: Callable[[list[Occurrence], tuple[Any, ...]], Any],
+    occurrences: list[Occurrence], run: Interleaver, fresh: FreshFakes, go_on: Callable[[list[Callable[[Any], Any]]], Any]
 ) -> tuple[bool, Any]:
     """Offer occurrences to the blocks of a run; return whether that was the whole run, and the output of the model.
 
     The last occurrence is the output of the model, which is ``None`` here if no block waits for it. ``go_on`` runs the model from the
-    location where the blocks stand: it gets the occurrences before, and the value that the blocks left at the next one.
+    location where the blocks stand, see :class:`ObservedRun`.
     """
     value: Any = None
+    seen: list[Callable[[Any], Any]] = []
     for number, occurrence in enumerate(occurrences):
         location = occurrence.location
         if location not in run.waited and (number < len(occurrences) - 1 or "result" not in run.waited):
             run.counts[location] = run.counts.get(location, 0) + 1
-            continue
-        if occurrence.leaves is None:
-            return False, go_on(occurrences[:number], ())
-        value, changed = _offer(run, location, occurrence.value(fresh))
-        if changed:
-            return False, go_on(occurrences[:number], (value,))
+        elif occurrence.leaves is None:
+            return False, go_on(seen)
+        else:
+            value, changed = _offer(run, location, occurrence.value(fresh))
+            if changed:
+                return False, go_on([*seen, lambda _, left=value: left])
+        seen.append(functools.partial(occurrence.again, fresh))
     return True, value
 
 
 def observed(
-    run: Interleaver, before: list[Occurrence], left: tuple[Any, ...], fresh: FreshFakes, call: Callable[[], Any]
+    run: Interleaver, seen: list[Callable[[Any], Any]], call: Callable[[], Any]
 ) -> tuple[Any, list[Occurrence] | None]:
     """Call a model within ``run``; return its output, and the occurrences if they can be offered again."""
-    observing = ObservedRun(run, before, left, fresh)
+    observing = ObservedRun(run, seen)
     token = active_run.set(observing)
     try:
         return call(), observing.occurrences

@@ -16,7 +16,6 @@ for each of these numbers. Its generations run alone, because each combination o
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -32,13 +31,11 @@ from ...runtime.probing import find_batch_dims
 from ...runtime.report import Report
 from ...runtime.rows.batching import BatchGroup, View
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
-from ..wire.formats import limited
 from ..wire.limits import Limits
 from ..wire.payload import Job, decode_known, fact
 from ..wire.trees import ABSENT, read_tree
-from .draws import drops, generator_of
-from .execution import execute, guard, interpreter_of, results_of
-from .fake_runs import device_of
+from .draws import drops
+from .execution import execute, prepared, results_of, run_blocks
 from .generations import RETURNED, Returned, Tokens, ends_of, joins
 from .interpreter import Interpreter
 from .validation import check_call, inputs_of, validate
@@ -207,16 +204,12 @@ def execute_payloads(
 def _execute_together(
     model: NNsight, jobs: Sequence[Job], limits: Limits
 ) -> tuple[list[bytes | Exception], list[list[str]]]:
-    if hasattr(model, "dispatch"):
-        model.dispatch()
-    device = device_of(model._module)
-    on_write = guard(model._tree.paths)
-    interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
     lines: list[list[str]] = [[] for _ in jobs]
-    for interpreter, printed in zip(interpreters, lines, strict=True):
-        interpreter.generator = generator_of(interpreter.job.seed, device)
-        interpreter.on_log = limited(printed.append, limits.log_characters)
-    parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
+    interpreters = [
+        prepared(_TenantInterpreter, model, job, limits, printed.append)
+        for job, printed in zip(jobs, lines, strict=True)
+    ]
+    parts = [inputs_of(job.runs[0], job.tensors, interpreters[0].device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []
     for args, kwargs in parts:
@@ -236,28 +229,23 @@ def _execute_together(
         dims = find_batch_dims(model._tree, getattr(generation or model, "_call_on", None), batched, parts, sizes)
         if tokens is not None:
             batched[1]["streamer"] = tokens
-        mediators = [interpreter.mediators(0) for interpreter in interpreters]
         start = 0
-        for interpreter, mine, size in zip(interpreters, mediators, sizes, strict=True):
+        mediators: list[Mediator] = []
+        for interpreter, size in zip(interpreters, sizes, strict=True):
+            interpreter.check_write = interpreters[0].check_write
             interpreter.place_constants()
-            for mediator in mine:
+            for mediator in interpreter.mediators(0):
                 mediator.batch_group = Tenant(start, size, total, dims, tokens=tokens)
+                mediators.append(mediator)
             start += size
-        interleaver = Interleaver(itertools.chain.from_iterable(mediators))
-        interleaver.tree = model._tree
-        with interleaver:
-            output = model._driver(None, generation)(interleaver, batched[0], batched[1], Report())
-            if interleaver.failure is not None:
-                raise interleaver.failure
-            interleaver.handle("result", output)
-            for interpreter, mine in zip(interpreters, mediators, strict=True):
-                interpreter.finish(interleaver, mine)
-    return [_outcome(interpreter, limits) for interpreter in interpreters], lines
+        interleaver, driver = Interleaver(mediators), model._driver(None, generation)
+        run_blocks(interleaver, interpreters, lambda: driver(interleaver, batched[0], batched[1], Report()))
+    return [_outcome(interpreter) for interpreter in interpreters], lines
 
 
-def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:
+def _outcome(interpreter: Interpreter) -> bytes | Exception:
     try:
-        return results_of(interpreter, limits)
+        return results_of(interpreter)
     except ExecutionFailedError as error:
         return error
 

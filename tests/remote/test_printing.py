@@ -19,7 +19,6 @@ import nnsight
 from nnsight import CONFIG, NNsight
 from nnsight.remote import InvalidProgramError, Limits, NotExpressibleError, encode, execute_payload
 from nnsight.remote.protocol import ModelKey
-from nnsight.remote.run.together import execute_payloads
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 
@@ -216,21 +215,6 @@ def test_remarks_come_in_their_order_before_the_end(server: Running) -> None:
     logs = [message["description"] for message in found if message["status"] == "LOG"]
     assert logs == ["one", "two", "three"] and found[-1]["status"] == "COMPLETED"
     assert [message["number"] for message in found] == sorted(message["number"] for message in found)
-
-
-def test_jobs_that_run_together_print_for_themselves(model: Any) -> None:
-    payloads: list[bytes] = []
-    for factor in (1, 2):
-        catch = Catch()
-        with model.trace(PROMPT, backend=catch):
-            print(f"{factor}: {(model.transformer.h[0].output * factor).mean():.5f}")
-        payloads.append(catch.payload)
-    alone: list[list[str]] = [[], []]
-    together: list[list[str]] = [[], []]
-    for payload, lines in zip(payloads, alone, strict=True):
-        execute_payload(model, payload, log=lines.append)
-    execute_payloads(model, payloads, logs=[lines.append for lines in together])
-    assert together == alone and all(len(lines) == 1 for lines in alone)
 
 
 # -- limits and harm -------------------------------------------------------------------------------------------------

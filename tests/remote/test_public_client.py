@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import requests
 
-from .. import ROOT
 from .remoting import MODEL, Accounts, Orders, Running, account, running
 
 #: What the public client sends along.

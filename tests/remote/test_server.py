@@ -37,7 +37,7 @@ from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
 
 from .. import ROOT
-from .remoting import FINISHED, MODEL, Accounts, Orders, Running, account, messages, nonce, order, running, until
+from .remoting import MODEL, Accounts, Orders, Running, account, messages, nonce, order, running, until
 
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import re
 import sys
 import threading
@@ -22,7 +21,7 @@ from nnsight.remote.protocol import ModelKey
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 
-from .remoting import Catch, Running, messages, order, running
+from .remoting import Catch, running
 from .test_hostile import LIMITS, MODEL, job, node, op, read, ref
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -205,16 +204,6 @@ def test_a_server_sends_what_is_printed(demo: Any, tmp_path: Path, capsys: pytes
         later = capsys.readouterr().out
     assert found[0] == here and found[1] == pytest.approx(expected, abs=1e-4)
     assert later.startswith("later tensor(")
-
-
-def test_remarks_come_in_their_order_before_the_end(server: Running) -> None:
-    with server.subscribe() as socket:
-        session = json.loads(socket.recv(20))["session_id"]
-        server.submit(order(say="x", print=["one", "two", "three"]), session_id=session)
-        found = messages(socket)
-    logs = [message["description"] for message in found if message["status"] == "LOG"]
-    assert logs == ["one", "two", "three"] and found[-1]["status"] == "COMPLETED"
-    assert [message["number"] for message in found] == sorted(message["number"] for message in found)
 
 
 # -- limits and harm -------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from ... import compat
 from ...modeling.scanning import _OutsideFakeMode
@@ -107,19 +106,6 @@ class RecordingMediator(compat.Mediator):
             except EarlyStopException:
                 recorder.emit("stop")
                 raise
-
-
-class Functions(TorchFunctionMode):
-    """Passes the torch functions that blocks call to the recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._recorder.listens:
-            return function(*args, **(kwargs or {}))
-        return self._recorder.function(function, args, kwargs or {})
 
 
 class Operators(Guesses):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -76,8 +77,8 @@ class Stop:
         return {**said, "loop": True} if self.loop else said
 
 
-class NodeRecorder:
-    """Records the calls of blocks.
+class NodeRecorder(TorchFunctionMode):
+    """Records the calls of blocks, of whose torch functions it is the mode.
 
     Args:
         for_others: Whether to record which sizes blocks read, see :mod:`~nnsight.remote.wire.sizes`.
@@ -93,6 +94,7 @@ class NodeRecorder:
     """
 
     def __init__(self, for_others: bool = False) -> None:
+        super().__init__()
         self.nodes: list[Node] = []
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -211,8 +213,11 @@ class NodeRecorder:
         finally:
             self._paused = before
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that a block calls, or record it."""
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function; record it if a block calls it."""
+        kwargs = kwargs or {}
+        if not self.listens:
+            return function(*args, **kwargs)
         assert self.model is not None
         if self._for_others:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))

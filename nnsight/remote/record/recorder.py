@@ -31,12 +31,13 @@ from ...tracing.block import names_of
 from ...tracing.saving import saves
 from ..counts import counts
 from ..run.draws import drawn_seed, samples
-from ..run.fake_runs import fake_model_of, places_of, tensors_at
+from ..run.fake_runs import fake_model_of
+from ..run.occurrences import places_of, structure_of, tensors_at
 from ..wire.errors import NotExpressibleError
 from ..wire.operators import DRAWING
 from ..wire.trees import write_tree
 from .binding import Recorded
-from .listening import OBSERVERS, Functions, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
+from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
 from .recorded_calls import NodeRecorder, Stop, unseen
@@ -105,7 +106,7 @@ class Recorder(NodeRecorder):
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
             try:
-                with Operators(self), Functions(self), listening(self.prints):
+                with Operators(self), self, listening(self.prints):
                     InterleavingTracer.execute(tracer, function)
             finally:
                 del tracer.make_mediator, tracer.make_interleaver
@@ -189,7 +190,7 @@ class Recorder(NodeRecorder):
     @unseen
     def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Stop:
         """Record that a block reads the value at a location."""
-        structure, loop = pytree.tree_structure(value, is_leaf=is_carrier), bool(getattr(mediator, "loops", 0))
+        structure, loop = structure_of(value), bool(getattr(mediator, "loops", 0))
         found = places_of(value)
         visit = Stop(site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
         for place, leaf in enumerate(visit.leaves):
@@ -209,7 +210,7 @@ class Recorder(NodeRecorder):
         """Record the value that a block leaves at a location."""
         self._visits.remove(visit)
         leaves = tensors_at(left)
-        if len(leaves) != len(visit.leaves) or pytree.tree_structure(left, is_leaf=is_carrier) != visit.structure:
+        if len(leaves) != len(visit.leaves) or structure_of(left) != visit.structure:
             raise refused(
                 f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
                 "a dict by a dict with its keys."
@@ -234,13 +235,18 @@ class Recorder(NodeRecorder):
     @unseen
     def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
         """Record that a module is skipped."""
+        tree = self._tree(value, "A module cannot be skipped with a {}: use tensors, in tuples or dicts.")
+        self.emit("skip", site=site, at=at, value=tree, **({"loop": True} if loop else {}))
+
+    def _tree(self, value: Any, refusal: str) -> Any:
+        """Return the tree of a value that is made of tensors; raise ``refusal`` with the name of another type."""
 
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 return self.reference(self.substitute(item))
-            raise refused(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts.")
+            raise refused(refusal.format(type(item).__name__))
 
-        self.emit("skip", site=site, at=at, value=write_tree(value, leaf), **({"loop": True} if loop else {}))
+        return write_tree(value, leaf)
 
     def barrier(self, barrier: Any, participants: int) -> None:
         """Record that a block waits for others."""
@@ -254,13 +260,8 @@ class Recorder(NodeRecorder):
         if path not in self.model.by_path or hook:
             raise refused(f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent.")
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
-
-        def leaf(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                return self.reference(item)
-            raise refused(f"`{path}` is given a {type(item).__name__}, which cannot be sent.")
-
-        trees = {"args": write_tree(list(args), leaf), "kwargs": write_tree(dict(kwargs), leaf)}
+        refusal = f"`{path}` is given a {{}}, which cannot be sent."
+        trees = {"args": self._tree(list(args), refusal), "kwargs": self._tree(dict(kwargs), refusal)}
         result, wrote = self.model.apply(path, args, kwargs)
         if wrote:
             raise refused(

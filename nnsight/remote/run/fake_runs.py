@@ -23,12 +23,11 @@ from torch.utils import _pytree as pytree
 
 from ...modeling.generation import Streamer
 from ...modeling.scanning import fake_mode
-from ...runtime.carriers import is_carrier, on_tensors
+from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
 from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
-from ..wire.errors import InvalidProgramError
 from .likeness import describe, key_of
 from .occurrences import FreshFakes, Occurrence, observed, replay
 
@@ -37,42 +36,6 @@ if TYPE_CHECKING:
 
 #: Locations after the end of the model.
 _AT_THE_END = frozenset({"result", "model.generator.output"})
-
-
-def tensors_at(value: Any) -> list[Any]:
-    """Return the leaves of a value at a location, in the order of client and server; the tensors of caches are leaves."""
-    return [leaf for _, leaf in places_of(value)]
-
-
-def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
-    """Return the places and leaves of a value. A place is the number of a leaf and, in a cache, of the tensor inside."""
-    found: list[tuple[tuple[int, int | None], Any]] = []
-    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
-        if not is_carrier(leaf):
-            found.append(((number, None), leaf))
-            continue
-        inside: list[torch.Tensor] = []
-        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc]
-        found += [((number, place), tensor) for place, tensor in enumerate(inside)]
-    return found
-
-
-def leaf_at(value: Any, node: dict[str, Any]) -> Any:
-    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none."""
-    leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
-    number = node["leaf"]
-    if number < len(leaves) and "inside" in node:
-        leaves, number = tensors_at(leaves[number]) if is_carrier(leaves[number]) else [], node["inside"]
-    if number >= len(leaves):
-        raise InvalidProgramError(f"the value there has no tensor number {number}")
-    return leaves[number]
-
-
-def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
-    """Return ``value`` with ``new`` in place of one of its leaves."""
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    leaves[number] = new
-    return pytree.tree_unflatten(leaves, structure)
 
 
 class _Finished(BaseException):

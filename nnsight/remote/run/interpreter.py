@@ -32,8 +32,9 @@ from ..wire.operators import DRAWING, OPERATORS
 from ..wire.payload import Job, fact
 from ..wire.trees import NONE, read_tree, references, with_references
 from .draws import check_parameters
-from .fake_runs import device_of, leaf_at, tensors_at, with_leaf
+from .fake_runs import device_of
 from .indices import check_indices
+from .occurrences import leaf_at, tensors_at, with_leaf
 
 if TYPE_CHECKING:
     from ...modeling.base import NNsight

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,8 +22,50 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.carriers import is_carrier, on_tensors
 from ...runtime.interleaver import Everywhere, Interleaver, active_run
+from ..wire.errors import InvalidProgramError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType)
+
+
+def tensors_at(value: Any) -> list[Any]:
+    """Return the leaves of a value at a location, in the order of client and server; the tensors of caches are leaves."""
+    return [leaf for _, leaf in places_of(value)]
+
+
+def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
+    """Return the places and leaves of a value. A place is the number of a leaf and, in a cache, of the tensor inside."""
+    found: list[tuple[tuple[int, int | None], Any]] = []
+    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
+        if not is_carrier(leaf):
+            found.append(((number, None), leaf))
+            continue
+        inside: list[torch.Tensor] = []
+        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc]
+        found += [((number, place), tensor) for place, tensor in enumerate(inside)]
+    return found
+
+
+def leaf_at(value: Any, node: dict[str, Any]) -> Any:
+    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none."""
+    leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
+    number = node["leaf"]
+    if number < len(leaves) and "inside" in node:
+        leaves, number = tensors_at(leaves[number]) if is_carrier(leaves[number]) else [], node["inside"]
+    if number >= len(leaves):
+        raise InvalidProgramError(f"the value there has no tensor number {number}")
+    return leaves[number]
+
+
+def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` in place of one of its leaves."""
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+    leaves[number] = new
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def structure_of(value: Any) -> Any:
+    """Return how the leaves of a value are nested; a cache is a leaf."""
+    return pytree.tree_structure(value, is_leaf=is_carrier)
 
 
 class Occurrence(NamedTuple):
@@ -107,11 +150,11 @@ class ObservedRun(Interleaver):
 
 def _offer(run: Interleaver, location: str, value: Any) -> tuple[Any, bool]:
     """Offer a value to the blocks of a run; return the value that they leave, and whether it may have other sizes."""
-    before, structure = _inside(value)
+    before, structure = tensors_at(value), structure_of(value)
     left = run.offer(run, location, value)
-    after, other = _inside(left)
-    same = len(before) == len(after) and all(one is two for one, two in zip(before, after, strict=True))
-    return left, bool(run.skips) or not same or structure != other
+    after = tensors_at(left)
+    same = len(before) == len(after) and all(map(operator.is_, before, after))
+    return left, bool(run.skips) or not same or structure_of(left) != structure
 
 
 def _kept(location: str, value: Any) -> Occurrence:
@@ -146,16 +189,6 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
         return copy.deepcopy(leaf, tensors)
     except Exception as error:
         raise _OddError from error
-
-
-def _inside(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a value and the tensors inside of its caches, and its structure."""
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    carried: list[Any] = []
-    for leaf in leaves:
-        if is_carrier(leaf):
-            on_tensors(leaf, lambda _, tensor: carried.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return leaves + carried, structure
 
 
 def replay(

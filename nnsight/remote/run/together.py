@@ -174,20 +174,19 @@ def execute_payloads(
     jobs: dict[int, Job] = {}
     for index, payload in enumerate(payloads):
         try:
-            jobs[index] = decode_known(payload, limits)
-            validate(jobs[index], model, limits)
+            job = decode_known(payload, limits)
+            validate(job, model, limits)
+            jobs[index] = job
         except InvalidProgramError as error:
-            jobs.pop(index, None)
             outcomes[index] = error
     if len(jobs) > 1:
+        company = list(jobs.values())
+        if model._compile_by_default:  # with their own tensors, as the others: shared ones would be another program
+            more = (1 << (len(company) - 1).bit_length()) - len(company)
+            company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
         try:
-            company = list(jobs.values())
-            if model._compile_by_default:  # with their own tensors, as the others: shared ones would be another program
-                more = (1 << (len(company) - 1).bit_length()) - len(company)
-                company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
-            outcomes_together, lines = _execute_together(model, company, limits)
-            for index, outcome, printed in zip(list(jobs), outcomes_together, lines, strict=False):
-                for line in printed if logs is not None else ():
+            for index, (outcome, lines) in zip(list(jobs), _execute_together(model, company, limits), strict=False):
+                for line in lines if logs is not None else ():
                     logs[index](line)  # type: ignore[index]
                 outcomes[index] = outcome
                 del jobs[index]
@@ -203,7 +202,8 @@ def execute_payloads(
 
 def _execute_together(
     model: NNsight, jobs: Sequence[Job], limits: Limits
-) -> tuple[list[bytes | Exception], list[list[str]]]:
+) -> list[tuple[bytes | Exception, list[str]]]:
+    """Return the outcome of each job, and the lines that it prints."""
     lines: list[list[str]] = [[] for _ in jobs]
     interpreters = [
         prepared(_TenantInterpreter, model, job, limits, printed.append)
@@ -240,14 +240,13 @@ def _execute_together(
             start += size
         interleaver, driver = Interleaver(mediators), model._driver(None, generation)
         run_blocks(interleaver, interpreters, lambda: driver(interleaver, batched[0], batched[1], Report()))
-    return [_outcome(interpreter) for interpreter in interpreters], lines
-
-
-def _outcome(interpreter: Interpreter) -> bytes | Exception:
-    try:
-        return results_of(interpreter)
-    except ExecutionFailedError as error:
-        return error
+    outcomes: list[bytes | Exception] = []
+    for interpreter in interpreters:
+        try:
+            outcomes.append(results_of(interpreter))
+        except ExecutionFailedError as error:
+            outcomes.append(error)
+    return list(zip(outcomes, lines, strict=True))
 
 
 def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -92,7 +92,10 @@ class RemoteBackend(ProgramBackend):
         if tracer is None:
             return self._poll()
         if self.model_key is None:
-            self.model_key = _key_of(tracer)
+            model = getattr(tracer, "_model", None)
+            if model is None:
+                raise ValueError(f"{type(tracer).__name__}: this cannot run remotely without RemoteBackend(model_key=...).")
+            self.model_key = model_key_of(model)
         results = super().__call__(tracer)
         if results is None and tracer.scope is not None:  # the names of the block have no values yet
             for cell in tracer.scope.cells.values():
@@ -203,14 +206,6 @@ class RemoteBackend(ProgramBackend):
         if self.job_id is None:
             raise ValueError("This backend has no job yet. Trace a model with it, or make one with `RemoteBackend(job_id=...)`.")
         return self.job_id
-
-
-def _key_of(tracer: Any) -> str:
-    """Return the key of the traced model; raise a :class:`ValueError` if it has none."""
-    model = getattr(tracer, "_model", None)
-    if model is None:
-        raise ValueError(f"{type(tracer).__name__}: this cannot run remotely without RemoteBackend(model_key=...).")
-    return model_key_of(model)
 
 
 def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:

@@ -129,10 +129,6 @@ class NodeRecorder(TorchFunctionMode):
         self._roots.append(number if root is None else root)
         return number
 
-    def made_by(self, node: int, tensor: torch.Tensor) -> None:
-        """Note that ``tensor`` stands for the result of a node."""
-        self._refs[tensor] = (node, 0)
-
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a value of the model, or one of the block's own that has met one."""
         assert self.model is not None

@@ -121,7 +121,7 @@ class Gradients:
         if self._latest[0] is not fake:
             with recorder.paused(), recorder.mode:
                 gradient = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
-            recorder.made_by(recorder.emit("grad", wrt=recorder.reference(fake)), gradient)
+            recorder._refs[gradient] = recorder.emit("grad", wrt=recorder.reference(fake)), 0
             self._latest = fake, gradient
         return self._latest[1]
 

@@ -104,8 +104,9 @@ class FakeModel:
 
     def storages(self) -> set[int]:
         """Return the identities of the memory that the model keeps from run to run."""
-        kept = [tensor for module in self.by_path.values() for tensor in _kept_by(module)]
-        return {tensor.untyped_storage()._cdata for tensor in kept}
+        holders = (held for module in self.by_path.values() for held in (module._parameters, module._buffers, vars(module)))
+        kept = (leaf for held in holders for leaf in pytree.tree_leaves(list(held.values()), is_leaf=is_carrier))
+        return {leaf.untyped_storage()._cdata for leaf in kept if isinstance(leaf, torch.Tensor)}
 
     def versions(self) -> int:
         """Return a number that changes when a weight is written to."""
@@ -212,13 +213,6 @@ def device_of(module: torch.nn.Module) -> torch.device:
     """Return the device of the input of a model."""
     tensor = next(iter(module.parameters()), None)
     return torch.device("cpu") if tensor is None else tensor.device
-
-
-def _kept_by(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for values in (module._parameters, module._buffers, vars(module)):
-        for leaf in pytree.tree_leaves(list(values.values()), is_leaf=is_carrier):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
 
 
 def generation_size(root: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[int, tuple[int, int]]:

@@ -8,6 +8,7 @@ cannot be kept, the model runs after all. It gets the values that the blocks hav
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -135,7 +136,11 @@ class ObservedRun(Interleaver):
         if self._seen:
             return self._seen.pop()(value)
         if self.occurrences is not None:
-            self.occurrences.append(_kept(location, value))
+            leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+            kept = None
+            with contextlib.suppress(Exception):  # a cache that cannot be copied, or another object
+                kept = tuple(map(_copied, leaves))
+            self.occurrences.append(Occurrence(location, kept, structure))
         if location not in self._run.waited:
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
@@ -157,19 +162,6 @@ def _offer(run: Interleaver, location: str, value: Any) -> tuple[Any, bool]:
     return left, bool(run.skips) or not same or structure_of(left) != structure
 
 
-def _kept(location: str, value: Any) -> Occurrence:
-    """Return an occurrence of a value."""
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    try:
-        return Occurrence(location, tuple(map(_copied, leaves)), structure)
-    except _OddError:
-        return Occurrence(location, None, structure)
-
-
-class _OddError(Exception):
-    """A value cannot be kept."""
-
-
 def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
     """Return a leaf with ``tensor(...)`` of its tensors; a cache, which the model goes on filling, is copied."""
     if isinstance(leaf, torch.Tensor):
@@ -177,7 +169,7 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
     if isinstance(leaf, _PLAIN):
         return leaf
     if not is_carrier(leaf):
-        raise _OddError
+        raise TypeError(f"A {type(leaf).__name__} cannot be kept.")
     tensors: dict[int, Any] = {}
 
     def note(_: str, found: torch.Tensor) -> torch.Tensor:
@@ -185,10 +177,7 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
         return found
 
     on_tensors(leaf, note)
-    try:
-        return copy.deepcopy(leaf, tensors)
-    except Exception as error:
-        raise _OddError from error
+    return copy.deepcopy(leaf, tensors)
 
 
 def replay(

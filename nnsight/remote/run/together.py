@@ -124,8 +124,12 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         return None
     if drops(model._tree.paths):
         return None  # the numbers drawn for a job would depend on the other jobs
-    if run["call"] == "generate" and not _generates_together(model, job, limits or Limits()):
-        return None
+    if run["call"] == "generate":
+        check_call(model, run, limits or Limits())
+        # The result has another length after the end of the job.
+        replaces = any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes)
+        if replaces or not joins(model._module, _options(job)):
+            return None
     masks = [
         job.tensors[tree["tensor"]]
         for name, tree in run["kwargs"]["dict"]
@@ -142,13 +146,6 @@ def _described_job(job: Job) -> str:
     described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
     alone = any(node["do"] in _ALONE for node in job.nodes) or any("scalar" in text for text in described)
     return "" if alone else "\n".join(described)
-
-
-def _generates_together(model: NNsight, job: Job, limits: Limits) -> bool:
-    check_call(model, job.runs[0], limits)
-    if any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes):
-        return False  # the result has another length after the end of the job
-    return joins(model._module, _options(job))
 
 
 def _options(job: Job) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 A program is a recorded block (:mod:`~nnsight.remote.record.recorder`) without its inputs. It names locations, modules and weights of the
 model, and operators of a fixed table. So loading one runs nothing, and ``print`` shows everything that it does.
-
-Sizes that the block read are those of the recording (:mod:`~nnsight.remote.wire.sizes`): ``hidden[:, -1]`` is the last position of any
-prompt, ``hidden[:, hidden.shape[1] - 1]`` that of prompts of one length; others are refused.
 """
 
 from __future__ import annotations

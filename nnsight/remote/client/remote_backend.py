@@ -1,10 +1,4 @@
-"""``remote=True``: the block of a trace runs on a server.
-
-A :class:`RemoteBackend` records the block (:class:`~.backend.ProgramBackend`) and submits it. By default it waits: messages are shown as
-they come, and the results are bound before the ``with`` statement ends. With ``blocking=False`` it has the id of the job: ``backend()``
-polls, ``backend.wait()`` and ``await backend`` wait, and ``async for message in backend`` yields messages. Any process with the same key
-can ask by id.
-"""
+"""``remote=True``: the block of a trace runs on a server, see :class:`RemoteBackend`."""
 
 from __future__ import annotations
 
@@ -42,6 +36,10 @@ def client_of(host: str | None = None, api_key: str | None = None) -> Client:
 
 class RemoteBackend(ProgramBackend):
     """Runs the block of a trace on a server.
+
+    By default it waits: messages are shown as they come, and the results are bound before the ``with`` statement ends. With
+    ``blocking=False`` it has the id of the job: ``backend()`` polls, ``backend.wait()`` and ``await backend`` wait, and ``async for message
+    in backend`` yields messages. Any process with the same key can ask by id.
 
     Args:
         model_key: The model of the server: ``model.to_model_key()``, or the name of its repository. By default that of the
@@ -126,13 +124,9 @@ class RemoteBackend(ProgramBackend):
             RemoteError: If the job failed for another reason, or does not exist.
             ValueError: If there is no job.
         """
-        if self._results is not None:
-            return self._results
-        if self.job_status is not None and self.job_status.finished:  # so there are no more messages
-            results = self._poll()
-            assert results is not None
-            return results
-        return self._finish(self._client.follow(self._id(), self._seen))
+        ended = self.job_status is not None and self.job_status.finished  # so there are no more messages
+        results = self._poll() if ended else self._results
+        return results or self._finish(self._client.follow(self._id(), self._seen))
 
     def cancel(self) -> None:
         """End the job, if it has not ended; waiting for it raises a :class:`RemoteError` then.

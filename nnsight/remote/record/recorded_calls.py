@@ -1,9 +1,4 @@
-"""Calls of torch functions in a block become nodes, one for each operator.
-
-Calls that involve only the block's own tensors run at once, for real. Calls that involve values of the model run on fakes: the block's
-tensors become constants, the model's weights are named, and each operator is a node. Calls that need a value are refused at the
-block's line.
-"""
+"""The calls of a block become nodes, one for each operator; see :mod:`~nnsight.remote.record.recorder`."""
 
 from __future__ import annotations
 
@@ -88,10 +83,12 @@ class NodeRecorder(TorchFunctionMode):
         runs: The runs of the model, see :class:`~nnsight.remote.wire.payload.Job`.
         tensors: Inputs, and the blocks' own tensors that became constants, by name.
         block: The block whose turn it is, or ``None``.
-        model: The model on fakes.
+        model: The model on fakes, from the first run on.
         gradients: Records backward passes.
         prints: Records prints.
     """
+
+    model: FakeModel
 
     def __init__(self, for_others: bool = False) -> None:
         super().__init__()
@@ -100,7 +97,6 @@ class NodeRecorder(TorchFunctionMode):
         self.tensors: dict[str, torch.Tensor] = {}
         self.mode = fake_mode()
         self.block: int | None = None
-        self.model: FakeModel | None = None
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self._for_others = for_others
@@ -131,7 +127,6 @@ class NodeRecorder(TorchFunctionMode):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a value of the model, or one of the block's own that has met one."""
-        assert self.model is not None
         return isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights or tensor in self._constants
 
     def reference(self, tensor: torch.Tensor) -> Any:
@@ -158,7 +153,6 @@ class NodeRecorder(TorchFunctionMode):
     @unseen
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake of a weight, or of a tensor of the block's own."""
-        assert self.model is not None
         if isinstance(tensor, FakeTensor):
             return tensor
         known = self.model.weights.get(id(tensor))
@@ -214,7 +208,6 @@ class NodeRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.listens:
             return function(*args, **kwargs)
-        assert self.model is not None
         if self._for_others:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
         if function in METADATA:
@@ -299,7 +292,6 @@ class NodeRecorder(TorchFunctionMode):
         if is_numpy_scalar(value):
             return value.item()
         if isinstance(value, torch.device):
-            assert self.model is not None
             return self.model.device
         return value
 

@@ -90,7 +90,6 @@ class Recorder(NodeRecorder):
             given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
             self.runs[-1].update(call=call, **given, blocks=0)
             self._samples = self._samples or samples(modules, call, kwargs)
-            assert self.model is not None
             return self.model.run(modules, interleaver, call, args, kwargs)
 
         self.gradients.begin_run()
@@ -153,7 +152,7 @@ class Recorder(NodeRecorder):
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
         """Return the tree of a saved value that has none of its own."""
         if isinstance(value, torch.Tensor):
-            if self.model is not None and id(value) in self.model.weights:
+            if id(value) in self.model.weights:
                 fake = self.substitute(value)
                 self._refs[value] = self._refs[fake]
                 return {"ref": list(self._refs[fake])}
@@ -256,7 +255,6 @@ class Recorder(NodeRecorder):
     @unseen
     def apply(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, hook: bool) -> Any:
         """Apply a module of the model to values of the block."""
-        assert self.model is not None
         if path not in self.model.by_path or hook:
             raise refused(f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent.")
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))

@@ -1,4 +1,4 @@
-"""Checks indices of operators against sizes, so that none reaches memory outside of a tensor."""
+"""Checks indices of operators against sizes: some kernels do not, and on a GPU a bad index ends the process."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Each block of a run becomes a function that executes the nodes of the block in an ordinary mediator. It waits at locations, reads,
 writes and skips as a block written in Python does: under the eager driver, under the compiled one, and on fakes, where the server
 checks the program. The operators are those of the table; nothing of the client is looked up, evaluated or compiled.
-
-Indices are compared with sizes before they are used: some kernels do not check them, and on a GPU a bad index ends the process.
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ class Interpreter:
         self.generator: torch.Generator | None = None
         self.on_log: Callable[[str], None] | None = None
         self.check_write = guard(model._tree.paths)
-        self._used = fact(job, "used", lambda: [Counter(used for used, _ in references(node)) for node in job.nodes])
-        self._uses = Counter(fact(job, "uses", lambda: _uses(job, self._used)))
+        self._used, uses = fact(job, "uses", lambda: _uses(job))
+        self._uses = Counter(uses)
         self.differentiates = any(node["do"] == "backward" for node in job.nodes)
         self._copied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._waiting: dict[Mediator, Node] = {}
@@ -369,9 +367,10 @@ def _line(node: Node | None) -> str:
     return "" if node is None or "line" not in node else f", line {node['line']}"
 
 
-def _uses(job: Job, used: list[Counter[int]]) -> Counter[int]:
-    """Return how often the result of each node is used, by nodes and by saved values."""
+def _uses(job: Job) -> tuple[list[Counter[int]], Counter[int]]:
+    """Return how often each node uses the results of others, and how often each result is used, by nodes and by saved values."""
+    used = [Counter(node for node, _ in references(user)) for user in job.nodes]
     uses = Counter(node for node, _ in references(job.saves))
     for counts in used:
         uses.update(counts)
-    return uses
+    return used, uses

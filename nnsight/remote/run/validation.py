@@ -270,12 +270,10 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
         try:
             for number in range(len(job.runs)):
                 _rehearse_run(rehearsal, costs, number)
-        except InvalidProgramError:
+        except (InvalidProgramError, EarlyStopException, KeyboardInterrupt, SystemExit):
             raise
         except ExecutionFailedError as error:
             raise InvalidProgramError(str(error)) from error
-        except (EarlyStopException, KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
             raise InvalidProgramError(f"The job does not run on this model: {type(error).__name__}: {error}") from error
         sizes: list[int] = []

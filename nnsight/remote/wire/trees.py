@@ -195,11 +195,6 @@ def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
     return leaf(kind, content)
 
 
-def write_float(value: float) -> Tree:
-    """Return the tree of a float."""
-    return value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
-
-
 def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
     """Return the tree of a value; ``leaf(value)`` gives that of tensors, and of whatever has no tree of its own."""
     kind = type(value)
@@ -208,7 +203,7 @@ def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
     if kind is int:
         return value if is_int(value) else leaf(value)
     if kind is float:
-        return write_float(value)
+        return value if math.isfinite(value) else {"float": str(value)}
     if kind is str:
         return {"str": value} if is_text(value) else leaf(value)
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:

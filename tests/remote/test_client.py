@@ -80,6 +80,7 @@ def test_a_job_can_be_asked_for_by_id(server: Running, orders: Orders) -> None:
         until(orders.started.is_set)
         latest = client.latest(job)
         assert latest is not None and latest["status"] == "RUNNING"
+        assert (server.get(f"/result/{job}").status_code, server.get(f"/result/{nonce()}").status_code) == (409, 404)
         orders.gate.set()
         assert [message["status"] for message, _ in client.follow(job)] == STORY
         assert [message["status"] for message, _ in client.follow(job, latest["number"])] == ["COMPLETED"]
@@ -435,21 +436,16 @@ def test_a_job_that_is_not_waited_for_is_polled(here: Running, model: Any) -> No
     again = RemoteBackend(job_id=backend.job_id)  # any process with the key can ask
     torch.testing.assert_close(again.wait()["logits"], results["logits"], rtol=0, atol=0)
     assert again.job_status is JobStatus.COMPLETED
+    jobs = len(here.gateway.jobs)
+    with model.trace(PROMPT, backend=again):  # its block gets the results of the job, and is not run
+        logits = model.lm_head.output.save()
+    torch.testing.assert_close(logits, results["logits"], rtol=0, atol=0)
+    assert len(here.gateway.jobs) == jobs
 
 
 def _plain(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model._module(**model.tokenizer(PROMPT, return_tensors="pt")).logits
-
-
-def test_a_block_gets_the_results_of_a_job_that_ran_before(here: Running, model: Any) -> None:
-    with model.trace(PROMPT, remote=True, blocking=False) as tracer:
-        logits = model.lm_head.output.save()
-    jobs = len(here.gateway.jobs)
-    with model.trace(PROMPT, backend=RemoteBackend(job_id=tracer.backend.job_id)):
-        logits = model.lm_head.output.save()
-    torch.testing.assert_close(logits, _plain(model), rtol=0, atol=0)
-    assert len(here.gateway.jobs) == jobs
 
 
 def test_a_job_can_be_awaited_and_its_messages_followed(here: Running, model: Any) -> None:

@@ -107,16 +107,6 @@ def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Runni
     assert list(guarded.gateway.jobs) == [job]
 
 
-def test_results_are_of_jobs_that_have_ended(server: Running, orders: Orders) -> None:
-    assert server.get(f"/response/{nonce()}").status_code == server.get(f"/result/{nonce()}").status_code == 404
-    job = server.submit(order(say="x", wait=True))
-    until(orders.started.is_set)
-    assert server.get(f"/response/{job}").json()["status"] == "RUNNING"
-    assert server.get(f"/result/{job}").status_code == 409
-    orders.gate.set()
-    assert server.finished(job)["status"] == "COMPLETED"
-
-
 def test_a_model_is_found_by_its_repository_alone_or_by_a_key_of_another_class(server: Running) -> None:
     for key in ("test/model", 'other.Class:{"repo_id": "test/model", "revision": null}'):
         assert server.finished(server.submit(order(say="x"), model_key=key))["status"] == "COMPLETED"

@@ -20,7 +20,6 @@ import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.fx import counters
 from nnsight.remote.protocol import ModelKey
-from nnsight.remote.run import together
 from nnsight.remote.run.execution import execute_payload
 from nnsight.remote.run.together import execute_payloads, kind_of
 from nnsight.remote.server.models import engine_of
@@ -374,17 +373,6 @@ def test_a_server_runs_waiting_jobs_together(tmp_path: Path, forwards: list[int]
         assert forwards == [1, 4]
         for job, wanted in zip(jobs, expected, strict=True):
             close(decode_results(server.get(f"/result/{job}").content), wanted)
-
-
-def test_a_group_is_given_up_quietly_only_to_run_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong with the group as such, each job still runs."""
-
-    def broken(*args: Any) -> Any:
-        raise RuntimeError
-
-    monkeypatch.setattr(together, "find_batch_dims", broken)
-    payloads = [steering(model, number) for number in range(2)]
-    same([decode_results(result) for result in execute_payloads(model, payloads)], [alone(model, payload) for payload in payloads])  # type: ignore[arg-type]
 
 
 # -- compiled models -----------------------------------------------------------------------------------------------------------------

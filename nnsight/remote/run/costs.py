@@ -63,12 +63,16 @@ class Rehearsal(Interpreter):
 
     def __init__(self, model: NNsight, job: Job, limits: Limits, fakes: FakeModel) -> None:
         super().__init__(model, job, limits)
-        self.fakes, self.device, self.weight = fakes, fakes.device, fakes.by_name.__getitem__  # type: ignore[method-assign]
+        self.fakes, self.device = fakes, fakes.device
         self.constants = {name: fakes.faked(tensor) for name, tensor in job.tensors.items()}
         self.check_write = self._check_write
         self._kept = fakes.storages() | {tensor.untyped_storage()._cdata for tensor in self.constants.values()}
         self._saved: dict[int, torch.UntypedStorage] = {}
         self.made = 0
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return the fake of a parameter or buffer."""
+        return self.fakes.by_name[name]
 
     def done(self, node: Node, arguments: Any, result: Any) -> None:
         """Count the results of a node, and refuse those that are too large."""

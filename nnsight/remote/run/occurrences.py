@@ -199,7 +199,7 @@ def replay(
         else:
             value, changed = _offer(run, location, occurrence.value(fresh))
             if changed:
-                return False, go_on([*seen, lambda _, left=value: left])
+                return False, go_on([*seen, lambda _: value])  # noqa: B023 - called before the loop goes on
         seen.append(functools.partial(occurrence.again, fresh))
     return True, value
 

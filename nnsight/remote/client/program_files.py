@@ -12,10 +12,11 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ...modeling.base import NNsight
 from ...modeling.generation import Generation
 from ..run.draws import drawn_seed, samples
 from ..run.execution import execute_payload
@@ -26,9 +27,6 @@ from ..wire.operators import DRAWING
 from ..wire.payload import Job, decode, encode
 from ..wire.results import decode_results
 from ..wire.trees import references, write_tree
-
-if TYPE_CHECKING:
-    from ...modeling.base import NNsight
 
 
 class Program:

@@ -125,10 +125,6 @@ class NodeRecorder(TorchFunctionMode):
         self._roots.append(number if root is None else root)
         return number
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a value of the model, or one of the block's own that has met one."""
-        return isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights or tensor in self._constants
-
     def reference(self, tensor: torch.Tensor) -> Any:
         """Return the reference to a tensor."""
         known = self._refs.get(tensor)
@@ -210,19 +206,17 @@ class NodeRecorder(TorchFunctionMode):
             return function(*args, **kwargs)
         if self._for_others:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
-        if function in METADATA:
+        name = getattr(function, "__name__", "")
+        if function in METADATA or name in SIZE_METHODS:
             return self._metadata(function, args, kwargs)
         if function is SET_GRAD_MODE:
             return self.gradients.set_mode(*args)
-        name = getattr(function, "__name__", "")
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
             with _disable_current_modes():
                 return function(*args, **kwargs)
-        if self._for_others:
-            if name in SIZE_METHODS:
-                return self._metadata(function, args, kwargs)
-            self._called = name, pytree.tree_leaves((args, kwargs))
+        self._called = name, leaves
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
         if name in _GRADIENTS:
@@ -232,7 +226,10 @@ class NodeRecorder(TorchFunctionMode):
         if name in DEMANDS:
             raise refused(why_demand(name))
         if function in DRAWN_LIKE:
-            return self._draw_like(function, args, kwargs)
+            like = args[0]
+            with _disable_current_modes():  # here and now
+                drawn = torch.empty(like.shape, dtype=like.dtype)
+                return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
         if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
             raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns.")
         if name in RANDOM and kwargs.get("generator") is not None:
@@ -294,13 +291,6 @@ class NodeRecorder(TorchFunctionMode):
         if isinstance(value, torch.device):
             return self.model.device
         return value
-
-    def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw random numbers like a tensor of the model, here and now."""
-        like = args[0]
-        kwargs = {"dtype": like.dtype, **kwargs, "device": "cpu"}
-        with _disable_current_modes():
-            return function(torch.empty(like.shape, dtype=like.dtype), *args[1:], **kwargs)
 
     def _index(self, index: Any) -> Any:
         """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""

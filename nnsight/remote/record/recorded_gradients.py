@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...runtime.gradients import check_gradient
@@ -140,12 +141,13 @@ class Gradients:
         self._latest = fake, new
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._recorder.knows(tensor):
+        recorder = self._recorder
+        if not (isinstance(tensor, FakeTensor) or id(tensor) in recorder.model.weights or tensor in recorder._constants):
             raise refused(
                 "The gradient with respect to a tensor of your own can be sent only if the tensor itself meets values of the model. "
                 "Here something that was computed from it did, which is all that the server has."
             )
-        return self._recorder.substitute(tensor)
+        return recorder.substitute(tensor)
 
 
 class RecordedPass(Tracer):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from ...modeling.base import NNsight
 from ...runtime.interleaver import active_interleaver
 from ...runtime.rows.fakes import Guesses
 from ..wire.errors import require
@@ -18,9 +19,6 @@ from ..wire.nodes import Node
 from ..wire.payload import Job
 from .fake_runs import FakeModel
 from .interpreter import Interpreter
-
-if TYPE_CHECKING:
-    from ...modeling.base import NNsight
 
 
 class Costs(Guesses):

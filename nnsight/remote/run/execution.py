@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ...modeling.base import NNsight
 from ...modeling.generation import Generation
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
@@ -24,9 +25,6 @@ from ..wire.results import Tensors, pack_results
 from .draws import Drawing, generator_of, samples
 from .interpreter import Interpreter
 from .validation import inputs_of, validate
-
-if TYPE_CHECKING:
-    from ...modeling.base import NNsight
 
 R = TypeVar("R", bound=Interpreter)
 

@@ -12,11 +12,12 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from greenlet import GreenletExit
 
+from ...modeling.base import NNsight
 from ...runtime.errors import EarlyStopException, OutOfOrderError
 from ...runtime.gradients import Gradient, differentiate
 from ...runtime.interleaver import Interleaver, active_interleaver
@@ -33,9 +34,6 @@ from .draws import check_parameters
 from .fake_runs import device_of
 from .indices import check_indices
 from .occurrences import leaf_at, tensors_at, with_leaf
-
-if TYPE_CHECKING:
-    from ...modeling.base import NNsight
 
 #: Operators that copy ``None`` as ``None``.
 _COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})

@@ -20,10 +20,11 @@ import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ...modeling.base import NNsight
 from ...modeling.generation import Generation
 from ...runtime.interleaver import Interleaver
 from ...runtime.mediator import Mediator
@@ -39,9 +40,6 @@ from .execution import execute, prepared, results_of, run_blocks
 from .generations import RETURNED, Returned, Tokens, ends_of, joins
 from .interpreter import Interpreter
 from .validation import check_call, inputs_of, validate
-
-if TYPE_CHECKING:
-    from ...modeling.base import NNsight
 
 _log = logging.getLogger("nnsight.remote")
 
@@ -111,8 +109,6 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     Raises:
         InvalidProgramError: If the payload is malformed.
     """
-    from ...modeling.base import NNsight
-
     job = decode_known(payload, limits)
     if type(model)._batch is NNsight._batch or len(job.runs) != 1:
         return None

@@ -19,7 +19,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -29,6 +29,7 @@ from ...runtime.errors import EarlyStopException
 from ...runtime.interleaver import Interleaver
 from ...runtime.modules.listing import SourceError, listing_of
 from ...runtime.modules.operations import forward_of, layers_of
+from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import quiet_fakes
 from ..counts import counts
 from ..wire.errors import ExecutionFailedError, InvalidProgramError, require
@@ -40,9 +41,6 @@ from ..wire.trees import ABSENT, leaves, read_tree
 from .costs import Costs, Rehearsal
 from .fake_runs import fake_model_of, generation_size
 from .indices import CONSTANT
-
-if TYPE_CHECKING:
-    from ...runtime.modules.tree import ModuleTree
 
 #: Options of a generation, with the types they may have.
 GENERATION: dict[str, tuple[type, ...]] = {

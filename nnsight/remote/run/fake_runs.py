@@ -82,25 +82,14 @@ class FakeModel:
         self.root = copies[tree.root]
         self.by_path = {path: copies[module] for module, path in tree.paths.items() if module in copies}
         self.weights: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, original, fake in self._named(tree, copies):
-            self.weights.setdefault(id(original), (name, fake))
-        self.by_name = {name: fake for name, _, fake in self._named(tree, copies)}
+        self.by_name: dict[str, torch.Tensor] = {}
+        for (name, original), (_, fake) in zip(_weights_of(tree.root), _weights_of(self.root), strict=True):
+            if isinstance(fake, FakeTensor):
+                self.weights.setdefault(id(original), (name, fake))
+                self.by_name[name] = fake
         self._known: OrderedDict[Any, tuple[list[Occurrence], int]] = OrderedDict()
         self._storages = frozenset(self.storages())
         self._pristine = describe(self.by_path.values())
-
-    @staticmethod
-    def _named(
-        tree: ModuleTree, copies: dict[torch.nn.Module, torch.nn.Module]
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        root = tree.path
-        for module, path in tree.paths.items():
-            prefix = path.removeprefix(root).removeprefix(".")
-            for kind in ("_parameters", "_buffers"):
-                for name, original in getattr(module, kind).items():
-                    fake = getattr(copies[module], kind).get(name) if module in copies else None
-                    if original is not None and isinstance(fake, FakeTensor):
-                        yield f"{prefix}.{name}" if prefix else name, original, fake
 
     def storages(self) -> set[int]:
         """Return the identities of the memory that the model keeps from run to run."""
@@ -207,6 +196,12 @@ class FakeModel:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
 
         return pytree.tree_map_only(torch.Tensor, fake, value)
+
+
+def _weights_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers, each with all its names."""
+    yield from root.named_parameters(remove_duplicate=False)
+    yield from root.named_buffers(remove_duplicate=False)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

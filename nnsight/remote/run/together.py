@@ -16,7 +16,6 @@ for each of these numbers. Its generations run alone, because each combination o
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +128,7 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     masks = [
         job.tensors[tree["tensor"]]
         for name, tree in run["kwargs"]["dict"]
-        if name == "attention_mask" and _is_tensor(tree)
+        if name == "attention_mask" and type(tree) is dict and "tensor" in tree
     ]
     padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
     program = [hashlib.sha256(job.header).hexdigest()] if model._compile_by_default else []
@@ -138,8 +137,13 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
 
 def _described_job(job: Job) -> str:
     """Return the call of a job without values and rows; empty for one that has to run alone."""
+
+    def leaf(kind: str, name: str) -> Any:
+        tensor = job.tensors[name]
+        return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
+
     run = job.runs[0]
-    described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
+    described = [run["call"], *(repr(read_tree(run[part], leaf)) for part in ("args", "kwargs"))]
     alone = any(node["do"] in _ALONE for node in job.nodes) or any("scalar" in text for text in described)
     return "" if alone else "\n".join(described)
 
@@ -240,17 +244,3 @@ def _execute_together(
         except ExecutionFailedError as error:
             outcomes.append(error)
     return list(zip(outcomes, lines, strict=True))
-
-
-def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a tree of arguments with types in place of tensors, and sizes without that of the rows."""
-    if _is_tensor(tree):
-        tensor = tensors[tree["tensor"]]
-        return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
-    if type(tree) is dict:
-        return {key: _described(value, tensors) for key, value in tree.items()}
-    return [_described(item, tensors) for item in tree] if type(tree) is list else tree
-
-
-def _is_tensor(tree: Any) -> bool:
-    return type(tree) is dict and type(tree.get("tensor")) is str and len(tree) == 1

@@ -25,13 +25,12 @@ from ..wire.trees import ABSENT, NONE, leaves
 class Recorded:
     """A recorded block: the job to run, and the saved values to fill with its results, which have fakes for tensors.
 
-    ``references`` has node and output of each fake, by its identity. The fakes are kept alive, so that identities are not used again.
+    ``known`` has each fake with its node and output, by its identity; a fake that is alive keeps its identity.
     """
 
     job: Job
     values: dict[str, Any]
-    references: dict[int, tuple[int, int]]
-    fakes: list[torch.Tensor]
+    known: dict[int, tuple[torch.Tensor, int, int]]
     scope: Any
     _found: dict[tuple[int, int], Any] = field(default_factory=dict)
     _done: dict[int, Any] = field(default_factory=dict)
@@ -68,8 +67,8 @@ class Recorded:
     def _filled(self, value: Any) -> Any:
         """Return ``value`` with results in place of fakes."""
         if isinstance(value, torch.Tensor):
-            reference = self.references.get(id(value))
-            return value if reference is None else self._found.get(reference, value)
+            known = self.known.get(id(value))
+            return value if known is None else self._found.get(known[1:], value)
         if id(value) in self._done:
             return self._done[id(value)]
         if isinstance(value, list):

@@ -71,7 +71,6 @@ class RecordingMediator(compat.Mediator):
         self._recorder = recorder
         if self.batch_group is not None:
             self.batch_group = recorder.gradients.following(self.batch_group)
-        recorder._keep.append(self)
         recorder.number_of(self)
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:

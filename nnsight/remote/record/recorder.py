@@ -66,10 +66,9 @@ class Recorder(NodeRecorder):
     def __init__(self, for_others: bool = False) -> None:
         super().__init__(for_others)
         self.running = False
-        self._blocks: dict[int, int] = {}
-        self._barriers: dict[int, int] = {}
+        self._blocks: dict[Any, int] = {}
+        self._barriers: dict[Any, int] = {}
         self._samples = False
-        self._keep: list[Any] = []
         self._outer: dict[str, Any] = {}
         self._of_other_jobs: dict[int, Any] = {}  # fakes that wait in lists of the user for the results of earlier jobs
 
@@ -88,7 +87,7 @@ class Recorder(NodeRecorder):
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"
             given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
-            self.runs[-1].update(call=call, **given, blocks=0)
+            self.runs[-1].update(call=call, **given)
             self._samples = self._samples or samples(modules, call, kwargs)
             return self.model.run(modules, interleaver, call, args, kwargs)
 
@@ -118,7 +117,7 @@ class Recorder(NodeRecorder):
 
     def number_of(self, mediator: Any) -> int:
         """Return the number of a block in its run."""
-        return self._blocks.setdefault(id(mediator), len(self._blocks))
+        return self._blocks.setdefault(mediator, len(self._blocks))
 
     def finished(self, tracer: Any) -> Recorded:
         """Return the job, with the values that the block of ``tracer`` saved."""
@@ -133,11 +132,8 @@ class Recorder(NodeRecorder):
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
         if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
             job.seed = drawn_seed()
-        references = {
-            id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
-        }
-        fakes = [fake for fake in self._refs if id(fake) in references]
-        return Recorded(job, values, references, fakes, tracer.scope)
+        known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
+        return Recorded(job, values, known, tracer.scope)
 
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
@@ -249,8 +245,7 @@ class Recorder(NodeRecorder):
 
     def barrier(self, barrier: Any, participants: int) -> None:
         """Record that a block waits for others."""
-        self._keep.append(barrier)
-        self.emit("barrier", id=self._barriers.setdefault(id(barrier), len(self._barriers)), of=participants)
+        self.emit("barrier", id=self._barriers.setdefault(barrier, len(self._barriers)), of=participants)
 
     @unseen
     def apply(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, hook: bool) -> Any:

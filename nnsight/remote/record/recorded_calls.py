@@ -25,11 +25,10 @@ from ..wire.nodes import Node, why_not, write_argument
 from ..wire.operators import NAMES, OPERATORS, is_in_place, is_view
 from ..wire.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from .printing import Prints
-from .recorded_gradients import SET_GRAD_MODE, Gradients
+from .recorded_gradients import Gradients
 from .refusals import TORCH, here, position_of_block, refused, why_demand
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
-_PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 #: Uninitialised memory becomes zeros.
@@ -209,7 +208,7 @@ class NodeRecorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if function in METADATA or name in SIZE_METHODS:
             return self._metadata(function, args, kwargs)
-        if function is SET_GRAD_MODE:
+        if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
             return self.gradients.set_mode(*args)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -238,9 +237,9 @@ class NodeRecorder(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._index(args[1]), *args[2:])
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
-        if name in _PLACED:
-            if name in ("cpu", "cuda"):
-                return args[0]
+        if name in ("cpu", "cuda"):
+            return args[0]
+        if name in ("to", "type_as"):
             args = tuple(self.model.device if isinstance(item, str) else item for item in args)
         if "device" in kwargs:
             kwargs["device"] = self.model.device

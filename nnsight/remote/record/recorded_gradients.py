@@ -26,9 +26,6 @@ from .refusals import here, refused
 if TYPE_CHECKING:
     from .recorded_calls import NodeRecorder
 
-#: The function that ``torch.no_grad()`` and the like call when they are entered and left.
-SET_GRAD_MODE = torch._C._set_grad_enabled
-
 
 class Gradients:
     """Records the gradients of a block; ``running`` while the block of a backward pass is recorded."""

@@ -36,10 +36,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
-#: Integers are those of torch.
-MAX_INT = 2**63 - 1
-MIN_INT = -(2**63)
-
 #: Strings longer than this are never names, options or keys.
 MAX_STRING = 256
 
@@ -72,7 +68,7 @@ class Budget:
 
 def is_int(value: Any) -> bool:
     """Whether ``value`` is an integer that torch can hold; booleans are none."""
-    return type(value) is int and MIN_INT <= value <= MAX_INT
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def is_text(value: Any) -> bool:

@@ -102,14 +102,14 @@ def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
     tree = model._tree
     key = _key(job, tree, limits)
     with _lock:
-        found = _known.setdefault(tree.root, OrderedDict()).get(key)
+        known = _known.setdefault(tree.root, OrderedDict())
+        found = known.get(key)
     if found is None:
         for run in job.runs:
             check_call(model, run, limits)
         check_parts(job, model)
         found = _rehearse(job, model, limits)
         with _lock:
-            known = _known.setdefault(tree.root, OrderedDict())
             known[key] = found
             while len(known) > _KEPT:
                 known.popitem(last=False)
@@ -151,13 +151,11 @@ def _without_values(node: Node) -> Node:
 
 def _index_constants(job: Job) -> set[str]:
     """Return the names of tensors that may be indices."""
+    constants = {node["tensor"]: job.tensors[node["tensor"]] for node in job.nodes if node["do"] == "const"}
     return {
-        node["tensor"]
-        for node in job.nodes
-        if node["do"] == "const"
-        and job.tensors[node["tensor"]].dim()
-        and not job.tensors[node["tensor"]].is_floating_point()
-        and job.tensors[node["tensor"]].numel() <= 2**20
+        name
+        for name, tensor in constants.items()
+        if tensor.dim() and not tensor.is_floating_point() and tensor.numel() <= 2**20
     }
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from .client.backend import LocalBackend, ProgramBackend
 from .client.program_files import Program
 from .protocol import ModelKey
-from .record.recorder import Recorded, record
+from .record.binding import Recorded
+from .record.recorder import record
 from .run.execution import execute_payload
 from .run.validation import Checked, validate
 from .wire.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError

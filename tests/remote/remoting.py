@@ -99,11 +99,38 @@ class Orders:
         return ThreadEngine(self, "test-engine", self.together, self.kind_of, most_stuck=2)
 
 
-class Running:
+class Plain:
+    """A client of the server at ``url`` without any of ours, which says that it is of nnsight 0.8."""
+
+    url: str
+
+    def post(self, payload: bytes, key: str = "", envelope: Any = None, **fields: Any) -> requests.Response:
+        data = {"model_key": str(MODEL), "session_id": "", "compress": False, "env": {}, **fields}
+        return requests.post(
+            self.url + "/request",
+            data={"data": json.dumps(data if envelope is None else envelope)},
+            files={"blob": ("payload", payload, CONTENT_TYPE)},
+            headers={"ndif-api-key": key, "nnsight-version": "0.8.1"},
+            timeout=20,
+        )
+
+    def submit(self, payload: bytes, key: str = "", **fields: Any) -> str:
+        answer = self.post(payload, key, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    def get(self, path: str, key: str = "", **headers: str) -> requests.Response:
+        return requests.get(self.url + path, headers={"ndif-api-key": key, **headers}, timeout=20)
+
+    def finished(self, job_id: str, key: str = "") -> dict[str, Any]:
+        """Wait for a job and return the message that ended it."""
+        return until(lambda: (m := self.get(f"/response/{job_id}", key).json())["status"] in FINISHED and m)
+
+
+class Running(Plain):
     """A server that runs in a thread.
 
     Attributes:
-        url: Where it listens.
         gateway: Its gateway.
         door: Who may use it.
     """
@@ -151,33 +178,15 @@ class Running:
         self._thread.join(20)
         assert not self._thread.is_alive()
 
-    # -- a client without any of ours ------------------------------------------------------------------------------------
-
-    def post(self, payload: bytes, key: str = "", envelope: Any = None, **fields: Any) -> requests.Response:
-        data = {"model_key": str(MODEL), "session_id": "", "compress": False, "env": {}, **fields}
-        return requests.post(
-            self.url + "/request",
-            data={"data": json.dumps(data if envelope is None else envelope)},
-            files={"blob": ("payload", payload, CONTENT_TYPE)},
-            headers={"ndif-api-key": key},
-            timeout=20,
-        )
-
-    def submit(self, payload: bytes, key: str = "", **fields: Any) -> str:
-        answer = self.post(payload, key, **fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["id"]
-
-    def get(self, path: str, key: str = "", **headers: str) -> requests.Response:
-        return requests.get(self.url + path, headers={"ndif-api-key": key, **headers}, timeout=20)
-
     def subscribe(self, key: str = "", query: str = "") -> ClientConnection:
         headers = {"ndif-api-key": key} if key else {}
         return connect(f"ws://127.0.0.1:{self.port}/subscribe{query}", additional_headers=headers)
 
-    def finished(self, job_id: str, key: str = "") -> dict[str, Any]:
-        """Wait for a job and return the message that ended it."""
-        return until(lambda: (m := self.get(f"/response/{job_id}", key).json())["status"] in FINISHED and m)
+    @contextlib.contextmanager
+    def session(self, key: str = "") -> Iterator[tuple[ClientConnection, str]]:
+        """Yield a socket, and the id of its session."""
+        with self.subscribe(key) as socket:
+            yield socket, json.loads(socket.recv(20))["session_id"]
 
     def figure(self, name: str) -> float:
         """Return the sum of a figure over its labels."""

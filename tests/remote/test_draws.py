@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +19,9 @@ from nnsight.remote import (
     encode,
     execute_payload,
 )
-from nnsight.remote.protocol import ModelKey
 from nnsight.remote.run.together import execute_payloads, kind_of
-from nnsight.remote.server.models import engine_of
 
-from .remoting import Catch, running
+from .remoting import Catch
 from .test_hostile import LIMITS, MODEL, job, op, read, ref
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -62,13 +59,20 @@ def payload(model: Any, prompt: str = PROMPT) -> bytes:
     return kept.payload
 
 
-def test_a_seed_before_the_trace_makes_it_repeatable(model: Any) -> None:
+def sampled(model: Any, **where: Any) -> Any:
+    with model.generate(PROMPT, max_new_tokens=3, do_sample=True, temperature=3.0, **where) as tracer:
+        ids = tracer.result.save()
+    return [ids]
+
+
+@pytest.mark.parametrize("draw", [drawing, sampled])
+def test_a_seed_before_the_trace_makes_it_repeatable(model: Any, draw: Any) -> None:
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        found.append(drawing(model, remote="local"))
-    assert equal(found[0], found[1]) and not torch.equal(found[0][1], found[2][1])
-    assert not equal(found[2], drawing(model, remote="local"))
+        found.append(draw(model, remote="local"))
+    assert equal(found[0], found[1]) and not equal(found[0], found[2])
+    assert not equal(found[2], draw(model, remote="local"))
 
 
 def test_what_is_drawn_is_what_the_functions_say(model: Any) -> None:
@@ -91,12 +95,10 @@ def test_no_generator_of_the_server_moves(model: Any) -> None:
     kept = Catch()
     with model.generate(PROMPT, max_new_tokens=2, do_sample=True, backend=kept) as tracer:
         ids = tracer.result.save()
-    before = torch.get_rng_state()
-    for sent in (payload_now := payload(model), kept.payload):
+    for sent in (payload(model), kept.payload):
         state = torch.get_rng_state()
         first, second = execute_payload(model, sent), execute_payload(model, sent)
         assert first == second and torch.equal(state, torch.get_rng_state())
-    assert payload_now and not torch.equal(before, torch.Generator().manual_seed(0).get_state())
 
 
 def test_a_job_draws_the_same_alone_and_among_others(model: Any) -> None:
@@ -109,15 +111,6 @@ def test_a_job_draws_the_same_alone_and_among_others(model: Any) -> None:
         torch.testing.assert_close(one["logits"], other["logits"])
         assert torch.equal(one["mask"], other["mask"])
     assert not torch.equal(alone[0]["mask"], alone[2]["mask"])
-
-
-def test_sampled_tokens_are_repeatable(model: Any) -> None:
-    found = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        with model.generate(PROMPT, max_new_tokens=3, do_sample=True, temperature=3.0, remote="local") as tracer:
-            found.append(tracer.result.save())
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
 def test_blocks_that_draw_nothing_move_no_generator_of_the_client(model: Any) -> None:

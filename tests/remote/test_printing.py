@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import re
 import sys
 import threading
@@ -19,11 +18,10 @@ import nnsight
 from nnsight import CONFIG, NNsight
 from nnsight.remote import InvalidProgramError, Limits, NotExpressibleError, encode, execute_payload
 from nnsight.remote.protocol import ModelKey
-from nnsight.remote.run.together import execute_payloads
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 
-from .remoting import Catch, Running, messages, order, running
+from .remoting import Catch, running
 from .test_hostile import LIMITS, MODEL, job, node, op, read, ref
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -206,31 +204,6 @@ def test_a_server_sends_what_is_printed(demo: Any, tmp_path: Path, capsys: pytes
         later = capsys.readouterr().out
     assert found[0] == here and found[1] == pytest.approx(expected, abs=1e-4)
     assert later.startswith("later tensor(")
-
-
-def test_remarks_come_in_their_order_before_the_end(server: Running) -> None:
-    with server.subscribe() as socket:
-        session = json.loads(socket.recv(20))["session_id"]
-        server.submit(order(say="x", print=["one", "two", "three"]), session_id=session)
-        found = messages(socket)
-    logs = [message["description"] for message in found if message["status"] == "LOG"]
-    assert logs == ["one", "two", "three"] and found[-1]["status"] == "COMPLETED"
-    assert [message["number"] for message in found] == sorted(message["number"] for message in found)
-
-
-def test_jobs_that_run_together_print_for_themselves(model: Any) -> None:
-    payloads: list[bytes] = []
-    for factor in (1, 2):
-        catch = Catch()
-        with model.trace(PROMPT, backend=catch):
-            print(f"{factor}: {(model.transformer.h[0].output * factor).mean():.5f}")
-        payloads.append(catch.payload)
-    alone: list[list[str]] = [[], []]
-    together: list[list[str]] = [[], []]
-    for payload, lines in zip(payloads, alone, strict=True):
-        execute_payload(model, payload, log=lines.append)
-    execute_payloads(model, payloads, logs=[lines.append for lines in together])
-    assert together == alone and all(len(lines) == 1 for lines in alone)
 
 
 # -- limits and harm -------------------------------------------------------------------------------------------------

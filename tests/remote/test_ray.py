@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket as socketlib
@@ -126,8 +125,7 @@ def test_jobs_run_side_by_side_each_in_a_process_of_its_own(server: Running, tmp
 
 def test_a_job_whose_replica_is_lost_runs_again_on_another(server: Running, tmp_path: Path) -> None:
     at = tmp_path / "at"
-    with server.subscribe(key="a") as socket:
-        session = json.loads(socket.recv(5))["session_id"]
+    with server.session(key="a") as (socket, session):
         job = server.submit(order(say="in the end", at=str(at), deaths=1), key="a", session_id=session)
         said = messages(socket)
     assert [message["status"] for message in said].count("RUNNING") == 2
@@ -160,8 +158,7 @@ def test_a_group_that_loses_its_replica_runs_one_by_one(engine: Any, tmp_path: P
 
 
 def test_lines_and_errors_of_a_replica_are_those_of_an_engine_here(server: Running, tmp_path: Path) -> None:
-    with server.subscribe(key="a") as socket:
-        session = json.loads(socket.recv(5))["session_id"]
+    with server.session(key="a") as (socket, session):
         payload = order(at=str(tmp_path / "at"), print=["one", "two"], refused="no such module")
         server.submit(payload, key="a", session_id=session)
         said = messages(socket)

@@ -25,7 +25,7 @@ import requests
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from nnsight import cli
-from nnsight.remote.protocol import JobStatus, ModelKey, join_packet, split_packet
+from nnsight.remote.protocol import CONTENT_TYPE, JobStatus, ModelKey, join_packet, split_packet
 from nnsight.remote.server import sessions
 from nnsight.remote.server.gateway import Gateway
 from nnsight.remote.server.jobs import ServerJob
@@ -37,7 +37,7 @@ from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
 
 from .. import ROOT
-from .remoting import FINISHED, MODEL, Accounts, Orders, Running, account, messages, nonce, order, running, until
+from .remoting import MODEL, Accounts, Orders, Plain, Running, account, messages, nonce, order, running, until
 
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
 
@@ -53,11 +53,11 @@ def test_a_job_runs_and_its_result_is_fetched(server: Running) -> None:
 
 
 def test_messages_come_through_the_socket_in_order_with_a_short_result(server: Running) -> None:
-    with server.subscribe() as socket:
-        session = json.loads(socket.recv(5))["session_id"]
-        job = server.submit(order(say="hello"), session_id=session)
+    with server.session() as (socket, session):
+        job = server.submit(order(say="hello", print=["one", "two"]), session_id=session)
         found = messages(socket)
-        assert [message["status"] for message in found] == ["QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
+        assert [message["status"] for message in found] == ["QUEUED", "DISPATCHED", "RUNNING", "LOG", "LOG", "COMPLETED"]
+        assert [message["description"] for message in found if message["status"] == "LOG"] == ["one", "two"]
         assert {message["id"] for message in found} == {job}
         numbers = [message["number"] for message in found]
         assert numbers == sorted(set(numbers))
@@ -107,16 +107,6 @@ def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Runni
     assert list(guarded.gateway.jobs) == [job]
 
 
-def test_results_are_of_jobs_that_have_ended(server: Running, orders: Orders) -> None:
-    assert server.get(f"/response/{nonce()}").status_code == server.get(f"/result/{nonce()}").status_code == 404
-    job = server.submit(order(say="x", wait=True))
-    until(orders.started.is_set)
-    assert server.get(f"/response/{job}").json()["status"] == "RUNNING"
-    assert server.get(f"/result/{job}").status_code == 409
-    orders.gate.set()
-    assert server.finished(job)["status"] == "COMPLETED"
-
-
 def test_a_model_is_found_by_its_repository_alone_or_by_a_key_of_another_class(server: Running) -> None:
     for key in ("test/model", 'other.Class:{"repo_id": "test/model", "revision": null}'):
         assert server.finished(server.submit(order(say="x"), model_key=key))["status"] == "COMPLETED"
@@ -140,11 +130,13 @@ def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, or
         (b"hello, this is no program", "something else"),
         ((2**40).to_bytes(8, "little") + b"{}", "something else"),
     ]:
-        answer = server.post(payload)
+        answer = server.post(payload, env={"packages": {f"package_{number}": "1.0.0" for number in range(1500)}})
         assert answer.status_code == 415
-        assert word in answer.json()["detail"] and "safetensors" in answer.json()["detail"]
-    answer = server.post(order(say="x"), compress=True)  # so nothing unpacks to more than the limit
-    assert answer.status_code == 415 and "uncompressed" in answer.json()["detail"]
+        for part in (word, "safetensors", "never unpickles", "0.8.1", "install"):
+            assert part in answer.json()["detail"]
+    for payload in (order(say="x"), b"\x80\x04"):
+        answer = server.post(payload, compress=True)  # so nothing unpacks to more than the limit
+        assert answer.status_code == 415 and "uncompressed" in answer.json()["detail"]
     assert not orders.seen and not server.gateway.jobs
 
 
@@ -240,8 +232,7 @@ def test_jobs_of_another_key_are_as_if_they_were_not_there(guarded: Running) -> 
     with pytest.raises(InvalidStatus) as refused:
         guarded.subscribe(key="b", query=f"?job={job}")
     assert refused.value.response.status_code == 404
-    with guarded.subscribe(key="b") as socket:
-        session = json.loads(socket.recv(5))["session_id"]
+    with guarded.session(key="b") as (socket, session):
         job = guarded.submit(order(say="secret"), key="a", session_id=session)
         assert guarded.finished(job, key="a")["status"] == "COMPLETED"
         with pytest.raises(TimeoutError):
@@ -377,12 +368,10 @@ def test_the_same_nonce_is_the_same_job(server: Running, orders: Orders) -> None
 
 def test_a_slow_reader_blocks_nobody_and_is_cut_off(orders: Orders, tmp_path: Path) -> None:
     settings = Settings(inline=2**30, send=0.2)
-    with running(orders.engine(), tmp_path, settings=settings) as server, server.subscribe() as slow:
-        session = json.loads(slow.recv(5))["session_id"]
+    with running(orders.engine(), tmp_path, settings=settings) as server, server.session() as (slow, session):
         for _ in range(3):
             server.submit(order(say="x" * 1000, times=20_000), session_id=session)  # 20 MB each, never read
-        with server.subscribe() as quick:
-            mine = json.loads(quick.recv(5))["session_id"]
+        with server.session() as (quick, mine):
             server.submit(order(say="quick"), session_id=mine)
             assert messages(quick)[-1]["status"] == "COMPLETED"
             assert quick.recv(5) == b"quick"
@@ -405,8 +394,7 @@ def test_a_job_that_is_submitted_with_a_socket_that_ends_is_taken(server: Runnin
     wait = asyncio.wait
     monkeypatch.setattr(sessions._Session, "_tell", cut)
     monkeypatch.setattr(asyncio, "wait", late)
-    with server.subscribe() as socket:
-        session = json.loads(socket.recv(5))["session_id"]
+    with server.session() as (socket, session):
         jobs = [server.submit(order(say=f"{number}"), session_id=session) for number in range(2)]
         monkeypatch.undo()
         assert [server.finished(job)["status"] for job in jobs] == ["COMPLETED"] * 2
@@ -540,8 +528,7 @@ def test_a_job_that_does_not_fit_takes_no_other_along(tmp_path: Path, monkeypatc
 def test_who_listens_to_a_short_job_does_not_wait_for_the_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, written = threading.Event(), []
     monkeypatch.setattr(server.gateway.spool, "settle", lambda jobs: written.append(disk.wait(10)))
-    with server.subscribe() as socket:
-        session = json.loads(socket.recv(5))["session_id"]
+    with server.session() as (socket, session):
         server.submit(order(say="at once"), session_id=session)
         assert messages(socket)[-1]["status"] == "COMPLETED" and not written
     alone = threading.Thread(target=lambda: answered.append(server.submit(order(say="safe"))))
@@ -738,8 +725,7 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
 def test_a_server_that_is_told_to_stop_lets_jobs_end_and_takes_no_more(tmp_path: Path) -> None:
     orders = Orders()
     server = Running(orders.engine(), tmp_path)
-    with server.subscribe() as socket:
-        session = json.loads(socket.recv(5))["session_id"]
+    with server.session() as (socket, session):
         running_job = server.submit(order(say="running", wait=True), session_id=session)
         until(orders.started.is_set)
         waiting = server.submit(order(say="waiting"))
@@ -760,6 +746,20 @@ def test_a_server_that_is_told_to_stop_lets_jobs_end_and_takes_no_more(tmp_path:
 # -- what an operator sees ----------------------------------------------------------------------------------------------------------
 
 
+def test_facts_have_the_shapes_that_clients_expect(server: Running) -> None:
+    assert server.get("/health").json() == {"status": "ok", "problems": []}
+    assert [server.get(path).status_code for path in ("/docs", "/openapi.json", "/redoc")] == [404] * 3
+    (deployment,) = server.get("/status").json()["deployments"].values()
+    assert ModelKey.parse(deployment["model_key"]) == MODEL
+    assert (deployment["repo_id"], deployment["revision"]) == (MODEL.repo_id, "main")
+    assert (deployment["deployment_level"], deployment["application_state"]) == ("HOT", "RUNNING")
+    env = server.get("/env").json()
+    assert env["python_version"].split()[0] == sys.version.split()[0] and CONTENT_TYPE in env["formats"]
+    assert {"nnsight", "torch", "transformers"} <= env["packages"].keys()
+    assert all(isinstance(version, str) for version in env["packages"].values())
+    assert server.get("/whoami").json()["email"] is None
+
+
 def test_figures(server: Running) -> None:
     server.finished(server.submit(order(say="good")))
     server.finished(server.submit(order(say="bad", **{"raise": "InvalidProgramError"})))
@@ -773,25 +773,16 @@ def test_figures(server: Running) -> None:
     assert server.figure("nnsight_queued") == server.figure("nnsight_running") == 0
 
 
-def test_logs_are_lines_of_json(server: Running) -> None:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("nnsight.remote.server")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        job = server.submit(order(say="x"), key="secret-key")
-        server.finished(job)
-        until(lambda: stream.getvalue().count("\n") >= 2)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+def test_logs_are_lines_of_json(server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO, "nnsight.remote.server")
+    monkeypatch.setattr(caplog.handler, "formatter", JsonLines())
+    job = server.submit(order(say="x"), key="secret-key")
+    server.finished(job)
+    until(lambda: len(caplog.records) >= 2)
+    lines = [json.loads(line) for line in caplog.text.splitlines()]
     assert [line["event"] for line in lines] == ["received", "finished"]
     assert {line["job"] for line in lines} == {job} and lines[1]["outcome"] == "completed"
-    assert "secret-key" not in stream.getvalue()
+    assert "secret-key" not in caplog.text
     try:
         raise ValueError("a\nb")
     except ValueError:
@@ -867,43 +858,31 @@ serve({MODEL: Orders().engine()}, OpenDoor(), Path(sys.argv[1]), port=int(sys.ar
 def test_a_server_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     with sockets.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
+    server = Plain()
+    server.url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with contextlib.suppress(requests.ConnectionError):
+            return bool(server.get("/health"))
+        return False
 
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", KILLED, str(tmp_path / "jobs"), str(port)]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        until(lambda: answers(f"{address}/health"), 120)
+        until(answers, 120)
         return process
-
-    def answers(url: str) -> Any:
-        try:
-            return requests.get(url, timeout=5)
-        except requests.ConnectionError:
-            return None
-
-    def submit(**what: Any) -> str:
-        data = json.dumps({"model_key": str(MODEL), "session_id": ""})
-        answer = requests.post(f"{address}/request", data={"data": data}, files={"blob": order(**what)}, timeout=20)
-        return answer.json()["id"]
-
-    def ended(job: str) -> dict[str, Any]:
-        def message() -> Any:
-            found = answers(f"{address}/response/{job}").json()
-            return found if found["status"] in ("COMPLETED", "ERROR") else None
-
-        return until(message, 60)
 
     process = start()
     try:
-        done = submit(say="done")
-        assert ended(done)["status"] == "COMPLETED"
-        jobs = [submit(say="runs", sleep=1), *(submit(say=f"waits {number}") for number in range(3))]
-        until(lambda: answers(f"{address}/response/{jobs[0]}").json()["status"] == "RUNNING")
+        done = server.submit(order(say="done"))
+        assert server.finished(done)["status"] == "COMPLETED"
+        jobs = [server.submit(order(say="runs", sleep=1)), *(server.submit(order(say=f"waits {number}")) for number in range(3))]
+        until(lambda: server.get(f"/response/{jobs[0]}").json()["status"] == "RUNNING")
         process.kill()
         process.wait()
         process = start()
-        assert [ended(job)["status"] for job in jobs] == ["COMPLETED"] * 4
-        found = [answers(f"{address}/result/{job}").content for job in (done, *jobs)]
+        assert [server.finished(job)["status"] for job in jobs] == ["COMPLETED"] * 4
+        found = [server.get(f"/result/{job}").content for job in (done, *jobs)]
         assert found == [b"done", b"runs", b"waits 0", b"waits 1", b"waits 2"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) in (0, -signal.SIGTERM)

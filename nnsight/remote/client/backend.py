@@ -9,7 +9,8 @@ from typing import Any
 from ...config import CONFIG
 from ...runtime.tracer import InterleavingTracer
 from ...tracing import Backend, Block
-from ..record.recorder import Recorded, record
+from ..record.binding import Recorded
+from ..record.recorder import record
 from ..run.execution import execute_payload
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from ..wire.limits import Limits
@@ -62,7 +63,7 @@ class RecordingBackend(ProgramBackend):
 
     def __call__(self, tracer: Any) -> Any:
         recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
-        recorded.binding.forget()
+        recorded.forget()
         tracer.program = Program(recorded.job)
 
 

@@ -202,7 +202,8 @@ class Client:
                     finished = JobStatus(message["status"]).finished
                     if finished and socket is not None and socket.serves_many:
                         # Before the last message, after which callers stop iterating.
-                        self._keep(socket)
+                        with self._lock:
+                            self._idle.append((time.monotonic(), socket))
                         socket = None
                     yield message, result
                     if finished:
@@ -329,10 +330,6 @@ class Client:
             if time.monotonic() - since < _IDLE and socket.usable:
                 return socket
             socket.close()
-
-    def _keep(self, socket: Socket) -> None:
-        with self._lock:
-            self._idle.append((time.monotonic(), socket))
 
 
 class _Patience:

@@ -85,10 +85,9 @@ def is_model_running(repo_id: str, revision: str = "main", *, host: str | None =
         RemoteConnectionError: If the server cannot be reached.
     """
     wanted = ModelKey(repo_id, revision)
-    for deployment in status(raw=True, host=host).get("deployments", {}).values():
-        if ModelKey.parse(deployment["model_key"]).matches(wanted):
-            return bool(deployment.get("application_state") == "RUNNING")
-    return False
+    deployments = status(raw=True, host=host).get("deployments", {}).values()
+    found = [deployment for deployment in deployments if ModelKey.parse(deployment["model_key"]).matches(wanted)]
+    return bool(found) and found[0].get("application_state") == "RUNNING"
 
 
 def compare(*, host: str | None = None) -> Comparison:

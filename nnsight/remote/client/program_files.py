@@ -2,9 +2,6 @@
 
 A program is a recorded block (:mod:`~nnsight.remote.record.recorder`) without its inputs. It names locations, modules and weights of the
 model, and operators of a fixed table. So loading one runs nothing, and ``print`` shows everything that it does.
-
-Sizes that the block read are those of the recording (:mod:`~nnsight.remote.wire.sizes`): ``hidden[:, -1]`` is the last position of any
-prompt, ``hidden[:, hidden.shape[1] - 1]`` that of prompts of one length; others are refused.
 """
 
 from __future__ import annotations
@@ -15,13 +12,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ...modeling.base import NNsight
 from ...modeling.generation import Generation
 from ..run.draws import drawn_seed, samples
-from ..run.execution import execute_payload, interpreter_of
+from ..run.execution import execute_payload
 from ..run.interpreter import Interpreter
 from ..run.validation import check_parts
 from ..wire.limits import Limits
@@ -29,9 +27,6 @@ from ..wire.operators import DRAWING
 from ..wire.payload import Job, decode, encode
 from ..wire.results import decode_results
 from ..wire.trees import references, write_tree
-
-if TYPE_CHECKING:
-    from ...modeling.base import NNsight
 
 
 class Program:
@@ -129,7 +124,7 @@ class Program:
         check_parts(job, model)
 
         def run_block() -> None:
-            interpreter = interpreter_of(model, job, Limits(seconds=float("inf")), Interpreter)
+            interpreter = Interpreter(model, job, Limits(seconds=float("inf")))
             interpreter.on_log = print
             interpreter.place_constants()
             interpreter.run_nodes(list(enumerate(job.nodes)))

@@ -1,10 +1,4 @@
-"""``remote=True``: the block of a trace runs on a server.
-
-A :class:`RemoteBackend` records the block (:class:`~.backend.ProgramBackend`) and submits it. By default it waits: messages are shown as
-they come, and the results are bound before the ``with`` statement ends. With ``blocking=False`` it has the id of the job: ``backend()``
-polls, ``backend.wait()`` and ``await backend`` wait, and ``async for message in backend`` yields messages. Any process with the same key
-can ask by id.
-"""
+"""``remote=True``: the block of a trace runs on a server, see :class:`RemoteBackend`."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ from ...config import CONFIG
 from ...tracing import Backend, Tracer
 from ...tracing.block import is_bound
 from ..protocol import JobStatus, Message, model_key_of
-from ..record.recorder import Recorded
+from ..record.binding import Recorded
 from ..wire.results import decode_results
 from .answers import address, checked_id, error_of
 from .backend import LocalBackend, ProgramBackend, RecordingBackend
@@ -42,6 +36,10 @@ def client_of(host: str | None = None, api_key: str | None = None) -> Client:
 
 class RemoteBackend(ProgramBackend):
     """Runs the block of a trace on a server.
+
+    By default it waits: messages are shown as they come, and the results are bound before the ``with`` statement ends. With
+    ``blocking=False`` it has the id of the job: ``backend()`` polls, ``backend.wait()`` and ``await backend`` wait, and ``async for message
+    in backend`` yields messages. Any process with the same key can ask by id.
 
     Args:
         model_key: The model of the server: ``model.to_model_key()``, or the name of its repository. By default that of the
@@ -92,7 +90,10 @@ class RemoteBackend(ProgramBackend):
         if tracer is None:
             return self._poll()
         if self.model_key is None:
-            self.model_key = _key_of(tracer)
+            model = getattr(tracer, "_model", None)
+            if model is None:
+                raise ValueError(f"{type(tracer).__name__}: this cannot run remotely without RemoteBackend(model_key=...).")
+            self.model_key = model_key_of(model)
         results = super().__call__(tracer)
         if results is None and tracer.scope is not None:  # the names of the block have no values yet
             for cell in tracer.scope.cells.values():
@@ -123,13 +124,9 @@ class RemoteBackend(ProgramBackend):
             RemoteError: If the job failed for another reason, or does not exist.
             ValueError: If there is no job.
         """
-        if self._results is not None:
-            return self._results
-        if self.job_status is not None and self.job_status.finished:  # so there are no more messages
-            results = self._poll()
-            assert results is not None
-            return results
-        return self._finish(self._client.follow(self._id(), self._seen))
+        ended = self.job_status is not None and self.job_status.finished  # so there are no more messages
+        results = self._poll() if ended else self._results
+        return results or self._finish(self._client.follow(self._id(), self._seen))
 
     def cancel(self) -> None:
         """End the job, if it has not ended; waiting for it raises a :class:`RemoteError` then.
@@ -203,14 +200,6 @@ class RemoteBackend(ProgramBackend):
         if self.job_id is None:
             raise ValueError("This backend has no job yet. Trace a model with it, or make one with `RemoteBackend(job_id=...)`.")
         return self.job_id
-
-
-def _key_of(tracer: Any) -> str:
-    """Return the key of the traced model; raise a :class:`ValueError` if it has none."""
-    model = getattr(tracer, "_model", None)
-    if model is None:
-        raise ValueError(f"{type(tracer).__name__}: this cannot run remotely without RemoteBackend(model_key=...).")
-    return model_key_of(model)
 
 
 def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from ...fx.recording.functions import ABOUT_GRADIENTS, DEMANDS, edits_in_place, has_tensor
 from ...modeling.tracing import session_backend
 from ...tracing import Backend
-from ..record.recorder import Recorded, Recorder
+from ..record.binding import Recorded
+from ..record.recorder import Recorder
 from ..record.refusals import refused
 from ..wire.errors import NotExpressibleError
 

@@ -54,6 +54,7 @@ class Socket:
 
     def __init__(self, host: str, connection: ClientConnection, timeout: float, serves_many: bool) -> None:
         self._host, self._connection, self._timeout, self.serves_many = host, connection, timeout, serves_many
+        self._latest = ""  # the id of the latest job
         try:
             hello = json.loads(connection.recv(timeout))
             self.session_id = str(hello["session_id"])
@@ -75,12 +76,15 @@ class Socket:
         """Submit a job and return its first messages, each with the result that comes along; raise :func:`refusal` if there are none."""
         try:
             self._connection.send(join_packet(envelope, payload))
-            content, result = _packet(self._connection.recv(self._timeout))
+            while True:
+                content, result = _packet(self._connection.recv(self._timeout))
+                if isinstance(content, dict) and isinstance(content.get("code"), int):
+                    raise refusal(self._host, content["code"], str(content.get("detail"))[:2000])
+                found = _with_result(content, result)
+                if found[0][0]["id"] != self._latest:  # the messages of a job that was posted twice are sent twice
+                    return found
         except (ConnectionClosed, TimeoutError) as error:
             raise LostError(f"the WebSocket ended before an answer came: {error}") from error
-        if isinstance(content, dict) and isinstance(content.get("code"), int):
-            raise refusal(self._host, content["code"], str(content.get("detail"))[:2000])
-        return _with_result(content, result)
 
     def messages(self, job_id: str) -> Iterator[tuple[Message, bytes | None]]:
         """Yield the messages of a job, each with the result that comes along.
@@ -89,6 +93,7 @@ class Socket:
             ConnectionClosed: If the socket ends.
             LostError: If a frame is malformed.
         """
+        self._latest = job_id
         while True:
             for message, result in _with_result(*_packet(self._connection.recv())):
                 if message["id"] == job_id:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from ... import compat
 from ...modeling.scanning import _OutsideFakeMode
@@ -53,13 +52,10 @@ class RecordingInterleaver(compat.Interleaver):
         def seen(value: Any) -> None:
             assert self.at is not None
             site, at = self.at
-            before, recorder.block = recorder.block, OBSERVERS
-            try:
+            with recorder.turn_of(OBSERVERS):
                 visit = recorder.begin_visit(None, site, at, value)
                 observer(value if group is None else group.narrow(value, site, at))
                 recorder.end_visit(visit, value)
-            finally:
-                recorder.block = before
 
         whole: Any = types.SimpleNamespace(batch_group=None)
         super().observe(location, seen, whole)
@@ -75,24 +71,22 @@ class RecordingMediator(compat.Mediator):
         self._recorder = recorder
         if self.batch_group is not None:
             self.batch_group = recorder.gradients.following(self.batch_group)
-        recorder._keep.append(self)
         recorder.number_of(self)
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
         assert self._greenlet is not None
         recorder = self._recorder
-        before, recorder.block = recorder.block, recorder.number_of(self)
         self._position = user_position_of(self._greenlet.gr_frame, skip=TORCH)
         token = position_of_block.set(self._position)
         try:
-            visit = recorder.begin_visit(self, location, occurrence, value)
-            left = super().visit(location, occurrence, value)
-            position_of_block.set(self._position)
-            recorder.end_visit(visit, left)
+            with recorder.turn_of(recorder.number_of(self)):
+                visit = recorder.begin_visit(self, location, occurrence, value)
+                left = super().visit(location, occurrence, value)
+                position_of_block.set(self._position)
+                recorder.end_visit(visit, left)
+                return left
         finally:
-            recorder.block = before
             position_of_block.reset(token)
-        return left
 
     def swap(self, location: str, value: Any) -> None:
         super().swap(location, value)
@@ -105,27 +99,12 @@ class RecordingMediator(compat.Mediator):
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
         recorder = self._recorder
-        before, recorder.block = recorder.block, recorder.number_of(self)
-        try:
-            super()._turn(switch, *arguments)
-        except EarlyStopException:
-            recorder.emit("stop")
-            raise
-        finally:
-            recorder.block = before
-
-
-class Functions(TorchFunctionMode):
-    """Passes the torch functions that blocks call to the recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._recorder.listens:
-            return function(*args, **(kwargs or {}))
-        return self._recorder.function(function, args, kwargs or {})
+        with recorder.turn_of(recorder.number_of(self)):
+            try:
+                super()._turn(switch, *arguments)
+            except EarlyStopException:
+                recorder.emit("stop")
+                raise
 
 
 class Operators(Guesses):

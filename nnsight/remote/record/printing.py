@@ -35,17 +35,12 @@ class Prints:
     """Records the prints of a block."""
 
     def __init__(self, recorder: NodeRecorder) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._marks: list[dict[str, Any]] = []
         self._why: dict[int, str] = {}  # why a mark is refused unless it is printed
         self._line = ""
         self._block: int | None = None
         self._sends = False
-
-    @property
-    def listens(self) -> bool:
-        """Whether it is the turn of a block."""
-        return self._recorder.listens
 
     def mark(self, tensor: torch.Tensor, spec: str | None) -> str:
         """Return the mark of the text of ``tensor``, with format ``spec`` unless that is ``None``."""
@@ -59,14 +54,14 @@ class Prints:
                 raise refused(f"The format {spec!r} cannot be sent: use a width below 100.")
             piece["format"] = spec
         # A copy, for the tensor may be edited before the text is printed.
-        piece["value"] = self._recorder.reference(self._recorder.operator(torch.ops.aten.clone.default, (tensor,), {}))
+        piece["value"] = self.recorder.reference(self.recorder.operator(torch.ops.aten.clone.default, (tensor,), {}))
         self._why[len(self._marks)] = here(why_demand("__repr__" if spec is None else "__format__"))
         self._marks.append(piece)
         return f"\ue000{len(self._marks) - 1}\ue001"
 
     def write(self, text: str, show: Callable[[str], Any]) -> None:
         """Take text that is written; ``show`` writes text that need not be sent."""
-        self._block = self._recorder.block
+        self._block = self.recorder.block
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             self._sends = self._sends or _MARK.search(line) is not None
@@ -89,11 +84,8 @@ class Prints:
         if not self._sends and _MARK.search(line) is None:
             sys.stdout.write(line)
             return
-        before, self._recorder.block = self._recorder.block, self._block
-        try:
+        with self.recorder.turn_of(self._block):
             self._send(line)
-        finally:
-            self._recorder.block = before
 
     def check(self) -> None:
         """Raise a :class:`NotExpressibleError` with the line of a mark that was not printed."""
@@ -106,7 +98,7 @@ class Prints:
             number = int(parts[place])
             self._why.pop(number, None)
             parts[place] = self._marks[number]
-        self._recorder.emit("log", text=[part for part in parts if part != ""])
+        self.recorder.emit("log", text=[part for part in parts if part != ""])
 
 
 class _Console:
@@ -117,7 +109,7 @@ class _Console:
 
     def write(self, text: str) -> int:
         prints = _recorded.get()
-        if prints is None or not prints.listens:
+        if prints is None or not prints.recorder.listens:
             self.stream.write(text)
         else:
             prints.write(text, self.stream.write)
@@ -125,7 +117,7 @@ class _Console:
 
     def flush(self) -> None:
         prints = _recorded.get()
-        if prints is not None and prints.listens:
+        if prints is not None and prints.recorder.listens:
             prints.flush(self.stream.write)
         self.stream.flush()
 

@@ -1,9 +1,4 @@
-"""Calls of torch functions in a block become nodes, one for each operator.
-
-Calls that involve only the block's own tensors run at once, for real. Calls that involve values of the model run on fakes: the block's
-tensors become constants, the model's weights are named, and each operator is a node. Calls that need a value are refused at the
-block's line.
-"""
+"""The calls of a block become nodes, one for each operator; see :mod:`~nnsight.remote.record.recorder`."""
 
 from __future__ import annotations
 
@@ -16,6 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -29,11 +25,10 @@ from ..wire.nodes import Node, why_not, write_argument
 from ..wire.operators import NAMES, OPERATORS, is_in_place, is_view
 from ..wire.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from .printing import Prints
-from .recorded_gradients import SET_GRAD_MODE, Gradients
+from .recorded_gradients import Gradients
 from .refusals import TORCH, here, position_of_block, refused, why_demand
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
-_PLACED = frozenset({"cpu", "cuda", "to", "type_as"})
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 #: Uninitialised memory becomes zeros.
@@ -76,8 +71,8 @@ class Stop:
         return {**said, "loop": True} if self.loop else said
 
 
-class NodeRecorder:
-    """Records the calls of blocks.
+class NodeRecorder(TorchFunctionMode):
+    """Records the calls of blocks, of whose torch functions it is the mode.
 
     Args:
         for_others: Whether to record which sizes blocks read, see :mod:`~nnsight.remote.wire.sizes`.
@@ -87,18 +82,20 @@ class NodeRecorder:
         runs: The runs of the model, see :class:`~nnsight.remote.wire.payload.Job`.
         tensors: Inputs, and the blocks' own tensors that became constants, by name.
         block: The block whose turn it is, or ``None``.
-        model: The model on fakes.
+        model: The model on fakes, from the first run on.
         gradients: Records backward passes.
         prints: Records prints.
     """
 
+    model: FakeModel
+
     def __init__(self, for_others: bool = False) -> None:
+        super().__init__()
         self.nodes: list[Node] = []
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.mode = fake_mode()
         self.block: int | None = None
-        self.model: FakeModel | None = None
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self._for_others = for_others
@@ -127,15 +124,6 @@ class NodeRecorder:
         self._roots.append(number if root is None else root)
         return number
 
-    def made_by(self, node: int, tensor: torch.Tensor) -> None:
-        """Note that ``tensor`` stands for the result of a node."""
-        self._refs[tensor] = (node, 0)
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a value of the model, or one of the block's own that has met one."""
-        assert self.model is not None
-        return isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights or tensor in self._constants
-
     def reference(self, tensor: torch.Tensor) -> Any:
         """Return the reference to a tensor."""
         known = self._refs.get(tensor)
@@ -160,7 +148,6 @@ class NodeRecorder:
     @unseen
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake of a weight, or of a tensor of the block's own."""
-        assert self.model is not None
         if isinstance(tensor, FakeTensor):
             return tensor
         known = self.model.weights.get(id(tensor))
@@ -194,6 +181,15 @@ class NodeRecorder:
         return self.block is not None and not self._paused
 
     @contextlib.contextmanager
+    def turn_of(self, block: int | None) -> Iterator[None]:
+        """Let it be the turn of a block."""
+        before, self.block = self.block, block
+        try:
+            yield
+        finally:
+            self.block = before
+
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let calls pass unseen."""
         before, self._paused = self._paused, True
@@ -202,24 +198,24 @@ class NodeRecorder:
         finally:
             self._paused = before
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that a block calls, or record it."""
-        assert self.model is not None
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function; record it if a block calls it."""
+        kwargs = kwargs or {}
+        if not self.listens:
+            return function(*args, **kwargs)
         if self._for_others:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
-        if function in METADATA:
-            return self._metadata(function, args, kwargs)
-        if function is SET_GRAD_MODE:
-            return self.gradients.set_mode(*args)
         name = getattr(function, "__name__", "")
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if function in METADATA or name in SIZE_METHODS:
+            return self._metadata(function, args, kwargs)
+        if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
+            return self.gradients.set_mode(*args)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
             with _disable_current_modes():
                 return function(*args, **kwargs)
-        if self._for_others:
-            if name in SIZE_METHODS:
-                return self._metadata(function, args, kwargs)
-            self._called = name, pytree.tree_leaves((args, kwargs))
+        self._called = name, leaves
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
         if name in _GRADIENTS:
@@ -229,7 +225,10 @@ class NodeRecorder:
         if name in DEMANDS:
             raise refused(why_demand(name))
         if function in DRAWN_LIKE:
-            return self._draw_like(function, args, kwargs)
+            like = args[0]
+            with _disable_current_modes():  # here and now
+                drawn = torch.empty(like.shape, dtype=like.dtype)
+                return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
         if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
             raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns.")
         if name in RANDOM and kwargs.get("generator") is not None:
@@ -238,9 +237,9 @@ class NodeRecorder:
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._index(args[1]), *args[2:])
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
-        if name in _PLACED:
-            if name in ("cpu", "cuda"):
-                return args[0]
+        if name in ("cpu", "cuda"):
+            return args[0]
+        if name in ("to", "type_as"):
             args = tuple(self.model.device if isinstance(item, str) else item for item in args)
         if "device" in kwargs:
             kwargs["device"] = self.model.device
@@ -289,16 +288,8 @@ class NodeRecorder:
         if is_numpy_scalar(value):
             return value.item()
         if isinstance(value, torch.device):
-            assert self.model is not None
             return self.model.device
         return value
-
-    def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw random numbers like a tensor of the model, here and now."""
-        like = args[0]
-        kwargs = {"dtype": like.dtype, **kwargs, "device": "cpu"}
-        with _disable_current_modes():
-            return function(torch.empty(like.shape, dtype=like.dtype), *args[1:], **kwargs)
 
     def _index(self, index: Any) -> Any:
         """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""

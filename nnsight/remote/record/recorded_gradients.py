@@ -10,10 +10,11 @@ of the gradient of the whole tensor.
 
 from __future__ import annotations
 
-import types
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...runtime.gradients import check_gradient
@@ -24,9 +25,6 @@ from .refusals import here, refused
 
 if TYPE_CHECKING:
     from .recorded_calls import NodeRecorder
-
-#: The function that ``torch.no_grad()`` and the like call when they are entered and left.
-SET_GRAD_MODE = torch._C._set_grad_enabled
 
 
 class Gradients:
@@ -66,9 +64,7 @@ class Gradients:
 
     def following(self, group: BatchGroup) -> BatchGroup:
         """Return the same rows; their views are noted here."""
-        made = _Group(group.start, group.size, group.total, group.dims)
-        object.__setattr__(made, "gradients", self)
-        return made
+        return _Group(group.start, group.size, group.total, group.dims, gradients=self)
 
     def note_rows(self, group: BatchGroup, view: View) -> None:
         """Note the rows that an invoke is given."""
@@ -93,22 +89,7 @@ class Gradients:
             raise refused("A backward pass cannot begin in the block of another one.")
         if self._off:
             raise refused(f"A backward pass cannot be sent here: {self._off}. Use `.detach()` where no gradient is to flow.")
-        return RecordedPass(self, loss, _options(*args, **kwargs))
-
-    def run(self, loss: torch.Tensor, options: dict[str, Any], block: types.FunctionType) -> None:
-        """Record a pass; ``block`` runs along with it."""
-        recorder = self._recorder
-        gradient = options.pop("gradient")
-        content = {name: True for name, value in options.items() if value}
-        if gradient is not None:
-            content["gradient"] = recorder.reference(recorder.substitute(gradient))
-        recorder.emit("backward", value=recorder.reference(recorder.substitute(loss)), **content)
-        self.running = True
-        try:
-            block()
-        finally:
-            self.running, self._latest = False, (None, None)
-            recorder.emit("end")
+        return RecordedPass(self, loss, *args, **kwargs)
 
     def check_node(self, do: str) -> None:
         """Raise if the block does something that cannot be done while a backward pass runs."""
@@ -138,7 +119,7 @@ class Gradients:
         if self._latest[0] is not fake:
             with recorder.paused(), recorder.mode:
                 gradient = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
-            recorder.made_by(recorder.emit("grad", wrt=recorder.reference(fake)), gradient)
+            recorder._refs[gradient] = recorder.emit("grad", wrt=recorder.reference(fake)), 0
             self._latest = fake, gradient
         return self._latest[1]
 
@@ -157,24 +138,46 @@ class Gradients:
         self._latest = fake, new
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._recorder.knows(tensor):
+        recorder = self._recorder
+        if not (isinstance(tensor, FakeTensor) or id(tensor) in recorder.model.weights or tensor in recorder._constants):
             raise refused(
                 "The gradient with respect to a tensor of your own can be sent only if the tensor itself meets values of the model. "
                 "Here something that was computed from it did, which is all that the server has."
             )
-        return self._recorder.substitute(tensor)
+        return recorder.substitute(tensor)
 
 
 class RecordedPass(Tracer):
     """The value of ``loss.backward(...)`` in the header of a ``with`` statement of a recorded block."""
 
-    def __init__(self, gradients: Gradients, loss: torch.Tensor, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        gradients: Gradients,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if inputs is not None:
+            raise refused("`inputs=` of a backward pass cannot be sent: read the `.grad` of those tensors.")
         super().__init__()
-        self._gradients, self._pass = gradients, (loss, options)
+        self._gradients, self._loss, self._gradient = gradients, loss, gradient
+        self._options = {"retain_graph": retain_graph, "create_graph": create_graph}
 
     def execute(self, function: Any) -> None:
         """Record the block, between the nodes where the pass begins and ends."""
-        self._gradients.run(*self._pass, function)
+        gradients, recorder = self._gradients, self._gradients._recorder
+        content = {name: True for name, value in self._options.items() if value}
+        if self._gradient is not None:
+            content["gradient"] = recorder.reference(recorder.substitute(self._gradient))
+        recorder.emit("backward", value=recorder.reference(recorder.substitute(self._loss)), **content)
+        gradients.running = True
+        try:
+            function()
+        finally:
+            gradients.running, gradients._latest = False, (None, None)
+            recorder.emit("end")
 
 
 class RecordedGradient:
@@ -193,22 +196,14 @@ class RecordedGradient:
         self._gradients.write(self._tensor, value)
 
 
+@dataclass(frozen=True)
 class _Group(BatchGroup):
     """The rows of an invoke that is recorded."""
 
-    gradients: Gradients
+    gradients: Gradients = field(compare=False, kw_only=True)
 
     def view(self, location: str, occurrence: int, whole: Any) -> View:
         """Return ``whole`` as the invoke sees it."""
         view = super().view(location, occurrence, whole)
         self.gradients.note_rows(self, view)
         return view
-
-
-def _options(
-    gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
-) -> dict[str, Any]:
-    """Return the arguments of ``backward`` by name."""
-    if inputs is not None:
-        raise refused("`inputs=` of a backward pass cannot be sent: read the `.grad` of those tensors.")
-    return {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph}

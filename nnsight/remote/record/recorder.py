@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,13 +31,13 @@ from ...tracing.block import names_of
 from ...tracing.saving import saves
 from ..counts import counts
 from ..run.draws import drawn_seed, samples
-from ..run.fake_runs import fake_model_of, generation_size, places_of, tensors_at
-from ..wire.binding import Binding
+from ..run.fake_runs import fake_model_of
+from ..run.occurrences import places_of, structure_of, tensors_at
 from ..wire.errors import NotExpressibleError
 from ..wire.operators import DRAWING
-from ..wire.payload import Job, encode
 from ..wire.trees import write_tree
-from .listening import OBSERVERS, Functions, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
+from .binding import Recorded
+from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
 from .recorded_calls import NodeRecorder, Stop, unseen
@@ -61,36 +60,15 @@ def record(tracer: Any, function: Callable[[], None], for_others: bool = False) 
     return recorder.finished(tracer)
 
 
-@dataclass
-class Recorded:
-    """A recorded block: the job to run, and the binding of its results."""
-
-    job: Job
-    binding: Binding
-
-    def payload(self) -> bytes:
-        """Return the job as bytes."""
-        return encode(self.job)
-
-    def bind(self, results: bytes) -> dict[str, Any]:
-        """Give the user's saved names their values, from a container of results; return them by name.
-
-        Lists and dicts that the user saved are filled in place. Other names are bound in the block's scope, unless the ``with`` statement
-        has ended, as it has for a job that was not waited for.
-        """
-        return self.binding.bind(results)
-
-
 class Recorder(NodeRecorder):
     """Records traces; ``running`` during each of them."""
 
     def __init__(self, for_others: bool = False) -> None:
         super().__init__(for_others)
         self.running = False
-        self._blocks: dict[int, int] = {}
-        self._barriers: dict[int, int] = {}
+        self._blocks: dict[Any, int] = {}
+        self._barriers: dict[Any, int] = {}
         self._samples = False
-        self._keep: list[Any] = []
         self._outer: dict[str, Any] = {}
         self._of_other_jobs: dict[int, Any] = {}  # fakes that wait in lists of the user for the results of earlier jobs
 
@@ -109,11 +87,9 @@ class Recorder(NodeRecorder):
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"
             given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
-            self.runs[-1].update(call=call, **given, blocks=0)
+            self.runs[-1].update(call=call, **given)
             self._samples = self._samples or samples(modules, call, kwargs)
-            steps, prompt = generation_size(root._module, args, kwargs) if call == "generate" else (1, (0, 0))
-            assert self.model is not None
-            return self.model.run(modules, interleaver, call, args, kwargs, steps, prompt)
+            return self.model.run(modules, interleaver, call, args, kwargs)
 
         self.gradients.begin_run()
         self.runs.append({})
@@ -128,7 +104,7 @@ class Recorder(NodeRecorder):
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
             try:
-                with Operators(self), Functions(self), listening(self.prints):
+                with Operators(self), self, listening(self.prints):
                     InterleavingTracer.execute(tracer, function)
             finally:
                 del tracer.make_mediator, tracer.make_interleaver
@@ -141,7 +117,7 @@ class Recorder(NodeRecorder):
 
     def number_of(self, mediator: Any) -> int:
         """Return the number of a block in its run."""
-        return self._blocks.setdefault(id(mediator), len(self._blocks))
+        return self._blocks.setdefault(mediator, len(self._blocks))
 
     def finished(self, tracer: Any) -> Recorded:
         """Return the job, with the values that the block of ``tracer`` saved."""
@@ -151,7 +127,13 @@ class Recorder(NodeRecorder):
             leaves = pytree.tree_leaves(value)
             if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
                 values[name] = value
-        return self.job(values, tracer.scope)
+        self.prints.check()
+        trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
+        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
+        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
+            job.seed = drawn_seed()
+        known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
+        return Recorded(job, values, known, tracer.scope)
 
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
@@ -163,23 +145,10 @@ class Recorder(NodeRecorder):
             if type(value) in (list, dict)
         }
 
-    def job(self, values: dict[str, Any], scope: Any = None) -> Recorded:
-        """Return the job that gives ``values`` back."""
-        self.prints.check()
-        trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
-        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
-        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
-            job.seed = drawn_seed()
-        references = {
-            id(fake): (numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers
-        }
-        fakes = [fake for fake in self._refs if id(fake) in references]
-        return Recorded(job, Binding(values, fakes, references, job.saves, scope))
-
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
         """Return the tree of a saved value that has none of its own."""
         if isinstance(value, torch.Tensor):
-            if self.model is not None and id(value) in self.model.weights:
+            if id(value) in self.model.weights:
                 fake = self.substitute(value)
                 self._refs[value] = self._refs[fake]
                 return {"ref": list(self._refs[fake])}
@@ -216,7 +185,7 @@ class Recorder(NodeRecorder):
     @unseen
     def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Stop:
         """Record that a block reads the value at a location."""
-        structure, loop = pytree.tree_structure(value, is_leaf=is_carrier), bool(getattr(mediator, "loops", 0))
+        structure, loop = structure_of(value), bool(getattr(mediator, "loops", 0))
         found = places_of(value)
         visit = Stop(site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
         for place, leaf in enumerate(visit.leaves):
@@ -236,7 +205,7 @@ class Recorder(NodeRecorder):
         """Record the value that a block leaves at a location."""
         self._visits.remove(visit)
         leaves = tensors_at(left)
-        if len(leaves) != len(visit.leaves) or pytree.tree_structure(left, is_leaf=is_carrier) != visit.structure:
+        if len(leaves) != len(visit.leaves) or structure_of(left) != visit.structure:
             raise refused(
                 f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
                 "a dict by a dict with its keys."
@@ -261,33 +230,31 @@ class Recorder(NodeRecorder):
     @unseen
     def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
         """Record that a module is skipped."""
+        tree = self._tree(value, "A module cannot be skipped with a {}: use tensors, in tuples or dicts.")
+        self.emit("skip", site=site, at=at, value=tree, **({"loop": True} if loop else {}))
+
+    def _tree(self, value: Any, refusal: str) -> Any:
+        """Return the tree of a value that is made of tensors; raise ``refusal`` with the name of another type."""
 
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 return self.reference(self.substitute(item))
-            raise refused(f"A module cannot be skipped with a {type(item).__name__}: use tensors, in tuples or dicts.")
+            raise refused(refusal.format(type(item).__name__))
 
-        self.emit("skip", site=site, at=at, value=write_tree(value, leaf), **({"loop": True} if loop else {}))
+        return write_tree(value, leaf)
 
     def barrier(self, barrier: Any, participants: int) -> None:
         """Record that a block waits for others."""
-        self._keep.append(barrier)
-        self.emit("barrier", id=self._barriers.setdefault(id(barrier), len(self._barriers)), of=participants)
+        self.emit("barrier", id=self._barriers.setdefault(barrier, len(self._barriers)), of=participants)
 
     @unseen
     def apply(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, hook: bool) -> Any:
         """Apply a module of the model to values of the block."""
-        assert self.model is not None
         if path not in self.model.by_path or hook:
             raise refused(f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent.")
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
-
-        def leaf(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                return self.reference(item)
-            raise refused(f"`{path}` is given a {type(item).__name__}, which cannot be sent.")
-
-        trees = {"args": write_tree(list(args), leaf), "kwargs": write_tree(dict(kwargs), leaf)}
+        refusal = f"`{path}` is given a {{}}, which cannot be sent."
+        trees = {"args": self._tree(list(args), refusal), "kwargs": self._tree(dict(kwargs), refusal)}
         result, wrote = self.model.apply(path, args, kwargs)
         if wrote:
             raise refused(

@@ -1,20 +1,24 @@
-"""Costs of a job, counted in its rehearsal on fakes: operations, memory, and writes to weights."""
+"""Rehearsals of jobs on fakes: operations and memory are counted, and writes to weights are refused."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from ...modeling.base import NNsight
 from ...runtime.interleaver import active_interleaver
 from ...runtime.rows.fakes import Guesses
 from ..wire.errors import require
 from ..wire.limits import Limits
 from ..wire.nodes import Node
+from ..wire.payload import Job
 from .fake_runs import FakeModel
+from .interpreter import Interpreter
 
 
 class Costs(Guesses):
@@ -23,6 +27,8 @@ class Costs(Guesses):
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.flops, self.of_model, self._limit = 0, 0, limit
+        self.begun: list[int] = []  # the operations before each token of a generation
+        self.on_step: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = active_interleaver()
@@ -36,6 +42,11 @@ class Costs(Guesses):
         self.add(flops, of_model=not of_block)
         return result
 
+    def begin_step(self) -> None:
+        """Note that a generation begins with a token."""
+        self.on_step()
+        self.begun.append(self.flops)
+
     def add(self, flops: int, of_model: bool = False) -> None:
         """Count operations; raise an :class:`InvalidProgramError` if there are too many."""
         self.flops += flops
@@ -45,14 +56,21 @@ class Costs(Guesses):
         require(self.flops <= limit, f"The job takes more floating point operations than the limit, {limit}.")
 
 
-class WrittenMemory:
-    """The memory that a program writes to, on fakes, and the bytes of all tensors that it ``made``."""
+class Rehearsal(Interpreter):
+    """A job on fakes: counts the bytes of all tensors that it ``made``, and refuses writes to memory that outlives the run."""
 
-    def __init__(self, fakes: FakeModel, constants: dict[str, torch.Tensor], limits: Limits) -> None:
-        self._fakes, self._limits = fakes, limits
-        self._kept = fakes.storages() | {tensor.untyped_storage()._cdata for tensor in constants.values()}
+    def __init__(self, model: NNsight, job: Job, limits: Limits, fakes: FakeModel) -> None:
+        super().__init__(model, job, limits)
+        self.fakes, self.device = fakes, fakes.device
+        self.constants = {name: fakes.faked(tensor) for name, tensor in job.tensors.items()}
+        self.check_write = self._check_write
+        self._kept = fakes.storages() | {tensor.untyped_storage()._cdata for tensor in self.constants.values()}
         self._saved: dict[int, torch.UntypedStorage] = {}
         self.made = 0
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return the fake of a parameter or buffer."""
+        return self.fakes.by_name[name]
 
     def done(self, node: Node, arguments: Any, result: Any) -> None:
         """Count the results of a node, and refuse those that are too large."""
@@ -60,33 +78,31 @@ class WrittenMemory:
             if not isinstance(leaf, torch.Tensor):
                 continue
             size = leaf.numel() * leaf.element_size()
-            name, most = node.get("name", node["do"]), self._limits.tensor_bytes
+            name, most = node.get("name", node["do"]), self.limits.tensor_bytes
             require(size <= most, f"`{name}` makes a tensor of {size} bytes; the limit is {most}.")
-            self.count(size)
+            self._count(size)
         if node["do"] == "op" and node["name"].split(".")[1].endswith("_"):
-            self.check_write(arguments[0][0])
+            self._check_write(arguments[0][0])
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd keeps for a backward pass."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._kept and storage._cdata not in self._saved:
             self._saved[storage._cdata] = storage  # kept alive, so that its identity is not used again
-            self.count(storage.nbytes())
+            self._count(storage.nbytes())
         return tensor
-
-    def count(self, size: int) -> None:
-        """Count bytes; raise an :class:`InvalidProgramError` if there are too many."""
-        self.made += size
-        most = self._limits.total_bytes
-        require(self.made <= most, f"The program makes more bytes than the limit, {most}.")
-
-    def check_write(self, tensor: torch.Tensor) -> None:
-        """Raise an :class:`InvalidProgramError` if a tensor is in memory that the model keeps."""
-        kept = tensor.untyped_storage()._cdata in self._kept
-        require(not kept, "The program would write to memory of the model that outlives the run.")
 
     def apply(self, path: str, args: Any, kwargs: Any) -> Any:
         """Apply a module, and refuse it if it writes to its arguments or to weights."""
-        result, wrote = self._fakes.apply(path, args, kwargs)
+        result, wrote = self.fakes.apply(path, args, kwargs)
         require(not wrote, f"`{path}` writes to what it is applied to, or to its weights.")
         return result
+
+    def _count(self, size: int) -> None:
+        self.made += size
+        most = self.limits.total_bytes
+        require(self.made <= most, f"The program makes more bytes than the limit, {most}.")
+
+    def _check_write(self, tensor: torch.Tensor) -> None:
+        kept = tensor.untyped_storage()._cdata in self._kept
+        require(not kept, "The program would write to memory of the model that outlives the run.")

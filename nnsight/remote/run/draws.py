@@ -1,5 +1,7 @@
 """Random numbers of a job come from a generator of its own, with the seed of the job.
 
+from ...runtime.modules.tree import ModuleTree
+
 So a job gives the same results alone, among others, and when it is sent again, and it advances no generator of the server. The client
 draws the seed with its own generator: after ``torch.manual_seed(s)`` the same block is the same job.
 
@@ -11,15 +13,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-if TYPE_CHECKING:
-    from ...runtime.modules.tree import ModuleTree
+from ...runtime.modules.tree import ModuleTree
 
 _aten = torch.ops.aten
 

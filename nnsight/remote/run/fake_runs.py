@@ -23,12 +23,11 @@ from torch.utils import _pytree as pytree
 
 from ...modeling.generation import Streamer
 from ...modeling.scanning import fake_mode
-from ...runtime.carriers import is_carrier, on_tensors
+from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
 from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
-from ..wire.errors import InvalidProgramError
 from .likeness import describe, key_of
 from .occurrences import FreshFakes, Occurrence, observed, replay
 
@@ -37,42 +36,6 @@ if TYPE_CHECKING:
 
 #: Locations after the end of the model.
 _AT_THE_END = frozenset({"result", "model.generator.output"})
-
-
-def tensors_at(value: Any) -> list[Any]:
-    """Return the leaves of a value at a location, in the order of client and server; the tensors of caches are leaves."""
-    return [leaf for _, leaf in places_of(value)]
-
-
-def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
-    """Return the places and leaves of a value. A place is the number of a leaf and, in a cache, of the tensor inside."""
-    found: list[tuple[tuple[int, int | None], Any]] = []
-    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
-        if not is_carrier(leaf):
-            found.append(((number, None), leaf))
-            continue
-        inside: list[torch.Tensor] = []
-        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc]
-        found += [((number, place), tensor) for place, tensor in enumerate(inside)]
-    return found
-
-
-def leaf_at(value: Any, node: dict[str, Any]) -> Any:
-    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none."""
-    leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
-    number = node["leaf"]
-    if number < len(leaves) and "inside" in node:
-        leaves, number = tensors_at(leaves[number]) if is_carrier(leaves[number]) else [], node["inside"]
-    if number >= len(leaves):
-        raise InvalidProgramError(f"the value there has no tensor number {number}")
-    return leaves[number]
-
-
-def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
-    """Return ``value`` with ``new`` in place of one of its leaves."""
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    leaves[number] = new
-    return pytree.tree_unflatten(leaves, structure)
 
 
 class _Finished(BaseException):
@@ -92,7 +55,6 @@ def fake_model_of(tree: ModuleTree) -> FakeModel:
     like = tree.version, describe(tree.paths)
     known: FakeModel | None = _local.models.get(tree.root)
     if known is not None and known.like == like and not known.busy:
-        known.least_steps, known.on_step = 1, lambda: None
         return known
     made = FakeModel(tree, fake_mode(), like)
     if known is None or not known.busy:
@@ -108,8 +70,6 @@ class FakeModel:
         by_path: The copies of all modules.
         device: Device of the fakes.
         weights: Name and fake of each parameter and buffer, by the identity of the original.
-        least_steps: Least number of tokens of a generation, even if no block waits for any.
-        on_step: Called before each of them.
         busy: Whether it runs.
     """
 
@@ -121,33 +81,21 @@ class FakeModel:
         self.mode, self.like, self.busy, self._called = mode, like, False, False
         self.root = copies[tree.root]
         self.by_path = {path: copies[module] for module, path in tree.paths.items() if module in copies}
-        self.least_steps = 1
-        self.on_step: Callable[[], None] = lambda: None
         self.weights: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, original, fake in self._named(tree, copies):
-            self.weights.setdefault(id(original), (name, fake))
-        self.by_name = {name: fake for name, _, fake in self._named(tree, copies)}
+        self.by_name: dict[str, torch.Tensor] = {}
+        for (name, original), (_, fake) in zip(_weights_of(tree.root), _weights_of(self.root), strict=True):
+            if isinstance(fake, FakeTensor):
+                self.weights.setdefault(id(original), (name, fake))
+                self.by_name[name] = fake
         self._known: OrderedDict[Any, tuple[list[Occurrence], int]] = OrderedDict()
         self._storages = frozenset(self.storages())
         self._pristine = describe(self.by_path.values())
 
-    @staticmethod
-    def _named(
-        tree: ModuleTree, copies: dict[torch.nn.Module, torch.nn.Module]
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        root = tree.path
-        for module, path in tree.paths.items():
-            prefix = path.removeprefix(root).removeprefix(".")
-            for kind in ("_parameters", "_buffers"):
-                for name, original in getattr(module, kind).items():
-                    fake = getattr(copies[module], kind).get(name) if module in copies else None
-                    if original is not None and isinstance(fake, FakeTensor):
-                        yield f"{prefix}.{name}" if prefix else name, original, fake
-
     def storages(self) -> set[int]:
         """Return the identities of the memory that the model keeps from run to run."""
-        kept = [tensor for module in self.by_path.values() for tensor in _kept_by(module)]
-        return {tensor.untyped_storage()._cdata for tensor in kept}
+        holders = (held for module in self.by_path.values() for held in (module._parameters, module._buffers, vars(module)))
+        kept = (leaf for held in holders for leaf in pytree.tree_leaves(list(held.values()), is_leaf=is_carrier))
+        return {leaf.untyped_storage()._cdata for leaf in kept if isinstance(leaf, torch.Tensor)}
 
     def versions(self) -> int:
         """Return a number that changes when a weight is written to."""
@@ -162,25 +110,16 @@ class FakeModel:
         return result, self.versions() + sum(tensor._version for tensor in given) != before
 
     def run(
-        self,
-        tree: ModuleTree,
-        interleaver: Interleaver,
-        call: str,
-        args: Any,
-        kwargs: Any,
-        steps: int,
-        prompt: tuple[int, int],
-        costs: Costs | None = None,
+        self, tree: ModuleTree, interleaver: Interleaver, call: str, args: Any, kwargs: Any, costs: Costs | None = None
     ) -> Any:
         """Call the model on fakes of its arguments within ``interleaver``; return its fake output.
 
-        ``steps`` and ``prompt`` are results of :func:`generation_size`; ``costs`` counts the operations of the model.
+        ``costs`` counts the operations of the model in a rehearsal, where a generation makes two tokens even if no block waits for any.
         """
         self.busy = True
+        run = self._run_once if call == "trace" else self._generate
         try:
-            if call == "trace":
-                return self._run_once(tree, interleaver, args, kwargs, costs)
-            return self._generate(tree, interleaver, args, kwargs, steps, prompt)
+            return run(tree, interleaver, args, kwargs, costs)
         finally:
             self.busy = False
             called, self._called = self._called, False
@@ -195,13 +134,13 @@ class FakeModel:
                 key = tree.opened, costs is None, key_of((args, kwargs))
         fresh = FreshFakes(self._storages)
 
-        def call(before: list[Occurrence], left: tuple[Any, ...]) -> Any:
+        def call(seen: list[Callable[[Any], Any]]) -> Any:
             counts["fake_runs"] += 1
             self._called = True
             start = 0 if costs is None else costs.of_model
             given, named = (self.faked(value) for value in (args, kwargs))
             with tree.intercept(self.by_path):
-                output, occurrences = observed(interleaver, before, left, fresh, lambda: self.root(*given, **named))
+                output, occurrences = observed(interleaver, seen, lambda: self.root(*given, **named))
             if occurrences is not None and key is not None:
                 self._known[key] = occurrences, 0 if costs is None else costs.of_model - start
                 while len(self._known) > _KEPT:
@@ -210,7 +149,7 @@ class FakeModel:
 
         known = self._known.get(key)
         if known is None:
-            return call([], ())
+            return call([])
         whole, output = replay(known[0], interleaver, fresh, call)
         if whole:
             counts["replays"] += 1
@@ -218,30 +157,30 @@ class FakeModel:
                 costs.add(known[1], of_model=True)
         return output
 
-    def _generate(
-        self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, steps: int, prompt: tuple[int, int]
-    ) -> Any:
+    def _generate(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, costs: Costs | None) -> Any:
         counts["fake_runs"] += 1
         self._called = True
+        steps, (rows, length) = generation_size(self.root, args, kwargs)
         args, kwargs = (self.faked(value) for value in (args, kwargs))
-        with contextlib.suppress(_Finished), self._ending(interleaver, steps), tree.intercept(self.by_path):
+        with contextlib.suppress(_Finished), self._ending(interleaver, steps, costs), tree.intercept(self.by_path):
             if kwargs.get("num_beams", 1) == 1:
                 kwargs = {**kwargs, "streamer": Streamer()}
             self.root.generate(*args, **kwargs)  # type: ignore[operator]
-        ids = torch.empty((prompt[0], prompt[1] + steps), dtype=torch.int64, device=self.device)
+        ids = torch.empty((rows, length + steps), dtype=torch.int64, device=self.device)
         return interleaver.handle("model.generator.output", ids)
 
     @contextlib.contextmanager
-    def _ending(self, interleaver: Interleaver, steps: int) -> Iterator[None]:
+    def _ending(self, interleaver: Interleaver, steps: int, costs: Costs | None) -> Iterator[None]:
         """End a generation in time."""
-        forward, calls = self.root.forward, 0
+        forward, calls, least = self.root.forward, 0, 1 if costs is None else 2
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
-            if calls >= steps or (calls >= self.least_steps and interleaver.waited.keys() <= _AT_THE_END):
+            if calls >= steps or (calls >= least and interleaver.waited.keys() <= _AT_THE_END):
                 raise _Finished
             calls += 1
-            self.on_step()
+            if costs is not None:
+                costs.begin_step()
             return forward(*args, **kwargs)
 
         self.root.__dict__["forward"] = counted
@@ -259,17 +198,16 @@ class FakeModel:
         return pytree.tree_map_only(torch.Tensor, fake, value)
 
 
+def _weights_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers, each with all its names."""
+    yield from root.named_parameters(remove_duplicate=False)
+    yield from root.named_buffers(remove_duplicate=False)
+
+
 def device_of(module: torch.nn.Module) -> torch.device:
     """Return the device of the input of a model."""
     tensor = next(iter(module.parameters()), None)
     return torch.device("cpu") if tensor is None else tensor.device
-
-
-def _kept_by(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for values in (module._parameters, module._buffers, vars(module)):
-        for leaf in pytree.tree_leaves(list(values.values()), is_leaf=is_carrier):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
 
 
 def generation_size(root: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[int, tuple[int, int]]:

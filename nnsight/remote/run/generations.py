@@ -81,10 +81,9 @@ class Tokens(Streamer):
 
     def made_for(self, group: BatchGroup) -> int:
         """Return the number of tokens that a generation of these rows alone would have made by now."""
-        if self.length is None:
-            return 0
-        lengths = self.length[group.start : group.start + group.size]
-        return int(lengths.max()) if bool(lengths.all()) else self.made
+        if self.length is None or not self.ended(group):
+            return self.made
+        return int(self.length[group.start : group.start + group.size].max())
 
     def ended(self, group: BatchGroup) -> bool:
         """Whether a generation of these rows alone would have ended by now."""

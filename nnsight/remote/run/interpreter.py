@@ -3,8 +3,6 @@
 Each block of a run becomes a function that executes the nodes of the block in an ordinary mediator. It waits at locations, reads,
 writes and skips as a block written in Python does: under the eager driver, under the compiled one, and on fakes, where the server
 checks the program. The operators are those of the table; nothing of the client is looked up, evaluated or compiled.
-
-Indices are compared with sizes before they are used: some kernels do not check them, and on a GPU a bad index ends the process.
 """
 
 from __future__ import annotations
@@ -19,67 +17,52 @@ from typing import Any
 import torch
 from greenlet import GreenletExit
 
+from ...modeling.base import NNsight
 from ...runtime.errors import EarlyStopException, OutOfOrderError
 from ...runtime.gradients import Gradient, differentiate
 from ...runtime.interleaver import Interleaver, active_interleaver
 from ...runtime.invoker import Barrier
 from ...runtime.mediator import Mediator
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..wire.errors import ExecutionFailedError, InvalidProgramError, require
 from ..wire.formats import text_of
-from ..wire.nodes import Node, read_argument
+from ..wire.limits import Limits
+from ..wire.nodes import MEMORY_FORMATS, Node
 from ..wire.operators import DRAWING, OPERATORS
 from ..wire.payload import Job, fact
-from ..wire.trees import ABSENT, NONE, read_tree, references, with_references
+from ..wire.trees import NONE, read_tree, references, with_references
 from .draws import check_parameters
-from .fake_runs import leaf_at, tensors_at, with_leaf
+from .fake_runs import device_of
 from .indices import check_indices
+from .occurrences import leaf_at, tensors_at, with_leaf
 
 #: Operators that copy ``None`` as ``None``.
 _COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
 
 
 class Interpreter:
-    """The values of a job while it runs.
-
-    Args:
-        job: A checked job.
-        device: Device of its constants.
-        apply: Applies the module at a path: ``apply(path, args, kwargs)``.
-        weight: Returns the parameter or buffer of a name.
-        seconds: Time limit.
-        constants: Tensors in place of those of the job.
+    """The values of a checked job while it runs on a loaded model.
 
     Attributes:
         values: The result of each node, as a tuple of tensors.
-        on_done: Called with each node that is an operator or applies a module, its arguments and its result.
         generator: Generator of operators that draw; ``None`` for that of the process.
-        on_log: Called with each line that is printed; ``None`` on fakes, which have no text.
-        on_write: Called with each tensor of the model before a node writes to it.
+        on_log: Called with each line that is printed; ``None`` if nobody sees them.
+        check_write: Called with each tensor of the model before a node writes to it; see :func:`guard`.
         differentiates: Whether the program has a backward pass, so that autograd has to follow the run.
         mediator: The class of its blocks.
     """
 
     mediator: type[Mediator] = Mediator
 
-    def __init__(
-        self,
-        job: Job,
-        device: torch.device,
-        apply: Callable[[str, Any, Any], Any],
-        weight: Callable[[str], torch.Tensor],
-        seconds: float,
-        constants: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        self.job, self.device, self._apply, self._weight = job, device, apply, weight
-        self.constants = job.tensors if constants is None else constants
-        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+    def __init__(self, model: NNsight, job: Job, limits: Limits) -> None:
+        self.model, self.job, self.limits, self.device = model, job, limits, device_of(model._module)
+        self.constants = job.tensors
+        self._deadline = time.monotonic() + limits.seconds
         self.values: dict[int, tuple[Any, ...]] = {}
-        self.on_done: Callable[[Node, Any, Any], None] = lambda node, args, result: None
         self.generator: torch.Generator | None = None
         self.on_log: Callable[[str], None] | None = None
-        self.on_write: Callable[[torch.Tensor], None] = lambda tensor: None
-        self._used = fact(job, "used", lambda: [Counter(used for used, _ in references(node)) for node in job.nodes])
-        self._uses = Counter(fact(job, "uses", lambda: _uses(job, self._used)))
+        self.check_write = guard(model._tree.paths)
+        self._used, uses = fact(job, "uses", lambda: _uses(job))
+        self._uses = Counter(uses)
         self.differentiates = any(node["do"] == "backward" for node in job.nodes)
         self._copied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._waiting: dict[Mediator, Node] = {}
@@ -89,6 +72,23 @@ class Interpreter:
         """Put the constants where the model is."""
         self.constants = {name: tensor.to(self.device) for name, tensor in self.constants.items()}
 
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def apply(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Apply the module at ``path``."""
+        module = self.model._tree.module_at(path)
+        assert module is not None
+        return module.forward(*args, **kwargs)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return the parameter or buffer ``name``."""
+        path, _, attribute = name.rpartition(".")
+        found: torch.Tensor = getattr(self.model._module.get_submodule(path), attribute)
+        return found if torch.is_grad_enabled() else found.detach()
+
+    def done(self, node: Node, arguments: Any, result: Any) -> None:
+        """Take the arguments and the result of a node that is an operator or applies a module."""
+
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def mediators(self, run: int) -> list[Mediator]:
@@ -97,22 +97,19 @@ class Interpreter:
         for number, node in enumerate(self.job.nodes):
             if node["run"] == run:
                 blocks[node["block"]].append((number, node))
-        return [
+        self._mediators = [
             self.mediator(lambda nodes=nodes: self.run_nodes(nodes), None, f"block {number}")  # type: ignore[misc]
             for number, nodes in enumerate(blocks)
         ]
+        return self._mediators
 
-    def finish(self, interleaver: Interleaver, mediators: Iterable[Mediator]) -> None:
+    def finish(self, interleaver: Interleaver) -> None:
         """End the blocks after the model has returned; a block that waits in a loop has reached its end.
 
-        Args:
-            interleaver: The run, which may have blocks of other jobs as well.
-            mediators: Those of this job.
-
         Raises:
-            ExecutionFailedError: If one of these still waits.
+            ExecutionFailedError: If another one still waits.
         """
-        for mediator in mediators:
+        for mediator in self._mediators:
             node = self._waiting.get(mediator)
             if mediator.waiting is None:
                 continue
@@ -142,7 +139,7 @@ class Interpreter:
     def check_time(self) -> None:
         """Raise an :class:`ExecutionFailedError` if the job has taken too long."""
         if time.monotonic() > self._deadline:
-            raise ExecutionFailedError(f"The job took longer than {self._seconds:g} seconds.")
+            raise ExecutionFailedError(f"The job took longer than {self.limits.seconds:g} seconds.")
 
     def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
         """Execute nodes, in the block that is running."""
@@ -170,7 +167,7 @@ class Interpreter:
             case "const":
                 self._keep(number, (self.constants[node["tensor"]],))
             case "weight":
-                self._keep(number, (self._weight(node["name"]),))
+                self._keep(number, (self.weight(node["name"]),))
             case "read":
                 leaf = self._leaf(mediator, node)
                 self._keep(number, (leaf.clone() if node.get("copy") and isinstance(leaf, torch.Tensor) else leaf,))
@@ -183,9 +180,9 @@ class Interpreter:
                 self._operate(number, node)
             case "apply":
                 args, kwargs = self._read(node["args"]), self._read(node["kwargs"])
-                made = tensors_at(self._apply(node["module"], args, kwargs))
+                made = tensors_at(self.apply(node["module"], args, kwargs))
                 made = [item.clone() if node.get("copy") and isinstance(item, torch.Tensor) else item for item in made]
-                self.on_done(node, (args, kwargs), made)
+                self.done(node, (args, kwargs), made)
                 self._keep(number, tuple(made))
             case "barrier":
                 known = self._barriers.get((node["run"], node["id"]))
@@ -225,7 +222,7 @@ class Interpreter:
         if node.get("in_place"):
             if new.shape != old.shape or new.dtype != old.dtype:
                 raise InvalidProgramError("values of another shape or type go in place")
-            self.on_write(old)
+            self.check_write(old)
             old.copy_(new)
             source, output = node["value"]["ref"]
             if output == 0 and self.job.nodes[source]["do"] == "read" and source in self.values:
@@ -240,14 +237,14 @@ class Interpreter:
         if node["name"] in _COPIES and type(first[0]) is dict and self.values.get(first[0]["ref"][0]) == (None,):
             self._keep(number, (None,))  # a cache of activations keeps a mask that the model did without
             return
-        args = read_argument(node["args"], self._lookup, self.device)
-        kwargs = {key: read_argument(value, self._lookup, self.device) for key, value in node.get("kwargs", {}).items()}
+        args = self._read(node["args"])
+        kwargs = {key: self._read(value) for key, value in node.get("kwargs", {}).items()}
         check_indices(operator, args, kwargs)
         if node["name"] in DRAWING:
             check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
             kwargs["generator"] = self.generator
         result = operator(*args, **kwargs)
-        self.on_done(node, (args, kwargs), result)
+        self.done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
 
     @staticmethod
@@ -274,7 +271,7 @@ class Interpreter:
         if self.job.nodes[source]["do"] == "const":  # a tensor of this run only
             self.values[source] = (tensor.detach().requires_grad_(),)
         elif not tensor.requires_grad:
-            self.on_write(tensor)  # a tensor that outlives the run must not be changed
+            self.check_write(tensor)  # a tensor that outlives the run must not be changed
             tensor.requires_grad_()
 
     def _differentiate(self, node: Node, along: list[tuple[int, Node]]) -> None:
@@ -283,7 +280,7 @@ class Interpreter:
             if source in self.values:
                 asked.append(self._differentiable({"ref": [source, output]}))
             elif self.job.nodes[source]["do"] == "weight":  # a weight that is first named in the block of the pass
-                asked.append(self._weight(self.job.nodes[source]["name"]))
+                asked.append(self.weight(self.job.nodes[source]["name"]))
         differentiate(
             self._lookup(*node["value"]["ref"]),
             asked,
@@ -310,7 +307,18 @@ class Interpreter:
             self.values[number] = made
 
     def _read(self, tree: Any) -> Any:
-        return read_tree(tree, lambda kind, content: self._lookup(*content) if kind == "ref" else ABSENT)
+        """Return the value of a checked tree, or the argument of an operator that checked JSON stands for."""
+        return read_tree(tree, self._leaf_of)
+
+    def _leaf_of(self, kind: str, content: Any) -> Any:
+        match kind:
+            case "ref":
+                return self._lookup(*content)
+            case "layout":
+                return torch.strided
+            case "device":
+                return self.device
+        return MEMORY_FORMATS[content]
 
     def _lookup(self, node: int, output: int) -> Any:
         made = self.values.get(node)
@@ -323,6 +331,24 @@ class Interpreter:
         if output >= len(made) or not isinstance(made[output], torch.Tensor):
             raise InvalidProgramError(f"Node {node} has no tensor number {output}.")
         return made[output]
+
+
+def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
+    """Return a function that raises for a tensor in the memory of a weight of ``modules``."""
+    kept: set[int] = set()
+
+    def check(tensor: torch.Tensor) -> None:
+        if type(tensor) is not torch.Tensor:  # in a compilation; the rehearsal has checked it
+            return
+        if not kept:
+            for module in modules:
+                for weight in (*module._parameters.values(), *module._buffers.values()):
+                    if weight is not None:
+                        kept.add(weight.untyped_storage()._cdata)
+        written = tensor.untyped_storage()._cdata in kept
+        require(not written, "The program would write to memory of the model that outlives the run.")
+
+    return check
 
 
 def _place(node: Node) -> str:
@@ -339,9 +365,10 @@ def _line(node: Node | None) -> str:
     return "" if node is None or "line" not in node else f", line {node['line']}"
 
 
-def _uses(job: Job, used: list[Counter[int]]) -> Counter[int]:
-    """Return how often the result of each node is used, by nodes and by saved values."""
+def _uses(job: Job) -> tuple[list[Counter[int]], Counter[int]]:
+    """Return how often each node uses the results of others, and how often each result is used, by nodes and by saved values."""
+    used = [Counter(node for node, _ in references(user)) for user in job.nodes]
     uses = Counter(node for node, _ in references(job.saves))
     for counts in used:
         uses.update(counts)
-    return uses
+    return used, uses

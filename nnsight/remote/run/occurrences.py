@@ -8,7 +8,10 @@ cannot be kept, the model runs after all. It gets the values that the blocks hav
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +23,50 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.carriers import is_carrier, on_tensors
 from ...runtime.interleaver import Everywhere, Interleaver, active_run
+from ..wire.errors import InvalidProgramError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType)
+
+
+def tensors_at(value: Any) -> list[Any]:
+    """Return the leaves of a value at a location, in the order of client and server; the tensors of caches are leaves."""
+    return [leaf for _, leaf in places_of(value)]
+
+
+def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
+    """Return the places and leaves of a value. A place is the number of a leaf and, in a cache, of the tensor inside."""
+    found: list[tuple[tuple[int, int | None], Any]] = []
+    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
+        if not is_carrier(leaf):
+            found.append(((number, None), leaf))
+            continue
+        inside: list[torch.Tensor] = []
+        on_tensors(leaf, lambda _, tensor, inside=inside: inside.append(tensor) or tensor)  # type: ignore[misc]
+        found += [((number, place), tensor) for place, tensor in enumerate(inside)]
+    return found
+
+
+def leaf_at(value: Any, node: dict[str, Any]) -> Any:
+    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none."""
+    leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
+    number = node["leaf"]
+    if number < len(leaves) and "inside" in node:
+        leaves, number = tensors_at(leaves[number]) if is_carrier(leaves[number]) else [], node["inside"]
+    if number >= len(leaves):
+        raise InvalidProgramError(f"the value there has no tensor number {number}")
+    return leaves[number]
+
+
+def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` in place of one of its leaves."""
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+    leaves[number] = new
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def structure_of(value: Any) -> Any:
+    """Return how the leaves of a value are nested; a cache is a leaf."""
+    return pytree.tree_structure(value, is_leaf=is_carrier)
 
 
 class Occurrence(NamedTuple):
@@ -35,6 +80,10 @@ class Occurrence(NamedTuple):
         """Return the value, in new containers, with new fakes."""
         assert self.leaves is not None
         return pytree.tree_unflatten([_copied(leaf, fresh) for leaf in self.leaves], self.structure)
+
+    def again(self, fresh: FreshFakes, value: Any) -> Any:
+        """Return the value, or the model's ``value`` in place of one that cannot be kept, or that has a cache."""
+        return value if self.leaves is None or any(map(is_carrier, self.leaves)) else self.value(fresh)
 
 
 class FreshFakes:
@@ -70,29 +119,28 @@ class FreshFakes:
 class ObservedRun(Interleaver):
     """The run that the modules of the model see: notes the occurrences, and passes them on to the run of the blocks.
 
-    The blocks have seen the occurrences ``before``, and ``left`` a value, in a tuple, at the next one. ``occurrences`` is ``None`` after a
-    change that may change sizes.
+    ``seen`` makes of the model's value the one that the blocks have left, for each occurrence that they have seen. ``occurrences`` is
+    ``None`` after a change that may change sizes.
     """
 
-    __slots__ = ("_before", "_fresh", "_left", "_run", "occurrences")
+    __slots__ = ("_run", "_seen", "occurrences")
 
-    def __init__(self, run: Interleaver, before: list[Occurrence], left: tuple[Any, ...], fresh: FreshFakes) -> None:
+    def __init__(self, run: Interleaver, seen: list[Callable[[Any], Any]]) -> None:
         super().__init__([])
-        self._run, self._before, self._left, self._fresh = run, list(reversed(before)), left, fresh
-        self.occurrences: list[Occurrence] | None = None if before or left else []
+        self._run, self._seen = run, list(reversed(seen))
+        self.occurrences: list[Occurrence] | None = None if seen else []
         self.offer = lambda run, location, value: run.handle(location, value)
         self.waited, self.counts, self.skips = Everywhere(), run.counts, run.skips
 
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
-        if self._before:
-            known = self._before.pop()
-            odd = known.leaves is None or any(map(is_carrier, known.leaves))
-            return value if odd else known.value(self._fresh)
-        if self._left:
-            (value,), self._left = self._left, ()
-            return value
+        if self._seen:
+            return self._seen.pop()(value)
         if self.occurrences is not None:
-            self.occurrences.append(_kept(location, value))
+            leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+            kept = None
+            with contextlib.suppress(Exception):  # a cache that cannot be copied, or another object
+                kept = tuple(map(_copied, leaves))
+            self.occurrences.append(Occurrence(location, kept, structure))
         if location not in self._run.waited:
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
@@ -107,24 +155,11 @@ class ObservedRun(Interleaver):
 
 def _offer(run: Interleaver, location: str, value: Any) -> tuple[Any, bool]:
     """Offer a value to the blocks of a run; return the value that they leave, and whether it may have other sizes."""
-    before, structure = _inside(value)
+    before, structure = tensors_at(value), structure_of(value)
     left = run.offer(run, location, value)
-    after, other = _inside(left)
-    same = len(before) == len(after) and all(one is two for one, two in zip(before, after, strict=True))
-    return left, bool(run.skips) or not same or structure != other
-
-
-def _kept(location: str, value: Any) -> Occurrence:
-    """Return an occurrence of a value."""
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    try:
-        return Occurrence(location, tuple(map(_copied, leaves)), structure)
-    except _OddError:
-        return Occurrence(location, None, structure)
-
-
-class _OddError(Exception):
-    """A value cannot be kept."""
+    after = tensors_at(left)
+    same = len(before) == len(after) and all(map(operator.is_, before, after))
+    return left, bool(run.skips) or not same or structure_of(left) != structure
 
 
 def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
@@ -134,7 +169,7 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
     if isinstance(leaf, _PLAIN):
         return leaf
     if not is_carrier(leaf):
-        raise _OddError
+        raise TypeError(f"A {type(leaf).__name__} cannot be kept.")
     tensors: dict[int, Any] = {}
 
     def note(_: str, found: torch.Tensor) -> torch.Tensor:
@@ -142,52 +177,38 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
         return found
 
     on_tensors(leaf, note)
-    try:
-        return copy.deepcopy(leaf, tensors)
-    except Exception as error:
-        raise _OddError from error
-
-
-def _inside(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a value and the tensors inside of its caches, and its structure."""
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    carried: list[Any] = []
-    for leaf in leaves:
-        if is_carrier(leaf):
-            on_tensors(leaf, lambda _, tensor: carried.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return leaves + carried, structure
+    return copy.deepcopy(leaf, tensors)
 
 
 def replay(
-    occurrences: list[Occurrence],
-    run: Interleaver,
-    fresh: FreshFakes,
-    go_on: Callable[[list[Occurrence], tuple[Any, ...]], Any],
+    occurrences: list[Occurrence], run: Interleaver, fresh: FreshFakes, go_on: Callable[[list[Callable[[Any], Any]]], Any]
 ) -> tuple[bool, Any]:
     """Offer occurrences to the blocks of a run; return whether that was the whole run, and the output of the model.
 
     The last occurrence is the output of the model, which is ``None`` here if no block waits for it. ``go_on`` runs the model from the
-    location where the blocks stand: it gets the occurrences before, and the value that the blocks left at the next one.
+    location where the blocks stand, see :class:`ObservedRun`.
     """
     value: Any = None
+    seen: list[Callable[[Any], Any]] = []
     for number, occurrence in enumerate(occurrences):
         location = occurrence.location
         if location not in run.waited and (number < len(occurrences) - 1 or "result" not in run.waited):
             run.counts[location] = run.counts.get(location, 0) + 1
-            continue
-        if occurrence.leaves is None:
-            return False, go_on(occurrences[:number], ())
-        value, changed = _offer(run, location, occurrence.value(fresh))
-        if changed:
-            return False, go_on(occurrences[:number], (value,))
+        elif occurrence.leaves is None:
+            return False, go_on(seen)
+        else:
+            value, changed = _offer(run, location, occurrence.value(fresh))
+            if changed:
+                return False, go_on([*seen, lambda _: value])  # noqa: B023 - called before the loop goes on
+        seen.append(functools.partial(occurrence.again, fresh))
     return True, value
 
 
 def observed(
-    run: Interleaver, before: list[Occurrence], left: tuple[Any, ...], fresh: FreshFakes, call: Callable[[], Any]
+    run: Interleaver, seen: list[Callable[[Any], Any]], call: Callable[[], Any]
 ) -> tuple[Any, list[Occurrence] | None]:
     """Call a model within ``run``; return its output, and the occurrences if they can be offered again."""
-    observing = ObservedRun(run, before, left, fresh)
+    observing = ObservedRun(run, seen)
     token = active_run.set(observing)
     try:
         return call(), observing.occurrences

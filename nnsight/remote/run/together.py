@@ -16,15 +16,14 @@ for each of these numbers. Its generations run alone, because each combination o
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ...modeling.base import NNsight
 from ...modeling.generation import Generation
 from ...runtime.interleaver import Interleaver
 from ...runtime.mediator import Mediator
@@ -32,19 +31,14 @@ from ...runtime.probing import find_batch_dims
 from ...runtime.report import Report
 from ...runtime.rows.batching import BatchGroup, View
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
-from ..wire.formats import limited
 from ..wire.limits import Limits
 from ..wire.payload import Job, decode_known, fact
 from ..wire.trees import ABSENT, read_tree
-from .draws import drops, generator_of
-from .execution import execute, guard, interpreter_of, results_of
-from .fake_runs import device_of
+from .draws import drops
+from .execution import execute, prepared, results_of, run_blocks
 from .generations import RETURNED, Returned, Tokens, ends_of, joins
 from .interpreter import Interpreter
 from .validation import check_call, inputs_of, validate
-
-if TYPE_CHECKING:
-    from ...modeling.base import NNsight
 
 _log = logging.getLogger("nnsight.remote")
 
@@ -114,8 +108,6 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     Raises:
         InvalidProgramError: If the payload is malformed.
     """
-    from ...modeling.base import NNsight
-
     job = decode_known(payload, limits)
     if type(model)._batch is NNsight._batch or len(job.runs) != 1:
         return None
@@ -127,12 +119,16 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         return None
     if drops(model._tree.paths):
         return None  # the numbers drawn for a job would depend on the other jobs
-    if run["call"] == "generate" and not _generates_together(model, job, limits or Limits()):
-        return None
+    if run["call"] == "generate":
+        check_call(model, run, limits or Limits())
+        # The result has another length after the end of the job.
+        replaces = any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes)
+        if replaces or not joins(model._module, _options(job)):
+            return None
     masks = [
         job.tensors[tree["tensor"]]
         for name, tree in run["kwargs"]["dict"]
-        if name == "attention_mask" and _is_tensor(tree)
+        if name == "attention_mask" and type(tree) is dict and "tensor" in tree
     ]
     padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
     program = [hashlib.sha256(job.header).hexdigest()] if model._compile_by_default else []
@@ -141,17 +137,15 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
 
 def _described_job(job: Job) -> str:
     """Return the call of a job without values and rows; empty for one that has to run alone."""
+
+    def leaf(kind: str, name: str) -> Any:
+        tensor = job.tensors[name]
+        return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
+
     run = job.runs[0]
-    described = [run["call"], *(json.dumps(_described(run[part], job.tensors)) for part in ("args", "kwargs"))]
+    described = [run["call"], *(repr(read_tree(run[part], leaf)) for part in ("args", "kwargs"))]
     alone = any(node["do"] in _ALONE for node in job.nodes) or any("scalar" in text for text in described)
     return "" if alone else "\n".join(described)
-
-
-def _generates_together(model: NNsight, job: Job, limits: Limits) -> bool:
-    check_call(model, job.runs[0], limits)
-    if any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes):
-        return False  # the result has another length after the end of the job
-    return joins(model._module, _options(job))
 
 
 def _options(job: Job) -> dict[str, Any]:
@@ -177,20 +171,19 @@ def execute_payloads(
     jobs: dict[int, Job] = {}
     for index, payload in enumerate(payloads):
         try:
-            jobs[index] = decode_known(payload, limits)
-            validate(jobs[index], model, limits)
+            job = decode_known(payload, limits)
+            validate(job, model, limits)
+            jobs[index] = job
         except InvalidProgramError as error:
-            jobs.pop(index, None)
             outcomes[index] = error
     if len(jobs) > 1:
+        company = list(jobs.values())
+        if model._compile_by_default:  # with their own tensors, as the others: shared ones would be another program
+            more = (1 << (len(company) - 1).bit_length()) - len(company)
+            company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
         try:
-            company = list(jobs.values())
-            if model._compile_by_default:  # with their own tensors, as the others: shared ones would be another program
-                more = (1 << (len(company) - 1).bit_length()) - len(company)
-                company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
-            outcomes_together, lines = _execute_together(model, company, limits)
-            for index, outcome, printed in zip(list(jobs), outcomes_together, lines, strict=False):
-                for line in printed if logs is not None else ():
+            for index, (outcome, lines) in zip(list(jobs), _execute_together(model, company, limits), strict=False):
+                for line in lines if logs is not None else ():
                     logs[index](line)  # type: ignore[index]
                 outcomes[index] = outcome
                 del jobs[index]
@@ -206,17 +199,14 @@ def execute_payloads(
 
 def _execute_together(
     model: NNsight, jobs: Sequence[Job], limits: Limits
-) -> tuple[list[bytes | Exception], list[list[str]]]:
-    if hasattr(model, "dispatch"):
-        model.dispatch()
-    device = device_of(model._module)
-    on_write = guard(model._tree.paths)
-    interpreters = [interpreter_of(model, job, limits, _TenantInterpreter, on_write) for job in jobs]
+) -> list[tuple[bytes | Exception, list[str]]]:
+    """Return the outcome of each job, and the lines that it prints."""
     lines: list[list[str]] = [[] for _ in jobs]
-    for interpreter, printed in zip(interpreters, lines, strict=True):
-        interpreter.generator = generator_of(interpreter.job.seed, device)
-        interpreter.on_log = limited(printed.append, limits.log_characters)
-    parts = [inputs_of(job.runs[0], job.tensors, device) for job in jobs]
+    interpreters = [
+        prepared(_TenantInterpreter, model, job, limits, printed.append)
+        for job, printed in zip(jobs, lines, strict=True)
+    ]
+    parts = [inputs_of(job.runs[0], job.tensors, interpreters[0].device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []
     for args, kwargs in parts:
@@ -236,41 +226,21 @@ def _execute_together(
         dims = find_batch_dims(model._tree, getattr(generation or model, "_call_on", None), batched, parts, sizes)
         if tokens is not None:
             batched[1]["streamer"] = tokens
-        mediators = [interpreter.mediators(0) for interpreter in interpreters]
         start = 0
-        for interpreter, mine, size in zip(interpreters, mediators, sizes, strict=True):
+        mediators: list[Mediator] = []
+        for interpreter, size in zip(interpreters, sizes, strict=True):
+            interpreter.check_write = interpreters[0].check_write
             interpreter.place_constants()
-            for mediator in mine:
+            for mediator in interpreter.mediators(0):
                 mediator.batch_group = Tenant(start, size, total, dims, tokens=tokens)
+                mediators.append(mediator)
             start += size
-        interleaver = Interleaver(itertools.chain.from_iterable(mediators))
-        interleaver.tree = model._tree
-        with interleaver:
-            output = model._driver(None, generation)(interleaver, batched[0], batched[1], Report())
-            if interleaver.failure is not None:
-                raise interleaver.failure
-            interleaver.handle("result", output)
-            for interpreter, mine in zip(interpreters, mediators, strict=True):
-                interpreter.finish(interleaver, mine)
-    return [_outcome(interpreter, limits) for interpreter in interpreters], lines
-
-
-def _outcome(interpreter: Interpreter, limits: Limits) -> bytes | Exception:
-    try:
-        return results_of(interpreter, limits)
-    except ExecutionFailedError as error:
-        return error
-
-
-def _described(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a tree of arguments with types in place of tensors, and sizes without that of the rows."""
-    if _is_tensor(tree):
-        tensor = tensors[tree["tensor"]]
-        return ["tensor" if tensor.dim() else "scalar", str(tensor.dtype), *tensor.shape[1:]]
-    if type(tree) is dict:
-        return {key: _described(value, tensors) for key, value in tree.items()}
-    return [_described(item, tensors) for item in tree] if type(tree) is list else tree
-
-
-def _is_tensor(tree: Any) -> bool:
-    return type(tree) is dict and type(tree.get("tensor")) is str and len(tree) == 1
+        interleaver, driver = Interleaver(mediators), model._driver(None, generation)
+        run_blocks(interleaver, interpreters, lambda: driver(interleaver, batched[0], batched[1], Report()))
+    outcomes: list[bytes | Exception] = []
+    for interpreter in interpreters:
+        try:
+            outcomes.append(results_of(interpreter))
+        except ExecutionFailedError as error:
+            outcomes.append(error)
+    return list(zip(outcomes, lines, strict=True))

@@ -19,7 +19,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -29,6 +29,7 @@ from ...runtime.errors import EarlyStopException
 from ...runtime.interleaver import Interleaver
 from ...runtime.modules.listing import SourceError, listing_of
 from ...runtime.modules.operations import forward_of, layers_of
+from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import quiet_fakes
 from ..counts import counts
 from ..wire.errors import ExecutionFailedError, InvalidProgramError, require
@@ -37,13 +38,9 @@ from ..wire.nodes import Node
 from ..wire.operators import OPERATORS
 from ..wire.payload import Job, fact
 from ..wire.trees import ABSENT, leaves, read_tree
-from .costs import Costs, WrittenMemory
-from .fake_runs import FakeModel, fake_model_of, generation_size
+from .costs import Costs, Rehearsal
+from .fake_runs import fake_model_of, generation_size
 from .indices import CONSTANT
-from .interpreter import Interpreter
-
-if TYPE_CHECKING:
-    from ...runtime.modules.tree import ModuleTree
 
 #: Options of a generation, with the types they may have.
 GENERATION: dict[str, tuple[type, ...]] = {
@@ -105,14 +102,14 @@ def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
     tree = model._tree
     key = _key(job, tree, limits)
     with _lock:
-        found = _known.setdefault(tree.root, OrderedDict()).get(key)
+        known = _known.setdefault(tree.root, OrderedDict())
+        found = known.get(key)
     if found is None:
         for run in job.runs:
             check_call(model, run, limits)
         check_parts(job, model)
         found = _rehearse(job, model, limits)
         with _lock:
-            known = _known.setdefault(tree.root, OrderedDict())
             known[key] = found
             while len(known) > _KEPT:
                 known.popitem(last=False)
@@ -154,13 +151,11 @@ def _without_values(node: Node) -> Node:
 
 def _index_constants(job: Job) -> set[str]:
     """Return the names of tensors that may be indices."""
+    constants = {node["tensor"]: job.tensors[node["tensor"]] for node in job.nodes if node["do"] == "const"}
     return {
-        node["tensor"]
-        for node in job.nodes
-        if node["do"] == "const"
-        and job.tensors[node["tensor"]].dim()
-        and not job.tensors[node["tensor"]].is_floating_point()
-        and job.tensors[node["tensor"]].numel() <= 2**20
+        name
+        for name, tensor in constants.items()
+        if tensor.dim() and not tensor.is_floating_point() and tensor.numel() <= 2**20
     }
 
 
@@ -260,64 +255,44 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     counts["rehearsals"] += 1
     with quiet_fakes:
         fakes = fake_model_of(model._tree)
-    device, costs = fakes.device, Costs(limits.flops)
+    costs = Costs(limits.flops)
     with quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:
-        constants = {}
-        for name, tensor in job.tensors.items():
-            fake = constants[name] = fakes.faked(tensor)
-            if name in _index_constants(job):
-                setattr(fake, CONSTANT, tensor)
-        memory = WrittenMemory(fakes, constants, limits)
-        interpreter = Interpreter(job, device, memory.apply, fakes.by_name.__getitem__, limits.seconds, constants)
-        interpreter.on_done, interpreter.on_write = memory.done, memory.check_write
-        modes.enter_context(torch.set_grad_enabled(interpreter.differentiates))
-        if interpreter.differentiates:
-            modes.enter_context(torch.autograd.graph.saved_tensors_hooks(memory.keep, lambda tensor: tensor))
+        rehearsal = Rehearsal(model, job, limits, fakes)
+        for name in _index_constants(job):
+            setattr(rehearsal.constants[name], CONSTANT, job.tensors[name])
+        modes.enter_context(torch.set_grad_enabled(rehearsal.differentiates))
+        if rehearsal.differentiates:
+            modes.enter_context(torch.autograd.graph.saved_tensors_hooks(rehearsal.keep, lambda tensor: tensor))
         try:
-            for number, run in enumerate(job.runs):
-                _rehearse_run(interpreter, model._tree, fakes, costs, number, run, limits)
-        except InvalidProgramError:
+            for number in range(len(job.runs)):
+                _rehearse_run(rehearsal, costs, number)
+        except (InvalidProgramError, EarlyStopException, KeyboardInterrupt, SystemExit):
             raise
         except ExecutionFailedError as error:
             raise InvalidProgramError(str(error)) from error
-        except (EarlyStopException, KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
             raise InvalidProgramError(f"The job does not run on this model: {type(error).__name__}: {error}") from error
         sizes: list[int] = []
-        interpreter.saved(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
+        rehearsal.saved(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
     if sum(sizes) > limits.result_bytes:
         raise InvalidProgramError(f"The job returns {sum(sizes)} bytes; the limit is {limits.result_bytes}.")
-    return costs.flops, memory.made, sum(sizes)
+    return costs.flops, rehearsal.made, sum(sizes)
 
 
-def _rehearse_run(
-    interpreter: Interpreter,
-    tree: ModuleTree,
-    fakes: FakeModel,
-    costs: Costs,
-    number: int,
-    run: dict[str, Any],
-    limits: Limits,
-) -> None:
-    (args, kwargs), steps, prompt = inputs_of(run, interpreter.constants, None), 1, (0, 0)
+def _rehearse_run(rehearsal: Rehearsal, costs: Costs, number: int) -> None:
+    run, fakes, limits = rehearsal.job.runs[number], rehearsal.fakes, rehearsal.limits
+    (args, kwargs), steps = inputs_of(run, rehearsal.constants, None), 1
     if run["call"] == "generate":
-        steps, prompt = generation_size(fakes.root, args, kwargs)
+        steps = generation_size(fakes.root, args, kwargs)[0]
         require(steps <= limits.new_tokens, f"A generation of {steps} tokens; the limit is {limits.new_tokens}.")
         leaves = pytree.tree_leaves((args, kwargs))
         rows = max((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), default=0)
         require(rows <= limits.rows, f"A batch of {rows} rows; the limit is {limits.rows}.")
-    begun: list[int] = []
-
-    def begin_step() -> None:
-        interpreter.check_time()
-        begun.append(costs.flops)
-
-    fakes.least_steps, fakes.on_step = 2, begin_step
-    interleaver = Interleaver(interpreter.mediators(number))
+    costs.begun, costs.on_step = [], rehearsal.check_time
+    interleaver = Interleaver(rehearsal.mediators(number))
     with interleaver:
-        output = fakes.run(tree, interleaver, run["call"], args, kwargs, steps, prompt, costs)
+        output = fakes.run(rehearsal.model._tree, interleaver, run["call"], args, kwargs, costs)
         interleaver.handle("result", output)
-        interpreter.finish(interleaver, interleaver.mediators)
-    if begun:  # tokens that no block reads cost as much as the last one
-        costs.add((costs.flops - begun[-1]) * (steps - len(begun)))
+        rehearsal.finish(interleaver)
+    if costs.begun:  # tokens that no block reads cost as much as the last one
+        costs.add((costs.flops - costs.begun[-1]) * (steps - len(costs.begun)))

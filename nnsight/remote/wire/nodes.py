@@ -29,8 +29,8 @@ the node's position in the list, so a reference can point backwards only.
 Every node may have ``line``, the user's, for messages. ``loop`` says that the block waits for ``site`` in a loop over occurrences,
 which may be fewer than in the recording.
 
-Memory is tracked by schemas. The result of an operator is *owned* by the program; a view is owned if its base is. Operators in place
-write to owned memory only. Activations change by ``write`` alone, and weights never.
+Memory is tracked by schemas. The result of an operator is *owned* by the program; a view, which shares memory with its first argument,
+is owned if that is. Operators in place write to owned memory only. Activations change by ``write`` alone, and weights never.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from .formats import is_format
 from .limits import Limits
 from .operators import OPERATORS, STRINGS, is_in_place, is_view
 from .trees import (
-    DTYPE_NAMES,
     DTYPES,
     FLOATS,
     Budget,
@@ -54,9 +53,8 @@ from .trees import (
     is_finite,
     is_int,
     is_text,
-    read_tree,
     references,
-    write_float,
+    write_tree,
 )
 
 if TYPE_CHECKING:
@@ -352,39 +350,19 @@ def write_argument(value: Any, reference: Callable[[torch.Tensor], Any]) -> Any:
     Raises:
         TypeError: If an argument is of a type that programs do not have.
     """
-    if isinstance(value, torch.Tensor):
-        return reference(value)
-    if value is None or type(value) is bool or is_int(value):
-        return value
-    if type(value) is float:
-        return write_float(value)
     if isinstance(value, (list, tuple)):
         return [write_argument(item, reference) for item in value]
-    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
-        return {"dtype": DTYPE_NAMES[value]}
-    if isinstance(value, torch.device):
-        return {"device": "model"}
-    if value is torch.strided:
-        return {"layout": "strided"}
-    for name, known in MEMORY_FORMATS.items():
-        if value is known:
-            return {"memory_format": name}
-    if type(value) is str:
-        return {"str": value}
-    raise TypeError(f"{type(value).__name__} {value!r}")
 
+    def leaf(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return reference(item)
+        if isinstance(item, torch.device):
+            return {"device": "model"}
+        if item is torch.strided:
+            return {"layout": "strided"}
+        for name, known in MEMORY_FORMATS.items():
+            if item is known:
+                return {"memory_format": name}
+        raise TypeError(f"{type(item).__name__} {item!r}")
 
-def read_argument(value: Any, lookup: Callable[[int, int], Any], device: torch.device) -> Any:
-    """Return the argument of an operator that checked JSON stands for; ``lookup(node, output)`` gives tensors."""
-
-    def leaf(form: str, content: Any) -> Any:
-        match form:
-            case "ref":
-                return lookup(*content)
-            case "layout":
-                return torch.strided
-            case "device":
-                return device
-        return MEMORY_FORMATS[content]
-
-    return read_tree(value, leaf)
+    return write_tree(value, leaf)

@@ -4,8 +4,6 @@ The name of an operator is looked up in this table and nowhere else. Missing on 
 ``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, results
 whose size depends on values (``nonzero``, masks that select), values for Python (``_local_scalar_dense``), ``out=`` arguments, and
 decompositions without a counter of their cost. Arguments that are strings have lists of allowed values.
-
-Aliasing comes from the operators' schemas: a *view* shares memory with its first argument, an operator *in place* writes to it.
 """
 
 from __future__ import annotations

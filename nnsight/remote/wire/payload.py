@@ -28,9 +28,6 @@ VERSION = 1
 
 Fact = TypeVar("Fact")
 
-#: How a model can be called.
-CALLS = frozenset({"trace", "generate"})
-
 #: Checked jobs without their tensors, and the lengths of their payloads, by header and limits.
 _known: OrderedDict[tuple[bytes, Limits], tuple[Job, int]] = OrderedDict()
 _KEPT_BYTES, _LONGEST = 4 * 2**20, 2**18
@@ -137,7 +134,7 @@ def _check_runs(job: Job, budget: Budget, limits: Limits) -> None:
     require(type(job.runs) is list and 1 <= len(job.runs) <= limits.runs, f"A job has 1 to {limits.runs} runs.")
     for run in job.runs:
         require(type(run) is dict and set(run) == {"call", "args", "kwargs", "blocks"}, "A run is malformed.")
-        require(type(run["call"]) is str and run["call"] in CALLS, "A run calls the model in an unknown way.")
+        require(run["call"] in ("trace", "generate"), "A run calls the model in an unknown way.")
         counted = is_int(run["blocks"]) and 0 <= run["blocks"] <= limits.rows
         require(counted, f"A run has at most {limits.rows} blocks.")
         for key, kind in (("args", "list"), ("kwargs", "dict")):

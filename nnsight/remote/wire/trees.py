@@ -36,10 +36,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
-#: Integers are those of torch.
-MAX_INT = 2**63 - 1
-MIN_INT = -(2**63)
-
 #: Strings longer than this are never names, options or keys.
 MAX_STRING = 256
 
@@ -72,7 +68,7 @@ class Budget:
 
 def is_int(value: Any) -> bool:
     """Whether ``value`` is an integer that torch can hold; booleans are none."""
-    return type(value) is int and MIN_INT <= value <= MAX_INT
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def is_text(value: Any) -> bool:
@@ -195,11 +191,6 @@ def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
     return leaf(kind, content)
 
 
-def write_float(value: float) -> Tree:
-    """Return the tree of a float."""
-    return value if math.isfinite(value) else {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
-
-
 def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
     """Return the tree of a value; ``leaf(value)`` gives that of tensors, and of whatever has no tree of its own."""
     kind = type(value)
@@ -208,7 +199,7 @@ def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
     if kind is int:
         return value if is_int(value) else leaf(value)
     if kind is float:
-        return write_float(value)
+        return value if math.isfinite(value) else {"float": str(value)}
     if kind is str:
         return {"str": value} if is_text(value) else leaf(value)
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:

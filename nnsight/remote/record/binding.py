@@ -7,6 +7,7 @@ of lists; names for them stay unbound.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,32 +16,37 @@ from torch.utils import _pytree as pytree
 from ...runtime.cache import Cache
 from ...runtime.carriers import is_carrier, on_tensors
 from ...tracing.saving import save, saves
-from .results import unpack_results
-from .trees import ABSENT, NONE, leaves
+from ..wire.payload import Job, encode
+from ..wire.results import unpack_results
+from ..wire.trees import ABSENT, NONE, leaves
 
 
-class Binding:
-    """Binds the results of a job to the values that the user saved, which have fakes for tensors.
+@dataclass
+class Recorded:
+    """A recorded block: the job to run, and the saved values to fill with its results, which have fakes for tensors.
 
-    ``references`` has node and output of each fake, by its identity. The fakes are kept alive, so that identities are not used again.
+    ``known`` has each fake with its node and output, by its identity; a fake that is alive keeps its identity.
     """
 
-    def __init__(
-        self,
-        values: dict[str, Any],
-        fakes: list[torch.Tensor],
-        references: dict[int, tuple[int, int]],
-        trees: dict[str, Any],
-        scope: Any,
-    ) -> None:
-        self.values, self._fakes, self._references, self._trees, self._scope = values, fakes, references, trees, scope
-        self._found: dict[tuple[int, int], Any] = {}
-        self._done: dict[int, Any] = {}
+    job: Job
+    values: dict[str, Any]
+    known: dict[int, tuple[torch.Tensor, int, int]]
+    scope: Any
+    _found: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _done: dict[int, Any] = field(default_factory=dict)
+
+    def payload(self) -> bytes:
+        """Return the job as bytes."""
+        return encode(self.job)
 
     def bind(self, results: bytes) -> dict[str, Any]:
-        """Fill the user's variables; return their values by name."""
+        """Give the user's saved names their values, from a container of results; return them by name.
+
+        Lists and dicts that the user saved are filled in place. Other names are bound in the block's scope, unless the ``with`` statement
+        has ended, as it has for a job that was not waited for.
+        """
         found, tensors = unpack_results(results)
-        for name, tree in self._trees.items():
+        for name, tree in self.job.saves.items():
             for (kind, content), (other, result) in zip(leaves(tree), leaves(found.get(name)), strict=False):
                 if kind == "ref":
                     missing = None if result == NONE else ABSENT
@@ -61,8 +67,8 @@ class Binding:
     def _filled(self, value: Any) -> Any:
         """Return ``value`` with results in place of fakes."""
         if isinstance(value, torch.Tensor):
-            reference = self._references.get(id(value))
-            return value if reference is None else self._found.get(reference, value)
+            known = self.known.get(id(value))
+            return value if known is None else self._found.get(known[1:], value)
         if id(value) in self._done:
             return self._done[id(value)]
         if isinstance(value, list):
@@ -95,7 +101,7 @@ class Binding:
 
     def _set(self, name: str, value: Any) -> None:
         """Bind a name of the block, if the block is still there."""
-        cell = None if self._scope is None else self._scope.cells.get(name)
+        cell = None if self.scope is None else self.scope.cells.get(name)
         if cell is None or saves.get() is None:
             return
         if value is ABSENT:

@@ -18,6 +18,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import queue
 import threading
 import time
@@ -84,8 +85,8 @@ class _Worker:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = self._interrupted = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
 
     def submit(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -97,15 +98,11 @@ class _Worker:
         with self._lock:
             if self._running and not self._interrupted:
                 self._interrupted = True
-                ident = ctypes.c_ulong(self._thread.ident or 0)
+                ident = ctypes.c_ulong(self.thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Interrupt))
 
     def close(self) -> None:
         self._calls.put(None)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -178,14 +175,20 @@ class ThreadEngine:
     @property
     def healthy(self) -> bool:
         """Whether not too many of its threads hang."""
-        self._stuck = [worker for worker in self._stuck if worker.alive]
+        self._stuck = [worker for worker in self._stuck if worker.thread.is_alive()]
         return len(self._stuck) < self._most_stuck
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
         """See :meth:`Engine.execute`."""
-        if not self._worker.alive:
+        if not self._worker.thread.is_alive():
             self._worker = _Worker(self._name)
-        told = [_in_loop(log) for log in logs]
+        loop = asyncio.get_running_loop()
+
+        def tell(log: Log, line: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(log, line)
+
+        told = [functools.partial(tell, log) for log in logs]
         future = self._worker.submit(lambda: self._outcomes(payloads, told))
         try:
             return await asyncio.wait_for(asyncio.shield(future), seconds)
@@ -218,14 +221,3 @@ class ThreadEngine:
             except Exception as error:
                 outcomes.append(error)
         return outcomes
-
-
-def _in_loop(log: Log) -> Log:
-    """Return a function for other threads that calls ``log`` in the loop of this one."""
-    loop = asyncio.get_running_loop()
-
-    def tell(line: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(log, line)
-
-    return tell

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import IO, Any
 
 from ..protocol import JobStatus, ModelKey
@@ -53,7 +53,7 @@ class Gateway:
     """
 
     def __init__(self, engines: Mapping[ModelKey, Engine], spool: Spool, settings: Settings | None = None) -> None:
-        self.served = {str(key): Served(key, engine) for key, engine in engines.items()}
+        self.served = {str(key): Served(key, engine, str(key)) for key, engine in engines.items()}
         self.spool = spool
         self.settings = settings or Settings()
         self.metrics = Metrics()
@@ -71,8 +71,7 @@ class Gateway:
         """Continue the jobs on disk, and start to run jobs."""
         for job in await asyncio.to_thread(self.spool.recover):
             self._take_over(job)
-        beginnings: list[Coroutine[Any, Any, None]] = [self._work(served) for served in self.served.values()]
-        self._loops = [asyncio.create_task(loop) for loop in (*beginnings, self._sweep())]
+        self._loops = [asyncio.create_task(loop) for loop in (self._sweep(), *map(self._work, self.served.values()))]
 
     def _take_over(self, job: ServerJob) -> None:
         """Continue a job of an earlier process."""
@@ -197,7 +196,6 @@ class Gateway:
         coming.set_result(job)
         served.put(job)
         self.metrics.received.inc(size)
-        self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
         self._keeper.settle(job, functools.partial(self._drop, served, job))
         return job
@@ -259,7 +257,6 @@ class Gateway:
                 continue
             group = JobGroup(jobs)
             served.groups[group] = asyncio.create_task(self._run_group(served, group))
-            self._count(served)
 
     async def _run_group(self, served: Served, group: JobGroup) -> None:
         """Run jobs; an unexpected error ends them, and nothing else."""
@@ -273,7 +270,6 @@ class Gateway:
         finally:
             del served.groups[group]
             served.wake.set()
-            self._count(served)
 
     async def _run(self, served: Served, group: JobGroup) -> None:
         """Run jobs of one kind. The jobs of a group that fails as a whole run one by one."""
@@ -343,8 +339,8 @@ class Gateway:
         self._active.discard(job)
         self._keeper.note(job)
         self.metrics.jobs.labels(job.model, outcome).inc()
-        about = {"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome}
-        _log.info("finished", extra={**about, **figures})
+        about = {"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
+        _log.info("finished", extra=about)
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
 
@@ -369,14 +365,12 @@ class Gateway:
         self._leave(job)
         self.spool.remove([job])
 
-    def _count(self, served: Served) -> None:
-        self.metrics.queued.labels(served.text).set(len(served.queue))
-        self.metrics.running.labels(served.text).set(len(served.running))
-
     def figures(self) -> bytes:
         """Return the metrics for Prometheus."""
         for key, served in self.served.items():
             self.metrics.healthy.labels(key).set(served.engine.healthy)
+            self.metrics.queued.labels(key).set(len(served.queue))
+            self.metrics.running.labels(key).set(len(served.running))
         self.metrics.spooled.set(self.spool.used)
         return self.metrics.text()
 
@@ -387,7 +381,4 @@ def _no_room(reason: str) -> RefusedError:
 
 def _digest(payload: IO[bytes]) -> str:
     payload.seek(0)
-    digest = hashlib.sha256()
-    while part := payload.read(2**20):
-        digest.update(part)
-    return digest.hexdigest()
+    return hashlib.file_digest(payload, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ class KeyFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self._name = Path(path), os.fspath(path)
+        self.path = Path(path)
         self._stamp = self._stamp_now()
         self._accounts = read_accounts(self.path)
 
@@ -105,7 +105,7 @@ class KeyFile:
             return
 
     def _stamp_now(self) -> tuple[int, int]:
-        found = os.stat(self._name)  # called for each job: faster than `Path.stat`
+        found = os.stat(self.path)  # called for each job: faster than `Path.stat`
         return found.st_mtime_ns, found.st_size
 
 

@@ -20,19 +20,19 @@ class FairQueue:
     def __init__(self) -> None:
         self._lines: OrderedDict[str, deque[ServerJob]] = OrderedDict()
 
-    def put(self, job: ServerJob) -> None:
-        """Add a job at the end of the line of its owner."""
-        self._lines.setdefault(job.owner, deque()).append(job)
-
-    def put_back(self, job: ServerJob) -> None:
-        """Put a job that was taken out before at the head of the first line."""
-        self._lines.setdefault(job.owner, deque()).appendleft(job)
-        self._lines.move_to_end(job.owner, last=False)
+    def put(self, job: ServerJob, first: bool = False) -> None:
+        """Add a job at the end of the line of its owner; ``first`` puts one that was taken out before in front of all others."""
+        line = self._lines.setdefault(job.owner, deque())
+        if first:
+            line.appendleft(job)
+            self._lines.move_to_end(job.owner, last=False)
+        else:
+            line.append(job)
 
     def remove(self, job: ServerJob) -> bool:
         """Remove a job; return whether it was there."""
-        line = self._lines.get(job.owner)
-        if line is None or job not in line:
+        line = self._lines.get(job.owner, ())
+        if job not in line:
             return False
         line.remove(job)
         if not line:
@@ -82,17 +82,14 @@ class Served:
 
     key: ModelKey
     engine: Engine
+    text: str  # of the key
     queue: FairQueue = field(default_factory=FairQueue)
     groups: dict[JobGroup, asyncio.Task[None]] = field(default_factory=dict)
-    text: str = field(init=False)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.text = str(self.key)
 
     def put(self, job: ServerJob, first: bool = False) -> None:
         """Queue a job, and wake the loop that runs jobs."""
-        (self.queue.put_back if first else self.queue.put)(job)
+        self.queue.put(job, first)
         self.wake.set()
 
     @property

@@ -74,10 +74,8 @@ class Replica:
         except Exception as error:
             outcomes = [error] * len(payloads)
         for number, outcome in enumerate(outcomes):
-            if isinstance(outcome, Exception):
-                yield "error", number, _described(outcome)
-            else:
-                yield "result", number, outcome
+            failed = isinstance(outcome, Exception)
+            yield ("error", number, _described(outcome)) if failed else ("result", number, outcome)
 
     def check_health(self) -> None:
         """Raise if this replica has to be replaced; Serve calls this from time to time."""
@@ -101,16 +99,12 @@ class RayEngine:
 
     def __init__(self, name: str, handle: Any, kinds: Callable[[bytes], Hashable | None], width: int) -> None:
         self.width = width
-        self._name, self._handle, self._kinds = name, handle, kinds
+        self._name, self._handle, self.kind_of = name, handle, kinds
         self._streams: dict[int, Any] = {}
         self._healthy = True
         self._closing = threading.Event()
         self._watching = threading.Thread(target=self._watch, name=f"nnsight-watch {name}", daemon=True)
         self._watching.start()
-
-    def kind_of(self, payload: bytes) -> Hashable | None:
-        """See :meth:`.engine.Engine.kind_of`."""
-        return self._kinds(payload)
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
         """Run payloads on a free replica; see :meth:`.engine.Engine.execute`."""
@@ -200,8 +194,7 @@ def deploy(
         build: Makes the engine of a replica, in its process.
         kinds: See :meth:`~.engine.Engine.kind_of`.
         replicas: Least and most replicas.
-        cpus: Cores that a replica reserves.
-        gpus: Accelerators that it reserves.
+        cpus: Cores that a replica reserves; ``gpus`` likewise.
 
     Raises:
         RuntimeError: If a replica cannot be started.
@@ -231,9 +224,8 @@ def deploy_model(name: str, revision: str, options: dict[str, Any], **scaling: A
         OSError: If the model cannot be loaded.
     """
     key, structure = load(name, revision, dispatch=False, **options)
-    build = functools.partial(_engine, name, revision, options)
+
+    def build() -> Engine:
+        return engine_of(load(name, revision, **options)[1], name=f"nnsight-engine {name}")
+
     return key, deploy(key, build, functools.partial(kind_of, structure), **scaling)
-
-
-def _engine(name: str, revision: str, options: dict[str, Any]) -> Engine:
-    return engine_of(load(name, revision, **options)[1], name=f"nnsight-engine {name}")

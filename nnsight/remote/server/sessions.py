@@ -138,6 +138,7 @@ class Sessions:
     def __init__(self, gateway: Gateway, door: Door) -> None:
         self._gateway, self._door = gateway, door
         self._open: dict[str, _Session] = {}
+        gateway.metrics.sockets.set_function(lambda: len(self._open))
 
     def attach(self, session_id: str, job: ServerJob, account: Account) -> bool:
         """Send messages of ``job`` on a socket; return whether it is there. If it is gone, its client will reconnect and ask."""
@@ -156,14 +157,12 @@ class Sessions:
         await websocket.accept()
         session = _Session(websocket, account, self._gateway, self._door)
         self._open[session.id] = session
-        self._gateway.metrics.sockets.set(len(self._open))
         feeding = asyncio.create_task(session.feed(None if job is None else (job, after)))
         listening = asyncio.create_task(session.listen())
         try:
             await asyncio.wait([feeding, listening], return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._open[session.id]
-            self._gateway.metrics.sockets.set(len(self._open))
             for task in (feeding, listening):
                 task.cancel()
             for failure in await asyncio.gather(feeding, listening, return_exceptions=True):

@@ -67,7 +67,7 @@ class Spool:
         self._root = str(self.folder)
         self.capacity = capacity
         self._sizes: dict[str, int] = {}
-        self._used = 0
+        self.used = 0  # bytes of all payloads and results
         self._counting, self._writing, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         database = os.path.join(self._root, "jobs.sqlite")
         self._log_of_writes = f"{database}-wal"
@@ -86,25 +86,20 @@ class Spool:
         with contextlib.suppress(AttributeError):  # it was not opened
             self.close()
 
-    @property
-    def used(self) -> int:
-        """Bytes of all payloads and results."""
-        return self._used
-
     def _count(self, job_id: str, size: int | None) -> None:
         """Note the bytes of a job; ``None`` for one that is removed."""
         with self._counting:
             before = self._sizes.pop(job_id, 0)
             if size is not None:
                 self._sizes[job_id] = size
-            self._used += (size or 0) - before
+            self.used += (size or 0) - before
 
     def _reserve(self, job_id: str, size: int) -> None:
         with self._counting:
-            used = self._used - self._sizes.get(job_id, 0) + size
+            used = self.used - self._sizes.get(job_id, 0) + size
             if used > self.capacity:
                 raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
-            self._sizes[job_id], self._used = size, used
+            self._sizes[job_id], self.used = size, used
 
     # -- the steps of a job ---------------------------------------------------------------------------------------------
 
@@ -127,7 +122,7 @@ class Spool:
     def begin(self, jobs: Sequence[ServerJob]) -> list[bytes]:
         """Record that jobs are about to run, and return their payloads."""
         self._note(jobs)
-        return [self.payload(job) for job in jobs]
+        return list(map(self.payload, jobs))
 
     def payload(self, job: ServerJob) -> bytes:
         """Return the payload of a job; raise a :class:`FileNotFoundError` if it was removed."""
@@ -152,7 +147,7 @@ class Spool:
             return
         for job in finished:
             if job.size >= SHORT:
-                _unlink(self._path(job, "payload"))
+                Path(self._path(job, "payload")).unlink(missing_ok=True)
             self._count(job.id, job.result_size or 0)
 
     def result(self, job: ServerJob) -> bytes:
@@ -177,7 +172,7 @@ class Spool:
             _log.error("jobs could not be removed", extra={"error": str(error)})
         for job in jobs:
             for name in ("payload", "result"):
-                _unlink(self._path(job, name))
+                Path(self._path(job, name)).unlink(missing_ok=True)
             self._count(job.id, None)
 
     def recover(self) -> list[ServerJob]:
@@ -278,8 +273,7 @@ class Spool:
             row = self._reader.execute(f"SELECT content FROM {table} WHERE id = ?", (job.id,)).fetchone()
         if row is not None:
             return bytes(row[0])
-        with open(self._path(job, table), "rb") as file:
-            return file.read()
+        return Path(self._path(job, table)).read_bytes()
 
     def _path(self, job: ServerJob, name: str) -> str:
         """Return the path of a long payload or result."""
@@ -287,11 +281,8 @@ class Spool:
 
     @staticmethod
     def _sync(path: str) -> None:
-        try:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        except FileNotFoundError:  # the job has ended meanwhile
-            return
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # the job may have ended meanwhile
+            os.fsync(file.fileno())
 
     @staticmethod
     def _write_file(path: str, content: IO[bytes]) -> None:
@@ -302,7 +293,7 @@ class Spool:
                 shutil.copyfileobj(content, file, 2**20)
             os.replace(temporary, path)
         except BaseException:
-            _unlink(temporary)
+            Path(temporary).unlink(missing_ok=True)
             raise
 
 
@@ -314,11 +305,6 @@ def _connect(path: str) -> sqlite3.Connection:
         database.close()
         raise
     return database
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,7 @@ class VLLMEngine:
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._running = False
+        self.pending: dict[str, Request] = {}  # the requests in the engine, by their names there
 
     @property
     def module(self) -> torch.nn.Module:
@@ -122,18 +123,17 @@ class VLLMEngine:
                 self._running = False
 
     def _run_all(self, requests: Sequence[Request]) -> None:
-        pending: dict[str, Request] = {}
         try:
             for request in requests:
-                self.admit(request, pending)
-            while pending:
-                self.advance(pending)
+                self.admit(request)
+            while self.pending:
+                self.advance()
         finally:
-            for request in pending.values():
+            for request in list(self.pending.values()):
                 self.take_out(request)
 
-    def admit(self, request: Request, pending: dict[str, Request]) -> None:
-        """Send ``request`` to the engine and put it into ``pending``, unless its blocks have ended already, or vLLM refuses it."""
+    def admit(self, request: Request) -> None:
+        """Send ``request`` to the engine, unless its blocks have ended already, or vLLM refuses it."""
         from vllm.sampling_params import RequestOutputKind
 
         request.run.begun = True
@@ -141,7 +141,7 @@ class VLLMEngine:
             return
         if request.samples:
             for sample in request.samples:
-                self.admit(sample, pending)
+                self.admit(sample)
             return
         run, sampling = request.run, request.sampling
         if run.touches_model and run.limits.drafts:
@@ -149,7 +149,7 @@ class VLLMEngine:
             return
         if (request.whole or request).on_output is None:  # nobody needs the outputs before the last
             sampling.output_kind = RequestOutputKind.FINAL_ONLY
-        name = f"nnsight-{next(self._numbers)}"
+        name = request.name = f"nnsight-{next(self._numbers)}"
         if run.touches_model:  # it has to see all of its own tokens, and shares no cached prefix
             request.prompt["cache_salt"] = name
             sampling.skip_reading_prefix_cache = True
@@ -171,7 +171,7 @@ class VLLMEngine:
         except BaseException:
             self._detach(request)
             raise
-        pending[name] = request
+        self.pending[name] = request
         if run.needs_stops:
             self._runner.bookkeeping.add(request.internal, run)
 
@@ -183,27 +183,27 @@ class VLLMEngine:
             lease.entry.written = True
         return lease
 
-    def advance(self, pending: dict[str, Request]) -> None:
-        """Make one step of the engine; take what has finished or failed out of ``pending``."""
+    def advance(self) -> None:
+        """Make one step of the engine; take out what has finished or failed."""
         # A thread has OpenMP's number of threads until it first asks torch for its own. vLLM's attention on CPUs fails if the number
         # changes within a step.
         torch.get_num_threads()
         told: dict[Request, None] = {}
         for output in self.llm.llm_engine.step():
-            if output.request_id not in pending:
+            request = self.pending.get(output.request_id)
+            if request is None:
                 continue
-            request = pending[output.request_id]
             if output.finished:
-                del pending[output.request_id]
+                del self.pending[request.name]
                 self._detach(request)
             request.take(output)
             told[request.whole or request] = None
         for request in told:
             request.tell()
-        for request in pending.values():
+        for request in self.pending.values():
             request.pass_on()
-        for name in [name for name, request in pending.items() if request.ended]:
-            self.take_out(pending.pop(name))
+        for request in [request for request in self.pending.values() if request.ended]:
+            self.take_out(request)
 
     def _detach(self, request: Request) -> None:
         """Let the runner forget the request, and release its entry."""
@@ -212,7 +212,8 @@ class VLLMEngine:
             request.lease.release()
 
     def take_out(self, request: Request) -> None:
-        """End a request before its time."""
+        """End a request in the engine before its time."""
+        del self.pending[request.name]
         self._detach(request)
         self.llm.llm_engine.abort_request([request.internal], internal=True)
 

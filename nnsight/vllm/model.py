@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..tracing import Backend
-    from .worker.requests import RequestLimits
 
 _NO_VLLM = (
     "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
@@ -149,12 +148,6 @@ class VLLM(MetaMixin):
             tapped_modules(module, self._layout.modules)
         return module
 
-    def _limits(self) -> RequestLimits:
-        """Start the engine, unless it runs, and return what it can do."""
-        self.dispatch()
-        assert self._engine is not None
-        return self._engine.limits
-
     def dispatch(self) -> None:
         """Start the engine, unless it runs. Envoys stay the same objects and get the modules with weights."""
         if not self.dispatched:
@@ -213,7 +206,7 @@ class VLLM(MetaMixin):
             if backend is not None:
                 raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
             backend = AsyncBackend(self)
-        return RequestTracer(self, args, kwargs, backend, self)
+        return RequestTracer(self, args, kwargs, backend)
 
     def explain(self, *args: Any, **kwargs: Any) -> ExplainingTracer:
         """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
@@ -224,14 +217,14 @@ class VLLM(MetaMixin):
         trace. Arguments are those of :meth:`trace`.
         """
         leave_to_python("model.explain(...)")
-        return ExplainingTracer(self, args, kwargs, None, self)
+        return ExplainingTracer(self, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
 
         Arguments are those of :meth:`trace`: the prompt, and sampling parameters.
         """
-        tracer = RequestTracer(self, args, kwargs, None, self)
+        tracer = RequestTracer(self, args, kwargs)
         if self._mode == "async":
             tracer._entered = True
             return AsyncBackend(self).send(tracer, None)
@@ -316,24 +309,12 @@ def _import_vllm() -> None:
         thread.join()
 
 
-#: Ways to use several devices that blocks cannot run with, and why.
-_OTHER_PARALLELISM = {
-    "pipeline_parallel_size": "layers would be in different processes, and a block runs in one",
-    "data_parallel_size": "requests would be in different engines, and the blocks of a trace are in one",
-    "prefill_context_parallel_size": "each device would have other tokens of a prompt, and a block sees it whole",
-    "decode_context_parallel_size": "each device would have other tokens in its cache",
-    "enable_expert_parallel": "tokens would travel between devices inside of a layer",
-    "enable_dbo": "a step would be run in two halves, and a block sees a request whole",
-    "enable_batch_sharded_sampling": "each device would sample for other requests, and blocks run where the first device is",
-    "nnodes": "blocks run on one machine",
-}
-
-#: Options that lead to another engine, and why blocks cannot run in it.
-_OTHER_ENGINES = {
-    "enable_lora": "adapters wrap modules when taps and tables are in them already, and under other names",
-    "worker_cls": "the worker of this package is where blocks meet the model",
-    "distributed_executor_backend": "blocks run in this process, which has the first device",
-}
+#: Options that lead to another engine, or divide layers, steps or requests among devices in another way.
+_REFUSED = (
+    *("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
+    *("enable_expert_parallel", "enable_dbo", "enable_batch_sharded_sampling", "nnodes"),
+    *("enable_lora", "worker_cls", "distributed_executor_backend"),
+)
 
 
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
@@ -347,14 +328,12 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
             f"VLLM(mode='async', tensor_parallel_size={tensor_parallel_size}) is not implemented: a thread makes the steps there, and "
             "several devices were not tried from one. Use mode='sync'."
         )
-    for name, reason in _OTHER_PARALLELISM.items():
+    for name in _REFUSED:
         if options.get(name) is True or options.get(name, 1) not in (None, False, 1):  # `True` equals 1
             raise NotImplementedError(
-                f"VLLM({name}={options[name]}) is not implemented: {reason}. Use `tensor_parallel_size=` for several devices."
+                f"VLLM({name}={options[name]!r}) is not implemented: blocks run in this process, on whole layers, prompts and steps. "
+                "Leave it out; `tensor_parallel_size=` is for several devices."
             )
-    for name, reason in _OTHER_ENGINES.items():
-        if options.get(name):
-            raise NotImplementedError(f"VLLM({name}=...) is not implemented: {reason}. Leave it out.")
     if "compile" in options:
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 

@@ -60,20 +60,25 @@ class RequestTracer(InterleavingTracer):
         args: The prompt, unless invokes have one each.
         kwargs: Sampling parameters, for all requests.
         backend: Where the block runs; in this process by default.
-        named: Knows the names and the edits of the model.
     """
 
     awaits_steps = False  # nobody knows whether an engine goes on with a request before it does
 
-    def __init__(self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None, named: Any) -> None:
-        super().__init__(_no_driver, model, args, kwargs, backend, named)
+    def __init__(self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None = None) -> None:
+        given: Any = (None, model, args, kwargs, backend, model)  # no driver: an engine calls its model itself
+        super().__init__(*given)
         self.report: EngineReport = EngineReport()
         self._main: RequestRun | None = None
 
     def execute(self, function: Callable[[], None]) -> None:
         """Run the requests. ``function`` is the block of the only request, or opens the invokes."""
+        self._execute(function)
+
+    def _execute(self, function: Callable[[], None] | None = None) -> list[Request]:
         try:
-            self._run_requests(self.begin(function))
+            requests = self.begin(function)
+            self._run_requests(requests)
+            return requests
         finally:
             self.end()
 
@@ -81,31 +86,28 @@ class RequestTracer(InterleavingTracer):
         """Run the request with the model's edits and no other block; return vLLM's output."""
         token = saves.set({})  # an edit may save values, as in a trace, though its names are not bound
         try:
-            requests = self.begin()
-            self._run_requests(requests)
+            return self._execute()[0].output
         finally:
-            self.end()
             saves.reset(token)
             self._close()
-        return requests[0].output
 
     def begin(self, function: Callable[[], None] | None = None) -> list[Request]:
         """Start the blocks, and return the requests of this trace; without ``function`` the one of a call."""
         assert self._call is not None
         _, _, args, sampling = self._call
+        blocks: list[Mediator] = []
         if function is None:
             self._entered = True
-            self._open_mentioned()
-            run = self._main = self._run_of([], "the request")
-            return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
-        self.note_start()
-        self._invokes = None if args else []
+        else:
+            self.note_start()
+            self._invokes = None if args else []
+            blocks.append(self.make_mediator(function, self.info, "trace"))
         self._open_mentioned()
-        run = self._main = self._run_of([self.make_mediator(function, self.info, "trace")], "the request")
+        run = self._main = self._run_of(blocks, "the request")
         run.begin()
         if run.failed is not None:
             raise run.failed
-        if args:
+        if args or function is None:
             return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
         return self._invoked(run, sampling)
 
@@ -117,9 +119,9 @@ class RequestTracer(InterleavingTracer):
             action()
 
     def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
-        assert self._call is not None
-        limits = self._call[1]._limits()  # type: ignore[attr-defined]
-        return RequestRun(blocks, self, None if self._model is None else self._model._tree, name, limits)
+        model: Any = self._model
+        model.dispatch()
+        return RequestRun(blocks, self, model._tree, name, model._engine.limits)
 
     def _invoked(self, main: RequestRun, sampling: Mapping[str, Any]) -> list[Request]:
         """Start the blocks of the invokes that the block of a trace without a prompt has opened; return their requests."""
@@ -146,26 +148,22 @@ class RequestTracer(InterleavingTracer):
 
     def _begun(self, request: Request) -> Request:
         """Start the blocks of ``request``, and return it; it gets a request for each sample, if it is for several."""
-        if request.sampling.n == 1:
-            request.run.begin(self._edits())
-        else:
-            request.run.begin()
-            request.split(self._edited_run)
-        return request
 
-    def _edited_run(self, name: str) -> RequestRun:
-        """Return a run of the edits of the model alone."""
-        run = self._run_of([], name)
-        run.begin(self._edits())
-        return run
+        def of_edits(name: str) -> RequestRun:
+            run = self._run_of([], name)
+            run.begin(self._edits())
+            return run
+
+        request.run.begin(self._edits() if request.sampling.n == 1 else ())
+        if request.sampling.n > 1:
+            request.split(of_edits)
+        return request
 
     def _run_requests(self, requests: list[Request]) -> None:
         """Run ``requests``; raise the first error of a block when all have finished."""
-        assert self._call is not None
-        model: Any = self._call[1]
+        model: Any = self._model
         self.note_tiers(requests)
         try:
-            model.dispatch()
             model._engine.run(requests)
         finally:
             for request in requests:
@@ -175,13 +173,14 @@ class RequestTracer(InterleavingTracer):
     def note_tiers(self, requests: list[Request]) -> None:
         """Report how the blocks run."""
         self.report.mode = "engine"
-        self.report.tiers = [request.runs[0].tier for request in requests]
+        self.report.tiers = [request.sent[0].run.tier for request in requests]
 
     def conclude(self, requests: list[Request]) -> None:
         """Report how the blocks ran, and raise the first of their errors."""
         report = self.report
-        report.steps = [max(run.steps for run in request.runs) for request in requests]
-        report.spliced = list(dict.fromkeys(location for request in requests for run in request.runs for location in run.visited))
+        report.steps = [max(sent.run.steps for sent in request.sent) for request in requests]
+        visited = (location for request in requests for sent in request.sent for location in sent.run.visited)
+        report.spliced = list(dict.fromkeys(visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
         for name, failure in failures[1:]:
             failures[0][1].add_note(f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}")
@@ -199,7 +198,3 @@ class ExplainingTracer(RequestTracer):
         for request in requests:
             request.cancel()
         self.conclude(requests)
-
-
-def _no_driver(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:
-    raise AssertionError("an engine calls its model itself")

@@ -70,9 +70,9 @@ class Bookkeeping:
 
     @property
     def attends(self) -> bool:
-        """Whether the next step has something to do: for a run, for a steered row, or for one of the last step to be cleared."""
-        tapped = self._runner.tapped
-        return bool(self.runs or self.slots or (tapped is not None and tapped.rows.filled))
+        """Whether the next step has something to do: for a run here or where this process follows, for a steered row, or to clear one."""
+        tapped, link = self._runner.tapped, self._runner.link
+        return bool(self.runs or self.slots or (tapped is not None and tapped.rows.filled) or link.attended)
 
     def step(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
         """Return the step that the runner is about to make, or ``None`` if nobody has to stop in it; give the tables their rows.

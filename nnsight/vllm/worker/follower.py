@@ -19,7 +19,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ...runtime.modules.tree import ModuleTree
 from ..steering.graph_functions import register
-from .parallel import STEPS, Answer, Start, WorkerCall
+from .parallel import STEPS, Answer, WorkerCall
 from .ranks import Follower, Group, send
 from .spread import Spreads
 
@@ -56,22 +56,21 @@ def _answered(connection: Any, function: Any, *args: Any) -> Any:
     return value
 
 
-def _started(connection: Any, start: Start) -> tuple[Any, Answer]:
-    """Return a worker with its model."""
-    config = cloudpickle.loads(start.config)
-    functions = cloudpickle.loads(start.functions)  # held here until the layers hold them
-    for function in functions:
+def _started(connection: Any, start: bytes) -> tuple[Any, Answer]:
+    """Return a worker with its model, made from vLLM's configuration, functions in the layers, rank, device and place to meet."""
+    config, functions, rank, local_rank, init_method = cloudpickle.loads(start)
+    for function in functions:  # held here until the layers hold them
         register(function)
-    worker = WorkerWrapperBase(rpc_rank=start.rank, global_rank=start.rank)
+    worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
     kwargs = {
         "vllm_config": config,
-        "local_rank": start.local_rank,
-        "rank": start.rank,
-        "distributed_init_method": start.init_method,
+        "local_rank": local_rank,
+        "rank": rank,
+        "distributed_init_method": init_method,
         "is_driver_worker": False,
         "shared_worker_lock": threading.Lock(),
     }
-    worker.init_worker([{}] * start.rank + [kwargs])
+    worker.init_worker([{}] * rank + [kwargs])
     worker.init_device()
     worker.load_model()
     current_platform.update_block_size_for_backend(config)

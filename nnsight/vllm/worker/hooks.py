@@ -50,14 +50,14 @@ def _hooks_of_v1(base: Any) -> list[Any]:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
         self.bookkeeping.follow(scheduler_output)
-        if not _is_attended(self):
+        if not self.bookkeeping.attends:
             return base.execute_model(self, scheduler_output, *args, **kwargs)
         self.scheduled = scheduler_output
         with ExitStack() as self.stack:
             return base.execute_model(self, scheduler_output, *args, **kwargs)
 
     def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not _is_attended(self):
+        if not self.bookkeeping.attends:
             return base._model_forward(self, input_ids, positions, *args, **kwargs)
         first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         total: int = first.shape[0]
@@ -93,7 +93,7 @@ def _hooks_of_v2(base: Any) -> list[Any]:
 
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = base.prepare_inputs(self, *args, **kwargs)
-        if _is_attended(self):
+        if self.bookkeeping.attends:
             self.step = self.bookkeeping.step(batch.num_tokens_after_padding, *batch_of_v2(batch))
             self.stack.enter_context(_shown(self))  # the next module that runs is the model: those with encoders are refused
         return batch
@@ -109,11 +109,6 @@ def _hooks_of_v2(base: Any) -> list[Any]:
 
 
 # -- before and after the model -----------------------------------------------------------------------------------------
-
-
-def _is_attended(runner: Any) -> bool:
-    """Whether the next step has something to do, for this process or for the one that it follows."""
-    return runner.bookkeeping.attends or runner.link.attended
 
 
 @contextmanager

@@ -44,16 +44,6 @@ _PROGRAM = (
 STEPS = frozenset(("execute_model", "sample_tokens"))
 
 
-class Start(NamedTuple):
-    """What a follower is made from."""
-
-    config: bytes  # vLLM's configuration, pickled
-    functions: bytes  # functions in the layers, pickled
-    rank: int
-    local_rank: int  # its device
-    init_method: str  # where the ranks meet
-
-
 @dataclass
 class WorkerCall:
     """A call of a method of all workers, by its name, or as a pickled function that takes the worker."""
@@ -72,20 +62,20 @@ class Answer(NamedTuple):
 
 
 class Followers:
-    """The other processes of an engine: ``count`` of them, each made from what ``start`` returns for its rank."""
+    """The other processes of an engine: ``count`` of them, each made from what ``start`` returns for its number, from 1."""
 
-    def __init__(self, count: int, start: Callable[[int], Start]) -> None:
+    def __init__(self, count: int, start: Callable[[int], bytes]) -> None:
         self.connections: list[Any] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         threads = _share_threads(count + 1)
-        for rank in range(1, count + 1):
+        for number in range(1, count + 1):
             mine, theirs = Pipe()
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
             self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | threads))
             theirs.close()
             self.connections.append(mine)
             mine.send(sys.path)
-            mine.send(start(rank))
+            mine.send(start(number))
 
     def answers(self, patience: float | None = None) -> list[Answer]:
         """Return the answer of each; raise ``RuntimeError`` if one has ended, or does not answer within ``patience`` seconds."""
@@ -125,11 +115,12 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._place = super()._distributed_args()
         init_method, rank, local_rank = self._place
         digests = self.vllm_config.additional_config.get("nnsight", {}).get("functions", ())
-        config, functions = cloudpickle.dumps(self.vllm_config), cloudpickle.dumps([*map(registered, digests)])
-        self._followers = Followers(
-            self.parallel_config.world_size - 1,
-            lambda other: Start(config, functions, rank + other, local_rank + other, init_method),
-        )
+        functions = [*map(registered, digests)]
+
+        def start(other: int) -> bytes:
+            return cloudpickle.dumps((self.vllm_config, functions, rank + other, local_rank + other, init_method))
+
+        self._followers = Followers(self.parallel_config.world_size - 1, start)
         try:
             super()._init_executor()
             failed = [answer.error for answer in self._followers.answers() if answer.error]

@@ -17,6 +17,7 @@ If a block ends a step by an exception that is no error of its request (Ctrl-C),
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,12 +133,8 @@ class Leader(Alone):
     """The rank whose process runs the blocks. Its ``attended`` says whether the engine has requests with blocks; followers know it."""
 
     def __init__(self, connections: Sequence[Any], group: Group, spreads: Spreads) -> None:
-        self._connections = connections
+        self.tell = functools.partial(send, connections=connections)
         self.group, self.spreads = group, spreads
-
-    def tell(self, message: Any) -> None:
-        """Send ``message`` to all followers."""
-        send(message, self._connections)
 
     def step(self, runner: Any, parts: Sequence[Part], last: EngineStep | None = None) -> EngineStep | None:
         if isinstance(last, _LeaderStep):

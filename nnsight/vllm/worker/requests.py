@@ -28,15 +28,6 @@ from .request_rows import RequestReplacements, RequestRows, RowView, place_of, r
 #: Locations that belong to no module.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
 
-#: How the blocks of a request run.
-BETWEEN, AT_TAPS, CAPTURED, AS_PARAMETERS, BESIDE = (
-    "between modules",
-    "at taps of the compiled model",
-    "behind the compiled model, on values captured in it",
-    "in the compiled model, as parameters",
-    "beside",
-)
-
 _NO_SKIP = (
     "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
     "Replace its output, as in `layer.output = value`."
@@ -117,13 +108,14 @@ class RequestRun(Interleaver):
     @property
     def tier(self) -> str:
         """How the blocks of the request run."""
-        if self.touches_model:
-            if self.limits.locations is None:
-                return BETWEEN
-            return CAPTURED if set(self.awaited).intersection(self.limits.captured) else AT_TAPS
-        if self.steering:
-            return BETWEEN if self.limits.steered is None else AS_PARAMETERS
-        return BESIDE
+        if not self.touches_model and not self.steering:
+            return "beside"
+        if self.limits.locations is None:
+            return "between modules"
+        if not self.touches_model:
+            return "in the compiled model, as parameters"
+        captured = set(self.awaited).intersection(self.limits.captured)
+        return "behind the compiled model, on values captured in it" if captured else "at taps of the compiled model"
 
     @property
     def needs_stops(self) -> bool:

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """vLLM's outputs for the requests of a trace, as they come: for ``async for``, ``async with`` and ``await``.
+    """vLLM's outputs for the requests of a trace, as they come: for ``async for``, ``async with``, and ``await``, which returns the last.
 
-    Outputs are vLLM's, each with all tokens so far. The last one has an attribute ``saves``, with the values that the block saved by their
-    names; ``await`` returns this one. The loop raises the error of the block. Leaving ``async with``, or a cancellation of a waiting
-    task, ends the requests. ``close`` is called when the last output has been taken.
+    Each output has all tokens so far. The loop raises the error of the block. Leaving ``async with``, or a cancellation of a waiting task,
+    ends the requests. ``close`` is called when the last output has been taken.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:

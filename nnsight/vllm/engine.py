@@ -13,13 +13,14 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .groups import groups
 from .prompts import refusals
 from .samples import Request
+from .skeleton import config_of
 from .stack_room import with_room
 from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register
@@ -27,9 +28,6 @@ from .steering.tables import Steering, salt_of
 from .worker.engine_taps import HANDOFF, Layout
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
-
-if TYPE_CHECKING:
-    from ..runtime.modules.tree import ModuleTree
 
 WORKER = f"{__package__}.worker.worker.Worker"
 
@@ -47,33 +45,27 @@ _FULL = (
 
 
 class VLLMEngine:
-    """An engine with the model of a repository; ``llm`` is vLLM's own object.
+    """An engine with the model of a repository or folder; ``llm`` is vLLM's own object, made with ``options``.
 
-    Args:
-        repo: Repository or folder.
-        options: Those of ``vllm.LLM``.
-        layout: What a compiled engine has in its graph, see :mod:`~nnsight.vllm.worker.engine_taps`; ``None`` for one that stops between
-            all modules.
-        functions: Functions of layers with tables, by name, see :mod:`~nnsight.vllm.steering.graph_functions`.
+    An empty ``layout`` is for an engine that stops between all modules; ``functions`` are those of layers with tables, by name.
     """
 
     def __init__(
         self,
         repo: str,
         options: Mapping[str, Any],
-        layout: Layout | None = None,
-        functions: Mapping[str, Callable[..., Any]] | None = None,
+        layout: Layout,
+        functions: Mapping[str, Callable[..., Any]],
     ) -> None:
         from vllm import LLM
         from vllm.utils.system_utils import set_env_var
 
         choose_runner()  # again: the engine may be started long after the model was made
-        self._functions = _traced(repo, options, functions or {})
-        slots = 0 if layout is None else layout.slots
-        self.entries = Entries(slots, _FULL.format(count=slots))
-        if layout is not None:
+        self._functions = _traced(repo, options, functions)
+        self.entries = Entries(layout.slots, _FULL.format(count=layout.slots))
+        if layout.modules:
             options = _with_layout(options, replace(layout, functions=tuple(map(register, self._functions.values()))))
-        parallel = options.get("tensor_parallel_size", 1) > 1
+        parallel = options["tensor_parallel_size"] > 1
         groups.check_alone(parallel)
         if parallel:
             from .worker.parallel import ParallelExecutor
@@ -92,11 +84,6 @@ class VLLMEngine:
         self._running = False
         self.pending: dict[str, Request] = {}  # the requests in the engine, by their names there
 
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model, with its weights."""
-        return self._runner.get_model()
-
     @functools.cached_property
     def limits(self) -> RequestLimits:
         """What the engine can do."""
@@ -106,10 +93,6 @@ class VLLMEngine:
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
         locations, steered, captured = tuple(tapped.locations), tuple(tapped.tables), tuple(tapped.captured)
         return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions)
-
-    def stop_at(self, tree: ModuleTree) -> None:
-        """Intercept the model's calls by this tree."""
-        self._runner.tree = tree
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""
@@ -241,10 +224,7 @@ def _traced(repo: str, options: Mapping[str, Any], functions: Mapping[str, Calla
     """Return ``functions``, traced for the hidden state of the model."""
     if not functions:
         return {}
-    from vllm.engine.arg_utils import EngineArgs
-
-    given = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
-    config = EngineArgs(model=repo, **given).create_engine_config().model_config
+    config = config_of(repo, options).model_config
     return {name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()}
 
 

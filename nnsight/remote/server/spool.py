@@ -2,15 +2,14 @@
 
 A SQLite database, ``jobs.sqlite``, has the record of each job with its status, and short payloads and results. Long ones are files beside
 it, ``ID.payload`` and ``ID.result``, written under another name and then renamed. So each is there as a whole or not at all, also after a
-kill. Jobs of many clients are written in one transaction, because a transaction costs more than its content.
+kill.
 
 A sync takes the disk several milliseconds, and no job waits for it: a job may run before :meth:`Spool.settle` has returned, but the client
 hears only then that it was received. A payload is removed after the sync of the result; until then the job could run again. SQLite writes
 to its log first (``journal_mode=WAL``) and does not sync it (``synchronous=NORMAL``), so a sync of ``jobs.sqlite-wal`` secures all that was
 written before.
 
-A full disk is an ordinary event: the job that did not fit is refused or fails with a message, and nothing of it stays. The
-folder has its own budget, so results that are never fetched do not fill the disk.
+A full disk is an ordinary event: the job that did not fit is refused or fails with a message, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -286,7 +285,6 @@ class Spool:
 
     @staticmethod
     def _write_file(path: str, content: IO[bytes]) -> None:
-        """Write a file as a whole."""
         temporary = f"{path}.new"
         try:
             with open(temporary, "wb") as file:

@@ -25,15 +25,10 @@ from ..worker.runner import check, choose_runner
 
 WORKER = f"{__package__.rpartition('.')[0]}.worker.worker.ServingWorker"
 
-_ONE_PROCESS = "one process has to know which edits are in the tables."
-
 #: Options of vLLM that lead to another server, or another worker.
-_OTHER_SERVERS = {
-    "worker_cls": "the worker is this package's.",
-    "api_server_count": _ONE_PROCESS,
-    "headless": _ONE_PROCESS,
-    "grpc": "requests over gRPC are not looked at.",
-}
+_OTHER_SERVERS = ("worker_cls", "api_server_count", "headless", "grpc")
+
+_NOT_TOGETHER = "{} cannot be had together with --edits: one process has to know all tables, and each table the rows of a whole step."
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -75,10 +70,10 @@ def _prepare(args: Any) -> Vectors:
         raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`.")
     if args.slots < 1 or args.rank < 0:
         raise ValueError("--slots is a number from 1, and --rank one from 0.")
-    for name, why in _OTHER_SERVERS.items():
+    for name in _OTHER_SERVERS:
         value = getattr(args, name)
         if value and value not in ("auto", 1):
-            raise ValueError(f"--{name.replace('_', '-')} cannot be had together with --edits: {why}")
+            raise ValueError(_NOT_TOGETHER.format(f"--{name.replace('_', '-')}"))
     vectors = Vectors()
     for given in args.vectors:
         name, equals, path = given.partition("=")
@@ -94,16 +89,16 @@ def _prepare(args: Any) -> Vectors:
 def _refuse(config: Any) -> None:
     """Raise a ``ValueError`` for a configuration in which the rows of a step and the tables would not fit together."""
     parallel = config.parallel_config
-    reasons = {
-        "data parallelism": (parallel.data_parallel_size > 1, _ONE_PROCESS),
-        "pipeline parallelism": (parallel.pipeline_parallel_size > 1, "each device would have other layers."),
-        "context parallelism": (parallel.prefill_context_parallel_size > 1, "rows of a step are in another order."),
-        "cutting steps into micro-batches": (parallel.use_ubatching, "rows are counted for a whole step."),
-        "LoRA": (config.lora_config is not None, "adapters replace the layers that have tables."),
+    refused = {
+        "data parallelism": parallel.data_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.prefill_context_parallel_size > 1,
+        "cutting steps into micro-batches": parallel.use_ubatching,
+        "LoRA": config.lora_config is not None,
     }
-    for what, (found, why) in reasons.items():
+    for what, found in refused.items():
         if found:
-            raise ValueError(f"{what} cannot be had together with --edits: {why}")
+            raise ValueError(_NOT_TOGETHER.format(what))
 
 
 async def _serve(args: Any, vectors: Vectors) -> None:

@@ -78,7 +78,7 @@ async def register(name: str, request: Request) -> dict[str, Any]:
         raise HTTPException(400, str(error)) from error
     except ImportError as error:
         raise HTTPException(501, str(error)) from error
-    client.vectors_changed()
+    client.salted_edits.cache_clear()  # a name may stand for another vector from now on
     return {"name": name, "layers": client.vectors.layers(name)}
 
 
@@ -90,7 +90,7 @@ async def remove(name: str, request: Request) -> dict[str, Any]:
         client.vectors.remove(name)
     except KeyError as error:
         raise HTTPException(404, error.args[0]) from error
-    client.vectors_changed()
+    client.salted_edits.cache_clear()
     return {"name": name}
 
 

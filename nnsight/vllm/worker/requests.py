@@ -1,8 +1,7 @@
 """The run of one request.
 
-Every request is a run of its own: an :class:`~nnsight.runtime.interleaver.Interleaver` with the edits of the model and one
-block. So occurrences are counted for each request, whatever other requests the engine puts into the same step, and ``tracer.iter``
-counts the tokens of the request.
+Every request is a run of its own, so ``tracer.iter`` counts the tokens of the request, whatever other requests the engine puts into the
+same step.
 
 An error of a block ends this run only. The engine goes on with the model's own values, the request is taken out of it, and
 the trace raises the error when the other requests have finished.
@@ -107,7 +106,7 @@ class RequestRun(Interleaver):
 
     @property
     def tier(self) -> str:
-        """How the blocks of the request run."""
+        """How the blocks of the request run; ``"beside"`` is for those that need no value of the model."""
         if not self.touches_model and not self.steering:
             return "beside"
         if self.limits.locations is None:

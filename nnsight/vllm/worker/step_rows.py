@@ -1,9 +1,8 @@
 """Which rows of a step belong to which request.
 
-A step of the engine runs the tokens of all its requests as one flat batch. vLLM has two model runners, the part of a worker that puts this
-batch together, and each keeps the rows of the requests in a place of its own. The functions here read both into *spans*. The rest of this
-package does not ask which runner an engine has, except for where it stops (:mod:`~nnsight.vllm.worker.hooks`) and what it refuses
-(:mod:`~nnsight.vllm.worker.runner`).
+vLLM has two model runners, the part of a worker that puts the flat batch of a step together, and each keeps the rows of the requests in a
+place of its own. The functions here read both into *spans*. The rest of this package does not ask which runner an engine has, except for
+where it stops (:mod:`~nnsight.vllm.worker.hooks`) and what it refuses (:mod:`~nnsight.vllm.worker.runner`).
 
 V1 remembers a request from its first step to its last. V2 forgets a request that has to make room for others (preemption), and takes it in
 again as if it were new. So, for both, rows that come again are recognized by their positions.

@@ -1,8 +1,7 @@
 """vLLM's worker with a model runner that knows the runs of requests.
 
-vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, which then stops for blocks
-(:mod:`~nnsight.vllm.worker.hooks`). When the model is loaded, taps, captures and tables are put into it
-(:mod:`~nnsight.vllm.worker.engine_taps`).
+vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, which then stops for blocks. When the model is
+loaded, taps, captures and tables are put into it.
 """
 
 from __future__ import annotations
@@ -48,22 +47,20 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     always_tapped = False
 
     def init_device(self) -> None:
-        layout = self._layout()
-        check(self.vllm_config, layout is not None and layout.only_tables)
+        check(self.vllm_config, self._layout().only_tables)
         super().init_device()
         stop(self.model_runner, self.vllm_config.use_v2_model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         layout = self._layout()
-        if layout is not None and (self.always_tapped or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
+        if layout.modules and (self.always_tapped or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
             runner, config = self.model_runner, self.vllm_config.model_config
             rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
             runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
 
-    def _layout(self) -> Layout | None:
-        description = self.vllm_config.additional_config.get("nnsight")
-        return Layout.described(description) if description else None
+    def _layout(self) -> Layout:
+        return Layout.described(self.vllm_config.additional_config.get("nnsight", {}))
 
     def nnsight_locations(self) -> list[str]:
         """Return the locations that have tables."""

@@ -143,7 +143,6 @@ class _Job:
     def begin(self) -> None:
         """Start the blocks, and send the requests to the engine."""
         self._requests = self._context.run(self._tracer.begin, self._function)
-        self._tracer.note_tiers(self._requests)
         for request in self._requests:
             request.on_output = self._take
             self._engine.admit(request)

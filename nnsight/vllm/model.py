@@ -20,7 +20,7 @@ from ..modeling.mixins import MetaMixin
 from ..runtime.uncompiled import leave_to_python
 from .asynchronous import AsyncBackend, Turns
 from .engine import VLLMEngine
-from .request_tracing import ExplainingTracer, RequestTracer
+from .request_tracing import RequestTracer
 from .steering.choices import Choice
 from .steering.vectors import Vectors
 from .worker.engine_taps import Layout, tapped_modules
@@ -205,7 +205,7 @@ class VLLM(MetaMixin):
             backend = AsyncBackend(self)
         return RequestTracer(self, args, kwargs, backend)
 
-    def explain(self, *args: Any, **kwargs: Any) -> ExplainingTracer:
+    def explain(self, *args: Any, **kwargs: Any) -> RequestTracer:
         """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
 
         The block, or each invoke, begins, and ends at the first value of the model that it waits for. The engine is started if it has not
@@ -213,7 +213,9 @@ class VLLM(MetaMixin):
         that are not there raise as in a trace. Arguments are those of :meth:`trace`.
         """
         leave_to_python("model.explain(...)")
-        return ExplainingTracer(self, args, kwargs)
+        tracer = RequestTracer(self, args, kwargs)
+        tracer.report.planned = True
+        return tracer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.

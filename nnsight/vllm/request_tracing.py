@@ -59,16 +59,23 @@ class RequestTracer(InterleavingTracer):
         self._main: RequestRun | None = None
 
     def execute(self, function: Callable[[], None]) -> None:
-        """Run the requests. ``function`` is the block of the only request, or opens the invokes."""
+        """Run the requests; ``function`` is the block of the only one, or opens the invokes."""
         self._execute(function)
 
     def _execute(self, function: Callable[[], None] | None = None) -> list[Request]:
+        """Run the requests, unless this is a plan only, and return them; raise the first error of a block when all have finished."""
+        requests: list[Request] = []
         try:
             requests = self.begin(function)
-            self._run_requests(requests)
-            return requests
+            if not self.report.planned:
+                model: Any = self._model
+                model._engine.run(requests)
         finally:
+            for request in requests:
+                request.cancel()
             self.end()
+        self.conclude(requests)
+        return requests
 
     def call(self) -> Any:
         """Run the request with the model's edits and no other block; return vLLM's output."""
@@ -96,8 +103,12 @@ class RequestTracer(InterleavingTracer):
         if run.failed is not None:
             raise run.failed
         if args or function is None:
-            return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
-        return self._invoked(run, sampling)
+            requests = [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
+        else:
+            requests = self._invoked(run, sampling)
+        self.report.mode = "engine"
+        self.report.tiers = [request.sent[0].run.tier for request in requests]
+        return requests
 
     def end(self) -> None:
         """Release what :meth:`begin` made."""
@@ -147,22 +158,6 @@ class RequestTracer(InterleavingTracer):
             request.split(of_edits)
         return request
 
-    def _run_requests(self, requests: list[Request]) -> None:
-        """Run ``requests``; raise the first error of a block when all have finished."""
-        model: Any = self._model
-        self.note_tiers(requests)
-        try:
-            model._engine.run(requests)
-        finally:
-            for request in requests:
-                request.cancel()
-        self.conclude(requests)
-
-    def note_tiers(self, requests: list[Request]) -> None:
-        """Report how the blocks run."""
-        self.report.mode = "engine"
-        self.report.tiers = [request.sent[0].run.tier for request in requests]
-
     def conclude(self, requests: list[Request]) -> None:
         """Report how the blocks ran, and raise the first of their errors."""
         report = self.report
@@ -174,15 +169,3 @@ class RequestTracer(InterleavingTracer):
             failures[0][1].add_note(f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}")
         if failures:
             raise failures[0][1]
-
-
-class ExplainingTracer(RequestTracer):
-    """Runs blocks to the first value they wait for, reports how they would go on, and ends them there."""
-
-    def _run_requests(self, requests: list[Request]) -> None:
-        """Report how the blocks would run; raise the first error of a block."""
-        self.report.planned = True
-        self.note_tiers(requests)
-        for request in requests:
-            request.cancel()
-        self.conclude(requests)

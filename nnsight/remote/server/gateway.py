@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import IO, Any
 
+from prometheus_client import generate_latest
+
 from ..protocol import JobStatus, ModelKey
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from .engine import Engine, EngineLostError, Outcome, TimeLimitError
@@ -362,7 +364,7 @@ class Gateway:
             self.metrics.queued.labels(key).set(len(served.queue))
             self.metrics.running.labels(key).set(len(served.running))
         self.metrics.spooled.set(self.spool.used)
-        return self.metrics.text()
+        return generate_latest(self.metrics.registry)
 
 
 def _no_room(reason: str) -> RefusedError:

@@ -101,7 +101,7 @@ class RayEngine:
         self.width = width
         self._name, self._handle, self.kind_of = name, handle, kinds
         self._streams: dict[int, Any] = {}
-        self._healthy = True
+        self.healthy = True  # whether a replica was running at the last check
         self._closing = threading.Event()
         self._watching = threading.Thread(target=self._watch, name=f"nnsight-watch {name}", daemon=True)
         self._watching.start()
@@ -134,11 +134,6 @@ class RayEngine:
         if stream is not None:
             stream.cancel()
 
-    @property
-    def healthy(self) -> bool:
-        """Whether a replica was running at the last check."""
-        return self._healthy
-
     def close(self) -> None:
         """End the replicas."""
         self._closing.set()
@@ -154,10 +149,10 @@ class RayEngine:
             except Exception as error:  # the cluster does not answer
                 _log.debug("no status of %s: %r", self._name, error)
                 healthy = False
-            if healthy != self._healthy:
+            if healthy != self.healthy:
                 event = "replicas are there again" if healthy else "no replica runs"
                 _log.warning(event, extra={"application": self._name})
-            self._healthy = healthy
+            self.healthy = healthy
 
 
 @contextlib.contextmanager

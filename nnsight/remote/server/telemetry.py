@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -54,7 +54,3 @@ class Metrics:
         self.results = counter("nnsight_result_bytes", "Bytes of results.")
         self.spooled = gauge("nnsight_spool_bytes", "Bytes of payloads and results on disk.")
         self.sockets = gauge("nnsight_sockets", "Open WebSockets.")
-
-    def text(self) -> bytes:
-        """Return the metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)

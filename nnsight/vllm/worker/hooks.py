@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from .bookkeeping import Bookkeeping
+from .bookkeeping import Bookkeeping, batch_of_v1, batch_of_v2
 from .ranks import Alone
 from .requests import LOGITS
-from .step_rows import batch_of_v1, batch_of_v2
 
 
 def stop(runner: Any, v2: bool) -> None:

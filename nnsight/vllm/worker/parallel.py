@@ -12,9 +12,13 @@ answer does not come, or differs from that of this process, the engine has ended
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,12 +27,16 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from vllm.distributed import get_tp_group
+from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from ..steering.graph_functions import registered
-from .ranks import Group, Leader, send
+from ...runtime.modules.tree import ModuleTree
+from ..steering.graph_functions import register, registered
+from .ranks import Follower, Group, Leader, send
 from .spread import Spreads
 
 #: How long followers may take to answer after a failure, in seconds.
@@ -37,7 +45,7 @@ _PATIENCE = 10.0
 #: The program of a follower's interpreter. First of all it gets the leader's search path.
 _PROGRAM = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
-    "sys.path[:] = connection.recv(); from nnsight.vllm.worker.follower import follow; follow(connection)"
+    "sys.path[:] = connection.recv(); from nnsight.vllm.worker.parallel import follow; follow(connection)"
 )
 
 #: Calls after which all ranks have to be in the same state.
@@ -232,3 +240,77 @@ def _share_threads(processes: int) -> dict[str, str]:
     threads = max(1, torch.get_num_threads() // processes)
     torch.set_num_threads(threads)
     return {"OMP_NUM_THREADS": str(threads)}
+
+
+# -- the process of another device ----------------------------------------------------------------------------------------
+
+
+def follow(connection: Any) -> None:
+    """Run a worker until the leader sends ``None``, or has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader is interrupted, and says so
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        worker = _answered(connection, _started, connection, connection.recv())
+        if worker is not None:
+            runner = worker.worker.model_runner
+            while (message := connection.recv()) is not None:
+                if isinstance(message, WorkerCall):  # anything else was for a step that this process has abandoned
+                    runner.link.attended = message.attended
+                    _answered(connection, _done, worker, message)
+            worker.shutdown()
+            cleanup_dist_env_and_memory()
+    except (EOFError, OSError):
+        os._exit(1)  # without its leader, cleaning up may hang
+
+
+def _answered(connection: Any, function: Any, *args: Any) -> Any:
+    """Call ``function``, which returns a value and an answer; send the answer, and return the value."""
+    value = None
+    try:
+        value, answer = function(*args)
+    except Exception:
+        answer = Answer(error=traceback.format_exc())
+    try:
+        send(answer, [connection])
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError):  # the result cannot be pickled
+        send(Answer(error=traceback.format_exc()), [connection])
+    return value
+
+
+def _started(connection: Any, start: bytes) -> tuple[Any, Answer]:
+    """Return a worker with its model, made from vLLM's configuration, functions in the layers, rank, device and place to meet."""
+    config, functions, rank, local_rank, init_method = cloudpickle.loads(start)
+    for function in functions:  # held here until the layers hold them
+        register(function)
+    worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
+    kwargs = {
+        "vllm_config": config,
+        "local_rank": local_rank,
+        "rank": rank,
+        "distributed_init_method": init_method,
+        "is_driver_worker": False,
+        "shared_worker_lock": threading.Lock(),
+    }
+    worker.init_worker([{}] * rank + [kwargs])
+    worker.init_device()
+    worker.load_model()
+    current_platform.update_block_size_for_backend(config)
+    runner = worker.worker.model_runner
+    model = runner.get_model()
+    tree = runner.tree = ModuleTree.of(model)
+    runner.link = Follower(connection, Group(get_tp_group()), Spreads(model), tree)
+    return worker, Answer()
+
+
+def _done(worker: Any, call: WorkerCall) -> tuple[None, Answer]:
+    result = run_method(worker, call.method, call.args, dict(call.kwargs))
+    if isinstance(result, AsyncModelRunnerOutput):
+        result = result.get_output()
+    return None, Answer(None if call.method in STEPS else result)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its leader ends, even if it waits for the leader inside of a collective operation."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -19,9 +19,7 @@ _SEVERAL = (
 def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
     """Return the prompt of one request, as vLLM takes it; raise ``ValueError`` or ``TypeError`` if ``args`` are something else.
 
-    Args:
-        args: One prompt: a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict as vLLM
-            takes it.
+    A prompt is a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict as vLLM takes it.
     """
     if len(args) != 1:
         raise ValueError(_SEVERAL.format(count=len(args)))

@@ -144,12 +144,8 @@ class _Worker:
 class ThreadEngine:
     """The engine of a model in this process.
 
-    Args:
-        run: Returns the result of a payload or raises its error; calls its second argument with each line that is printed.
-        name: Name of the thread, for debuggers.
-        run_together: Returns the outcomes of payloads of one kind; likewise, with a function for each.
-        kind_of: As in :class:`Engine`; by default no two programs run together.
-        most_stuck: Number of abandoned threads from which on the engine is not healthy.
+    ``run`` returns the result of a payload or raises its error, and calls its second argument with each line that is printed;
+    ``run_together`` returns the outcomes of payloads of one kind. With ``most_stuck`` abandoned threads the engine is not healthy.
     """
 
     width = 1

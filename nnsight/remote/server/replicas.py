@@ -183,15 +183,8 @@ def deploy(
 ) -> RayEngine:
     """Start the replicas of a model within :func:`cluster`, and return their engine when the first is ready.
 
-    Args:
-        key: The model; an existing application of this name is replaced.
-        build: Makes the engine of a replica, in its process.
-        kinds: Finds the kind of a program, as in :class:`~.engine.Engine`.
-        replicas: Least and most replicas.
-        cpus: Cores that a replica reserves; ``gpus`` likewise.
-
-    Raises:
-        RuntimeError: If a replica cannot be started.
+    ``build`` makes the engine of a replica, in its process; ``kinds`` finds the kind of a program. ``replicas`` are the least and the most,
+    each with so many ``cpus`` and ``gpus``. An existing application of this name is replaced. Raises ``RuntimeError`` if none starts.
     """
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
@@ -212,11 +205,7 @@ def deploy(
 
 
 def deploy_model(name: str, revision: str, options: dict[str, Any], **scaling: Any) -> tuple[ModelKey, RayEngine]:
-    """Start replicas of a language model; as :func:`deploy`. This process has no weights, only the model's structure.
-
-    Raises:
-        OSError: If the model cannot be loaded.
-    """
+    """Start replicas of a language model, as :func:`deploy`; raise ``OSError`` if it cannot be loaded. This process has no weights."""
     key, structure = load(name, revision, dispatch=False, **options)
 
     def build() -> Engine:

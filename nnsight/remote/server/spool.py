@@ -50,14 +50,9 @@ class StorageFullError(OSError):
 
 
 class Spool:
-    """The folder of the jobs. Several threads may use it.
+    """The folder of the jobs, made for its owner only if it does not exist; ``capacity`` is the most bytes of all payloads and results.
 
-    Args:
-        folder: The folder; made for its owner only, if it does not exist.
-        capacity: Most bytes of all payloads and results.
-
-    Raises:
-        OSError: If the folder or its database cannot be used.
+    Several threads may use it. Raises ``OSError`` if the folder or its database cannot be used.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity: int = 16 * 2**30) -> None:

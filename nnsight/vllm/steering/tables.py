@@ -117,9 +117,8 @@ class RowSlots:
     def fill(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """Set rows to entries, given as the first row, the row behind the last one, and the number of the entry; others to none.
 
-        Most steps have the same entries as the step before: a token of each request. Then nothing is done. A device may still run the step
-        before when its rows for this step are copied, and this call does not wait for it. So each call copies from new memory: the
-        allocator of pinned memory gives it to nobody else before it has been copied.
+        A device may still run the step before when its rows for this step are copied, and this call does not wait for it. So each call
+        copies from new memory: the allocator of pinned memory gives it to nobody else before it has been copied.
         """
         if entries == self._entries:
             return

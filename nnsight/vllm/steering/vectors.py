@@ -86,12 +86,7 @@ def _direction(tensor: Any, what: str) -> torch.Tensor:
 
 
 class Vectors(Mapping[str, Vector]):
-    """The vectors that requests name.
-
-    Args:
-        hidden: Channels of the model's hidden state; ``None`` if they are not known yet. It may be set later, and each use of a direction
-            compares its size.
-    """
+    """The vectors that requests name; ``hidden`` are the channels of the model's hidden state, ``None`` if they are not known yet."""
 
     def __init__(self, hidden: int | None = None) -> None:
         self.hidden = hidden

@@ -133,9 +133,7 @@ class Bookkeeping:
     def step(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
         """Return the step that the runner is about to make, or ``None`` if nobody has to stop in it; give the tables their rows.
 
-        Args:
-            total: Rows of the flat batch, padding included.
-            names, positions, size, spans: As :func:`batch_of_v1` returns them; ``size`` is without padding.
+        ``total`` rows are with padding, ``size`` rows without; the other arguments are as :func:`batch_of_v1` returns them.
         """
         last = self._last
         if last is None or positions != last.next_positions or names != last.names or size != len(names) or total != last.total:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-#: vLLM reads this whenever it asks which runner an engine has.
 _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 #: Why blocks that meet the model cannot have drafts of several tokens, some of which are thrown away again.
@@ -48,17 +47,9 @@ def choose_runner() -> None:
 def check(config: Any, tables: bool) -> None:
     """Raise for a configuration of vLLM that blocks cannot run with, whether an option or the model itself has set it.
 
-    With tables of edits alone, drafts that are looked up in the tokens of the request (``ngram``) do no harm: an edit belongs to positions
-    of a request, and the cache entries of a rejected token are written over. Other drafts come from a model that is not steered, and
-    with them, or with asynchronous scheduling, only the device knows the positions. Several devices look up the same drafts, because all
-    have the tokens of the first.
-
-    Args:
-        config: vLLM's whole configuration.
-        tables: Whether the engine has tables for edits, and nothing else.
-
-    Raises:
-        NotImplementedError: With the reason, and what to leave out.
+    With tables of edits alone (``tables``), drafts that are looked up in the tokens of the request (``ngram``) do no harm: an edit belongs
+    to positions of a request, and the cache entries of a rejected token are written over. Several devices look up the same drafts, because
+    all have the tokens of the first.
     """
     if config.use_v2_model_runner:
         _check_v2(config)

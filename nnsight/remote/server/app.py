@@ -28,7 +28,7 @@ from ... import __version__
 from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER
 from ..wire.operators import OPERATORS_HASH
 from ..wire.payload import VERSION
-from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
+from .envelopes import BAD_KEY, RefusedError, check_payload, checked_envelope, too_long
 from .gateway import Gateway
 from .jobs import ServerJob
 from .keys import Account, Door, OpenDoor
@@ -94,7 +94,6 @@ def _account(request: Request, door: Door) -> Account:
 
 
 def _job(request: Request, gateway: Gateway, door: Door) -> ServerJob:
-    """Return the job of a request."""
     job = gateway.find(request.path_params["job_id"], _account(request, door))
     if job is None:
         raise HTTPException(404, _NO_JOB)
@@ -102,8 +101,6 @@ def _job(request: Request, gateway: Gateway, door: Door) -> ServerJob:
 
 
 def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]:
-    """Return the routes of jobs."""
-
     async def submit(request: Request) -> Response:
         account, began = _account(request, door), time.time()
         timeout = asyncio.timeout(gateway.settings.upload)
@@ -114,9 +111,7 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
                 if not isinstance(blob, UploadFile):
                     raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
                 size = blob.size or 0
-                if size > account.bytes:
-                    raise too_long(account.bytes)
-                check_start(await blob.read(9), size, version)
+                check_payload(await blob.read(9), size, account.bytes, version)
                 await blob.seek(0)
                 job = await gateway.submit(account, envelope["model_key"], envelope.get("nonce", ""), blob.file, size)
                 await gateway.secure(job, listened=sessions.attach(envelope["session_id"], job, account))
@@ -154,8 +149,6 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
 
 
 def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
-    """Return the routes of facts about the server."""
-
     async def status(request: Request) -> Response:
         deployments = {
             key: {

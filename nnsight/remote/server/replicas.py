@@ -135,7 +135,6 @@ class RayEngine:
             stream.cancel()
 
     def close(self) -> None:
-        """End the replicas."""
         self._closing.set()
         self._watching.join()
         with contextlib.suppress(RayError, RayServeException):

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from ..protocol import FRAMING, KEY_HEADER, VERSION_HEADER, JobStatus, Message, join_packet, split_packet
-from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
+from .envelopes import BAD_KEY, RefusedError, check_payload, checked_envelope
 from .gateway import Gateway
 from .jobs import ServerJob
 from .keys import Account, Door
@@ -93,9 +93,7 @@ class _Session:
             raise RefusedError(400, "envelope", str(error)) from None
         version = headers.get(VERSION_HEADER, "unknown")
         envelope = checked_envelope(content, version)
-        if len(payload) > account.bytes:
-            raise too_long(account.bytes)
-        check_start(payload[:9], len(payload), version)
+        check_payload(payload[:9], len(payload), account.bytes, version)
         nonce = envelope.get("nonce", "")
         job = await self._gateway.submit(account, envelope["model_key"], nonce, io.BytesIO(payload), len(payload))
         await self._gateway.secure(job, listened=True)

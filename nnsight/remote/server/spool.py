@@ -19,6 +19,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -71,7 +72,6 @@ class Spool:
             self._reader = _connect(database)
 
     def close(self) -> None:
-        """Close the database."""
         with self._writing, self._reading:
             self._writer.close()
             self._reader.close()
@@ -80,20 +80,15 @@ class Spool:
         with contextlib.suppress(AttributeError):  # it was not opened
             self.close()
 
-    def _count(self, job_id: str, size: int | None) -> None:
-        """Note the bytes of a job; ``None`` for one that is removed."""
-        with self._counting:
-            before = self._sizes.pop(job_id, 0)
-            if size is not None:
-                self._sizes[job_id] = size
-            self.used += (size or 0) - before
-
-    def _reserve(self, job_id: str, size: int) -> None:
+    def _count(self, job_id: str, size: int, most: float = math.inf) -> None:
+        """Note the bytes of a job, 0 for one that is removed; raise if this makes more than ``most`` in all."""
         with self._counting:
             used = self.used - self._sizes.get(job_id, 0) + size
-            if used > self.capacity:
-                raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
+            if used > most:
+                raise StorageFullError(errno.ENOSPC, f"the {most:,} bytes for jobs are used up")
             self._sizes[job_id], self.used = size, used
+            if not size:
+                del self._sizes[job_id]
 
     # -- the steps of a job ---------------------------------------------------------------------------------------------
 
@@ -153,7 +148,6 @@ class Spool:
         return Path(self._path(job, "result")) if (job.result_size or 0) >= SHORT else None
 
     def remove(self, jobs: Sequence[ServerJob]) -> None:
-        """Remove jobs."""
         if not jobs:
             return
         try:
@@ -167,7 +161,7 @@ class Spool:
         for job in jobs:
             for name in ("payload", "result"):
                 Path(self._path(job, name)).unlink(missing_ok=True)
-            self._count(job.id, None)
+            self._count(job.id, 0)
 
     def recover(self) -> list[ServerJob]:
         """Return the jobs on disk in the order of their submission, and remove data without a job."""
@@ -233,7 +227,7 @@ class Spool:
         errors: list[OSError | None] = [None] * len(items)
         for index, (job, content, size, besides) in enumerate(items):
             try:
-                self._reserve(job.id, size + besides)
+                self._count(job.id, size + besides, self.capacity)
                 if size >= SHORT:
                     self._write_file(self._path(job, table), content)
             except OSError as error:

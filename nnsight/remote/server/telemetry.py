@@ -17,7 +17,6 @@ class JsonLines(logging.Formatter):
     """Formats a record as one line of JSON, with its ``extra`` fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),

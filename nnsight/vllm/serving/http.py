@@ -3,14 +3,6 @@
 vLLM ignores fields of a request that it does not know, and some of its endpoints and modes ignore extra parameters, too. A request that
 asks to be steered there would get an answer that is not steered, and does not say so. The guard refuses such requests with the
 status 400. It stands behind vLLM's authentication.
-
-========  =======================  =====================================================
-method    path                     what
-========  =======================  =====================================================
-`GET`     /v1/nnsight/vectors      names, layers with tables, and entries of the tables
-`PUT`     /v1/nnsight/vectors/x    register the file in the body as `x`
-`DELETE`  /v1/nnsight/vectors/x    forget `x`
-========  =======================  =====================================================
 """
 
 from __future__ import annotations

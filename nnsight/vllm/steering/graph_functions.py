@@ -4,8 +4,7 @@
 first argument is the hidden state after the layer, ``[tokens, hidden]``. The other arguments are parameters with defaults, numbers or
 tensors. A default gives the shape of its parameter, and the value for requests that do not give one. The function gets each parameter with
 a row for every token: a number as ``[tokens, 1]``, a vector as ``[tokens, size]``. A request asks for the function with
-``layer.steer(use="clamp", limit=3.0)``. Which function edits a row of the batch, with which parameters, is data in tables, as for other
-edits (:mod:`~nnsight.vllm.steering.tables`): another request or another value compiles nothing.
+``layer.steer(use="clamp", limit=3.0)``.
 
 The function is traced once, with make_fx, when the engine starts. Tensors that it uses (the weights of an autoencoder) become buffers of
 the layers. The trace is part of the key of vLLM's compile cache, so another function gets another graph. A function that mixes rows would

@@ -169,7 +169,6 @@ class Vectors(Mapping[str, Vector]):
         return len(self._vectors)
 
     def __repr__(self) -> str:
-        """Return a line for each vector."""
         return "\n".join(f"{name}: {_layers_of(vector)}" for name, vector in self._vectors.items()) or "no vectors"
 
     def layers(self, name: str) -> list[int] | None:

@@ -159,15 +159,12 @@ class Bookkeeping:
         parts = _parts(self.runs, found, total, len(names), patient) if self.runs else []
         step: EngineStep | None = runner.link.step(runner, parts)
         steered = sum(span.request in self.slots for span in found)
-        if size == len(names) and len(entries) == steered and all(map(_is_decoding, parts)):
+        # Each request has one token, of which its block has had no values before, and another is sampled for it.
+        decoding = all(part.ends and part.tokens.size == 1 and part.run.seen == part.run.position + 1 for part in parts)
+        if size == len(names) and len(entries) == steered and decoding:
             following = [position + 1 for position in positions]
             self._last = _Decoding(list(names), total, following, [part.run for part in parts], step)
         return step
-
-
-def _is_decoding(part: Part) -> bool:
-    """Whether a request has one token, of which its block has had no values before, and another is sampled for it."""
-    return part.ends and part.tokens.size == 1 and part.run.seen == part.run.position + 1
 
 
 def _parts(runs: Mapping[str, RequestRun], spans: list[Span], total: int, requests: int, patient: bool) -> list[Part]:

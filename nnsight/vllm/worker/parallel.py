@@ -19,9 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any, NamedTuple
 
@@ -52,14 +50,13 @@ _PROGRAM = (
 STEPS = frozenset(("execute_model", "sample_tokens"))
 
 
-@dataclass
-class WorkerCall:
+class WorkerCall(NamedTuple):
     """A call of a method of all workers, by its name, or as a pickled function that takes the worker."""
 
     method: str | bytes
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    attended: bool = False  # whether requests with blocks are in the engine
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attended: bool  # whether requests with blocks are in the engine
 
 
 class Answer(NamedTuple):
@@ -70,9 +67,9 @@ class Answer(NamedTuple):
 
 
 class Followers:
-    """The other processes of an engine: ``count`` of them, each made from what ``start`` returns for its number, from 1."""
+    """The other processes of an engine: ``count`` of them, made from ``start``, with the next ranks and devices."""
 
-    def __init__(self, count: int, start: Callable[[int], bytes]) -> None:
+    def __init__(self, count: int, start: bytes, rank: int, local_rank: int) -> None:
         self.connections: list[Any] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         threads = _share_threads(count + 1)
@@ -83,7 +80,7 @@ class Followers:
             theirs.close()
             self.connections.append(mine)
             mine.send(sys.path)
-            mine.send(start(number))
+            mine.send((start, rank + number, local_rank + number))
 
     def answers(self, patience: float | None = None) -> list[Answer]:
         """Return the answer of each; raise ``RuntimeError`` if one has ended, or does not answer within ``patience`` seconds."""
@@ -123,12 +120,8 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._place = super()._distributed_args()
         init_method, rank, local_rank = self._place
         digests = self.vllm_config.additional_config.get("nnsight", {}).get("functions", ())
-        functions = [*map(registered, digests)]
-
-        def start(other: int) -> bytes:
-            return cloudpickle.dumps((self.vllm_config, functions, rank + other, local_rank + other, init_method))
-
-        self._followers = Followers(self.parallel_config.world_size - 1, start)
+        start = cloudpickle.dumps((self.vllm_config, [*map(registered, digests)], init_method))
+        self._followers = Followers(self.parallel_config.world_size - 1, start, rank, local_rank)
         try:
             super()._init_executor()
             failed = [answer.error for answer in self._followers.answers() if answer.error]
@@ -169,10 +162,10 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
     def _call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Call a method of all workers; return the result of each."""
         self.check_health()
-        call = WorkerCall(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs)
+        attended = self._leader is not None and bool(self.driver_worker.worker.model_runner.bookkeeping.runs)
         if self._leader is not None:
-            runs = self.driver_worker.worker.model_runner.bookkeeping.runs
-            call.attended = self._leader.attended = bool(runs)
+            self._leader.attended = attended
+        call = WorkerCall(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs, attended)
         try:
             send(call, self._followers.connections)
         except OSError:
@@ -250,7 +243,7 @@ def follow(connection: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader is interrupted, and says so
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
-        worker = _answered(connection, _started, connection, connection.recv())
+        worker = _answered(connection, _started, connection, *connection.recv())
         if worker is not None:
             runner = worker.worker.model_runner
             while (message := connection.recv()) is not None:
@@ -277,9 +270,9 @@ def _answered(connection: Any, function: Any, *args: Any) -> Any:
     return value
 
 
-def _started(connection: Any, start: bytes) -> tuple[Any, Answer]:
-    """Return a worker with its model, made from vLLM's configuration, functions in the layers, rank, device and place to meet."""
-    config, functions, rank, local_rank, init_method = cloudpickle.loads(start)
+def _started(connection: Any, start: bytes, rank: int, local_rank: int) -> tuple[Any, Answer]:
+    """Return a worker with its model; ``start`` has vLLM's configuration, functions in the layers, and the place where ranks meet."""
+    config, functions, init_method = cloudpickle.loads(start)
     for function in functions:  # held here until the layers hold them
         register(function)
     worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
@@ -303,7 +296,7 @@ def _started(connection: Any, start: bytes) -> tuple[Any, Answer]:
 
 
 def _done(worker: Any, call: WorkerCall) -> tuple[None, Answer]:
-    result = run_method(worker, call.method, call.args, dict(call.kwargs))
+    result = run_method(worker, call.method, call.args, call.kwargs)
     if isinstance(result, AsyncModelRunnerOutput):
         result = result.get_output()
     return None, Answer(None if call.method in STEPS else result)

@@ -27,11 +27,6 @@ from .request_rows import RequestReplacements, RequestRows, RowView, place_of, r
 #: Locations that belong to no module.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
 
-_NO_SKIP = (
-    "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
-    "Replace its output, as in `layer.output = value`."
-)
-
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -50,7 +45,10 @@ class _NoSkips(dict[str, Any]):
     """The modules that blocks skip: always empty."""
 
     def setdefault(self, *_: Any) -> Any:
-        raise NotImplementedError(_NO_SKIP)
+        raise NotImplementedError(
+            "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
+            "Replace its output, as in `layer.output = value`."
+        )
 
 
 def _check_stop(stops: set[str], location: str) -> None:

@@ -18,8 +18,6 @@ SPECULATIVE = (
     "a step would have tokens that are thrown away again, so a block would meet tokens that the request does not have, in steps "
     "that `tracer.iter` cannot count"
 )
-#: The method that looks drafts up in the tokens of a request.
-_METHOD = "ngram"
 _WITH_TABLES = "With `edits=` alone, `speculative_config={'method': 'ngram', ...}` can be had"
 _ON_THE_DEVICE = (
     "Speculative decoding with the method {method!r} is not implemented: the draft model would not be steered, or which positions the "
@@ -63,7 +61,7 @@ def check(config: Any, tables: bool) -> None:
             f"Speculative decoding (method {drafts.method!r}) is not implemented: {SPECULATIVE}. Leave out `speculative_config`, or "
             f"load the model that the drafts are made for. {_WITH_TABLES}."
         )
-    if drafts.method != _METHOD or config.scheduler_config.async_scheduling:
+    if drafts.method != "ngram" or config.scheduler_config.async_scheduling:
         raise NotImplementedError(_ON_THE_DEVICE.format(method=drafts.method))
 
 
@@ -106,5 +104,5 @@ def check_drafts(options: Mapping[str, Any], tables: bool) -> None:
             raise NotImplementedError(f"VLLM({name}=...) is not implemented: {SPECULATIVE}. Leave it out. {_WITH_TABLES}.")
     drafts = options.get("speculative_config")
     method = options.get("spec_method") or (drafts.get("method") if isinstance(drafts, Mapping) else None)
-    if method not in (None, _METHOD):
+    if method not in (None, "ngram"):
         raise NotImplementedError(_ON_THE_DEVICE.format(method=method))

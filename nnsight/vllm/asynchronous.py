@@ -90,12 +90,11 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
+    async def aclose(self, *_: object) -> None:
         """End the requests, if they have not ended."""
         self.cancelled = True
+
+    __aexit__ = aclose
 
 
 def _pending() -> Future[None]:

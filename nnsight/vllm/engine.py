@@ -38,10 +38,6 @@ _DRAFTS = (
     f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
     "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
 )
-_FULL = (
-    "The engine has room for {count} different edits at a time, and all are in use. Make the model with more, as in "
-    "`edits={{'modules': [...], 'slots': 32}}`, or trace fewer requests at once."
-)
 
 
 class VLLMEngine:
@@ -61,8 +57,12 @@ class VLLMEngine:
         from vllm.utils.system_utils import set_env_var
 
         choose_runner()  # again: the engine may be started long after the model was made
-        self._functions = _traced(repo, options, functions)
-        self.entries = Entries(layout.slots, _FULL.format(count=layout.slots))
+        config: Any = config_of(repo, options).model_config if functions else None
+        self._functions = {
+            name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()
+        }
+        full = f"The engine has room for {layout.slots} different edits at a time, and all are in use. Make the model with more, as in "
+        self.entries = Entries(layout.slots, full + "`edits={'modules': [...], 'slots': 32}`, or trace fewer requests at once.")
         if layout.modules:
             options = _with_layout(options, replace(layout, functions=tuple(map(register, self._functions.values()))))
         parallel = options["tensor_parallel_size"] > 1
@@ -218,14 +218,6 @@ def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
         made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
     return made
-
-
-def _traced(repo: str, options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, EditFunction]:
-    """Return ``functions``, traced for the hidden state of the model."""
-    if not functions:
-        return {}
-    config = config_of(repo, options).model_config
-    return {name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()}
 
 
 def _let_vllm_look_at_llvmlite() -> None:

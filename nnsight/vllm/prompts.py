@@ -10,11 +10,6 @@ import torch
 
 from ..modeling.forms import describe
 
-_SEVERAL = (
-    "{count} prompts for one block: on an engine a block is written against one request. Open an invoke for each, as in "
-    "`for prompt in prompts:` `with tracer.invoke(prompt):`."
-)
-
 
 def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
     """Return the prompt of one request, as vLLM takes it; raise ``ValueError`` or ``TypeError`` if ``args`` are something else.
@@ -22,7 +17,10 @@ def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
     A prompt is a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict as vLLM takes it.
     """
     if len(args) != 1:
-        raise ValueError(_SEVERAL.format(count=len(args)))
+        raise ValueError(
+            f"{len(args)} prompts for one block: on an engine a block is written against one request. Open an invoke for each, as in "
+            "`for prompt in prompts:` `with tracer.invoke(prompt):`."
+        )
     prompt = args[0]
     if isinstance(prompt, Mapping):
         return dict(prompt)

@@ -19,12 +19,6 @@ from typing import Any
 from .steering.entries import Lease
 from .worker.requests import RequestRun
 
-_NOT_SHARED = (
-    "n={count}: the block {what}, and each of the {count} samples has values of its own there, at steps of its own. Open an invoke "
-    "for each, as in `for seed in range({count}):` `with tracer.invoke(prompt, seed=seed):`. With `n=`, a block may use `steer()` and "
-    "`tracer.result`."
-)
-
 
 @dataclass(eq=False)
 class Request:
@@ -98,7 +92,12 @@ class Request:
         count, run = self.sampling.n, self.run
         if run.touches_model:
             what = f"waits at `{run.awaited[0]}`" if run.awaited else "has a cache"
-            run.fail(ValueError(_NOT_SHARED.format(count=count, what=what)))
+            why = (
+                f"n={count}: the block {what}, and each of the {count} samples has values of its own there, at steps of its own. Open an "
+                f"invoke for each, as in `for seed in range({count}):` `with tracer.invoke(prompt, seed=seed):`. With `n=`, a block may "
+                "use `steer()` and `tracer.result`."
+            )
+            run.fail(ValueError(why))
         for number in range(count):
             if run.error is not None:
                 return

@@ -21,10 +21,9 @@ Item = TypeVar("Item")
 
 
 class Batches(Generic[Item]):
-    """Calls a function in a thread, each time with the items that arrived during the call before.
+    """Calls ``function`` in a thread, each time with the items that arrived during the call before.
 
-    Args:
-        function: Returns the error of each item, or ``None`` if there are none; an exception is the error of all items.
+    It returns the error of each item, or ``None`` if there are none; an exception is the error of all items.
     """
 
     def __init__(self, function: Callable[[Sequence[Item]], Sequence[Exception | None] | None]) -> None:

@@ -45,7 +45,6 @@ class GatewayServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal; stop at the second."""
         if self._draining is not None:
             super().handle_exit(sig, frame)
         else:

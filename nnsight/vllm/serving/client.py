@@ -35,11 +35,6 @@ _VECTORS = Gauge("nnsight:vectors_registered", "Vectors that requests can name."
 #: How many different edits are kept ready, so that requests for them compute nothing.
 _KEPT = 128
 
-_FULL = (
-    "All {count} entries for different edits are in use by other requests. Ask again when one of them has ended, or start the server with "
-    "more --slots."
-)
-
 
 def is_ours(name: Any) -> bool:
     """Whether a parameter of a request is meant for us."""
@@ -60,7 +55,8 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         layout = Layout.described(self.vllm_config.additional_config["nnsight"])
         self.vectors = vectors
         self.places = places_of((await self.collective_rpc("nnsight_locations"))[0])
-        self.entries = Entries(layout.slots, _FULL.format(count=layout.slots))
+        full = f"All {layout.slots} entries for different edits are in use by other requests. Ask again when one of them has ended, or "
+        self.entries = Entries(layout.slots, full + "start the server with more --slots.")
         self._rank = layout.rank
         self._writing = asyncio.Lock()
         self.salted_edits = functools.lru_cache(_KEPT)(self._salted_edits)

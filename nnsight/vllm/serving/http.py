@@ -34,15 +34,10 @@ def install(app: FastAPI) -> None:
     app.middleware_stack = None  # the first request builds it
 
 
-def _client(request: Request) -> SteeringClient:
-    client: SteeringClient = request.app.state.engine_client
-    return client
-
-
 @router.get("")
 async def list_vectors(request: Request) -> dict[str, Any]:
     """Return the vectors, the layers and the entries that requests can use."""
-    client = _client(request)
+    client: SteeringClient = request.app.state.engine_client
     return {
         "vectors": [{"name": name, "layers": client.vectors.layers(name)} for name in client.vectors],
         "layers": sorted(client.places),
@@ -53,7 +48,7 @@ async def list_vectors(request: Request) -> dict[str, Any]:
 @router.put("/{name}")
 async def register(name: str, request: Request) -> dict[str, Any]:
     """Register the vector in the body: a safetensors file, or a control vector in GGUF."""
-    client = _client(request)
+    client: SteeringClient = request.app.state.engine_client
     if name in client.vectors:
         raise HTTPException(409, f"There is a vector {name!r} already: remove it first, or choose another name.")
     config = client.vllm_config.model_config
@@ -77,7 +72,7 @@ async def register(name: str, request: Request) -> dict[str, Any]:
 @router.delete("/{name}")
 async def remove(name: str, request: Request) -> dict[str, Any]:
     """Forget a vector. Requests that run go on with it."""
-    client = _client(request)
+    client: SteeringClient = request.app.state.engine_client
     try:
         client.vectors.remove(name)
     except KeyError as error:

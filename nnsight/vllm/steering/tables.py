@@ -24,6 +24,9 @@ import torch
 
 from .graph_functions import EditFunction, finite, fitted
 
+#: The parameters of an edit.
+TABLES = ("add", "gain", "down", "up")
+
 
 @dataclass(frozen=True)
 class Steering:
@@ -163,7 +166,7 @@ def _table(function: str, parameter: str = "") -> str:
 
 def write(module: Any, slot: int, steering: Steering | None) -> None:
     """Write the parameters of ``steering``, none if it is ``None``, to the entry ``slot`` of the tables of ``module``."""
-    for name in ("add", "gain", "down", "up"):
+    for name in TABLES:
         table = getattr(module, f"nnsight_{name}")[slot]
         table.zero_()
         if steering is not None:

@@ -43,10 +43,6 @@ _PARTS = (
     "can be read as a whole: outputs of column-parallel layers (`qkv_proj`, `gate_up_proj`), inputs of row-parallel layers "
     "(`o_proj`, `down_proj`), and outputs of attention, MLPs and whole layers."
 )
-_ALONE = (
-    "A block cannot call a module whose weights are spread over {devices} devices: the block runs in one process, and the others "
-    "would not answer. Compute it from values that the model has, or make the model with `tensor_parallel_size=1`."
-)
 
 
 def send(message: Any, connections: Iterable[Any]) -> None:
@@ -118,7 +114,10 @@ class Group:
         """Refuse collective operations of modules inside of this: the other ranks would not take part."""
 
         def refused(*_: Any, **__: Any) -> Any:
-            raise NotImplementedError(_ALONE.format(devices=self.devices))
+            raise NotImplementedError(
+                f"A block cannot call a module whose weights are spread over {self.devices} devices: the block runs in one process, and "
+                "the others would not answer. Compute it from values that the model has, or make the model with `tensor_parallel_size=1`."
+            )
 
         for name in self._COLLECTIVES:
             setattr(self._group, name, refused)

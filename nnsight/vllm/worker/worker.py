@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
-from ..steering.tables import Steering, write
+from ..steering.tables import TABLES, Steering, write
 from .engine_taps import Layout, tap
 from .hooks import stop
 from .runner import check
@@ -24,12 +24,10 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-_TABLES = ("add", "gain", "down", "up")
-
 
 def packed(steering: Mapping[str, Steering]) -> bytes:
     """Return edits without functions for :meth:`Worker.nnsight_write` of another process: a safetensors file, which is data only."""
-    tensors = {f"{location}|{name}": getattr(found, name) for location, found in steering.items() for name in _TABLES}
+    tensors = {f"{location}|{name}": getattr(found, name) for location, found in steering.items() for name in TABLES}
     return save({key: tensor.contiguous() for key, tensor in tensors.items()})
 
 
@@ -37,7 +35,7 @@ def unpacked(data: bytes) -> dict[str, Steering]:
     """Return the edits that :func:`packed` was given, without the first positions."""
     tensors: dict[str, Any] = load(data)
     locations = dict.fromkeys(key.rpartition("|")[0] for key in tensors)
-    return {location: Steering(**{name: tensors[f"{location}|{name}"] for name in _TABLES}) for location in locations}
+    return {location: Steering(**{name: tensors[f"{location}|{name}"] for name in TABLES}) for location in locations}
 
 
 class Worker(PlatformWorker):  # type: ignore[misc]

@@ -155,7 +155,7 @@ class VLLMEngine:
             self._detach(request)
             raise
         self.pending[name] = request
-        if run.needs_stops:
+        if run.touches_model or run.steered_here:
             self._runner.bookkeeping.add(request.internal, run)
 
     def _leased(self, steering: Mapping[str, Steering]) -> Lease:

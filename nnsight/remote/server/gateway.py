@@ -91,7 +91,7 @@ class Gateway:
         self.draining = True
         _log.info("draining", extra={"waiting": sum(len(served.queue) for served in self.served.values())})
         deadline = time.monotonic() + self.settings.drain
-        while any(served.running for served in self.served.values()) and time.monotonic() < deadline:
+        while any(served.groups for served in self.served.values()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
@@ -362,7 +362,7 @@ class Gateway:
         for key, served in self.served.items():
             self.metrics.healthy.labels(key).set(served.engine.healthy)
             self.metrics.queued.labels(key).set(len(served.queue))
-            self.metrics.running.labels(key).set(len(served.running))
+            self.metrics.running.labels(key).set(sum(len(group.jobs) for group in served.groups))
         self.metrics.spooled.set(self.spool.used)
         return generate_latest(self.metrics.registry)
 

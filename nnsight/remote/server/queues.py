@@ -41,25 +41,21 @@ class FairQueue:
         return True
 
     def take(self, most: int = 1) -> list[ServerJob]:
-        """Take out the next job, and jobs that can run together with it, up to ``most`` in all."""
+        """Take out the next job, and jobs that can run together with it, from all lines in turn, up to ``most`` in all."""
         if not self._lines:
             return []
         owner, line = next(iter(self._lines.items()))
         taken = [line.popleft()]
         self._lines.move_to_end(owner)
         if taken[0].kind is not None and most > 1:
-            for job in self._alike(taken[0], most - 1):
+            lines = [[job for job in line if job.kind == taken[0].kind] for line in self._lines.values()]
+            turns = chain.from_iterable(zip_longest(*lines))
+            for job in islice((job for job in turns if job is not None), most - 1):
                 self._lines[job.owner].remove(job)
                 taken.append(job)
         for name in [name for name, rest in self._lines.items() if not rest]:
             del self._lines[name]
         return taken
-
-    def _alike(self, first: ServerJob, most: int) -> list[ServerJob]:
-        """Return waiting jobs of the kind of ``first``, from all lines in turn."""
-        lines = [[job for job in line if job.kind == first.kind] for line in self._lines.values()]
-        turns = chain.from_iterable(zip_longest(*lines))
-        return list(islice((job for job in turns if job is not None), most))
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -87,8 +83,3 @@ class Served:
     def put(self, job: ServerJob, first: bool = False) -> None:
         self.queue.put(job, first)
         self.wake.set()
-
-    @property
-    def running(self) -> list[ServerJob]:
-        """The jobs that run."""
-        return [job for group in self.groups for job in group.jobs]

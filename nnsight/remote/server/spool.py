@@ -231,7 +231,8 @@ class Spool:
                 if size >= SHORT:
                     self._write_file(self._path(job, table), content)
             except OSError as error:
-                errors[index] = _full(error)
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, StorageFullError)
+                errors[index] = StorageFullError(error.errno, "the disk of the server is full") if full else error
         rows = {
             index: (job, content.read() if size < SHORT else None)
             for index, (job, content, size, _) in enumerate(items)
@@ -303,10 +304,3 @@ def _translated() -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise StorageFullError(errno.ENOSPC, "the disk of the server is full") from error
         raise OSError(errno.EIO, f"the database of jobs cannot be used: {error}") from error
-
-
-def _full(error: OSError) -> OSError:
-    """Return ``error``, as a :class:`StorageFullError` if the disk is full."""
-    if isinstance(error, StorageFullError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    return StorageFullError(error.errno, "the disk of the server is full")

@@ -37,14 +37,6 @@ def main(arguments: Sequence[str]) -> None:
 
     cli_env_setup()
     choose_runner()
-    args: Any = _parser().parse_args(list(arguments))
-    configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
-    vectors = _prepare(args)
-    uvloop.run(_serve(args, vectors))
-
-
-def _parser() -> Any:
     parser = FlexibleArgumentParser(
         prog="nnsight vllm serve",
         usage="nnsight vllm serve MODEL --edits PATTERN [PATTERN ...] [--vectors NAME=FILE ...] [options of vllm serve]",
@@ -55,7 +47,11 @@ def _parser() -> Any:
     own.add_argument("--slots", type=int, default=16, help="how many different edits may run at a time (default: 16)")
     own.add_argument("--rank", type=int, default=1, help="how many directions each may remove (default: 1)")
     own.add_argument("--vectors", nargs="+", default=[], metavar="NAME=FILE", help="safetensors, or control vectors in GGUF")
-    return make_arg_parser(parser)
+    args: Any = make_arg_parser(parser).parse_args(list(arguments))
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    vectors = _prepare(args)
+    uvloop.run(_serve(args, vectors))
 
 
 def _prepare(args: Any) -> Vectors:
@@ -86,8 +82,13 @@ def _prepare(args: Any) -> Vectors:
     return vectors
 
 
-def _refuse(config: Any) -> None:
-    """Raise a ``ValueError`` for a configuration in which the rows of a step and the tables would not fit together."""
+async def _serve(args: Any, vectors: Vectors) -> None:
+    """Run engine and server: vLLM's ``run_server`` with another client and more routes."""
+    from .client import SteeringClient
+    from .http import install
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     parallel = config.parallel_config
     refused = {
         "data parallelism": parallel.data_parallel_size > 1,
@@ -99,16 +100,6 @@ def _refuse(config: Any) -> None:
     for what, found in refused.items():
         if found:
             raise ValueError(_NOT_TOGETHER.format(what))
-
-
-async def _serve(args: Any, vectors: Vectors) -> None:
-    """Run engine and server: vLLM's ``run_server`` with another client and more routes."""
-    from .client import SteeringClient
-    from .http import install
-
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    _refuse(config)
     check(config, tables=True)
     vectors.fit(config.model_config.get_hidden_size())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server has handlers of its own

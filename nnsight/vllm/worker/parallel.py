@@ -72,7 +72,11 @@ class Followers:
     def __init__(self, count: int, start: bytes, rank: int, local_rank: int) -> None:
         self.connections: list[Any] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        threads = _share_threads(count + 1)
+        threads = {}
+        if current_platform.is_cpu() and "OMP_NUM_THREADS" not in os.environ:  # all processes share the threads of this one
+            share = max(1, torch.get_num_threads() // (count + 1))
+            torch.set_num_threads(share)
+            threads = {"OMP_NUM_THREADS": str(share)}
         for number in range(1, count + 1):
             mine, theirs = Pipe()
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
@@ -114,14 +118,20 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
     """Runs the first rank in this process, and the others in processes of their own."""
 
     def _init_executor(self) -> None:
-        _check(self.vllm_config)
+        processes, size = self.parallel_config.world_size, self.parallel_config.tensor_parallel_size
+        if processes != size:
+            raise NotImplementedError(
+                f"An engine of {processes} processes with tensor_parallel_size={size}: blocks run with tensor parallelism only."
+            )
+        if not current_platform.is_cpu() and torch.accelerator.device_count() < size:
+            raise ValueError(f"tensor_parallel_size={size}: this machine has {torch.accelerator.device_count()} devices.")
         self._ended: str | None = None
         self._leader: Leader | None = None
         self._place = super()._distributed_args()
         init_method, rank, local_rank = self._place
         digests = self.vllm_config.additional_config.get("nnsight", {}).get("functions", ())
         start = cloudpickle.dumps((self.vllm_config, [*map(registered, digests)], init_method))
-        self._followers = Followers(self.parallel_config.world_size - 1, start, rank, local_rank)
+        self._followers = Followers(size - 1, start, rank, local_rank)
         try:
             super()._init_executor()
             failed = [answer.error for answer in self._followers.answers() if answer.error]
@@ -213,26 +223,6 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
             send(None, self._followers.connections)
         super().shutdown()
         self._followers.end()
-
-
-def _check(config: Any) -> None:
-    """Raise for another kind of parallelism than that of tensors, and if there are too few devices."""
-    parallel, size = config.parallel_config, config.parallel_config.tensor_parallel_size
-    if parallel.world_size != size:
-        raise NotImplementedError(
-            f"An engine of {parallel.world_size} processes with tensor_parallel_size={size}: blocks run with tensor parallelism only."
-        )
-    if not current_platform.is_cpu() and torch.accelerator.device_count() < size:
-        raise ValueError(f"tensor_parallel_size={size}: this machine has {torch.accelerator.device_count()} devices.")
-
-
-def _share_threads(processes: int) -> dict[str, str]:
-    """Share the threads of this process on CPUs; return the environment variable that tells other processes their share."""
-    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    threads = max(1, torch.get_num_threads() // processes)
-    torch.set_num_threads(threads)
-    return {"OMP_NUM_THREADS": str(threads)}
 
 
 # -- the process of another device ----------------------------------------------------------------------------------------

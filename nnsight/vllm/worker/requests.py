@@ -114,11 +114,6 @@ class RequestRun(Interleaver):
         captured = set(self.awaited).intersection(self.limits.captured)
         return "behind the compiled model, on values captured in it" if captured else "at taps of the compiled model"
 
-    @property
-    def needs_stops(self) -> bool:
-        """Whether the engine has to stop somewhere for the request."""
-        return self.touches_model or bool(self.steered_here)
-
     def steer(self, location: str, steering: Steering) -> None:
         """Do ``steering`` to every hidden state at ``location``; raise ``ValueError`` if it is too late, or not possible."""
         limits = self.limits

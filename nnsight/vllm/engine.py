@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from .groups import groups
-from .prompts import refusals
+from .prompts import config_of, refusals
 from .samples import Request
-from .skeleton import config_of
 from .stack_room import with_room
 from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register

@@ -1,4 +1,4 @@
-"""A user's prompt and sampling parameters in the form that vLLM takes."""
+"""A user's prompt, sampling parameters and options in the form that vLLM takes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ def sampling_of(options: Mapping[str, Any]) -> Any:
         raise ValueError(f"{', '.join(unknown)}: no sampling parameters of vLLM, which are {', '.join(sorted(known))}.")
     with refusals():
         return SamplingParams(**given)
+
+
+def config_of(repo: str, options: Mapping[str, Any]) -> Any:
+    """Return the configuration of an engine of ``repo`` with ``options``, on a single rank."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with torch.device("cpu"):  # the caller's default may be the meta device already
+        return EngineArgs(model=repo, **{**options, "tensor_parallel_size": 1}).create_engine_config()
 
 
 @contextmanager

@@ -17,16 +17,9 @@ from unittest import mock
 import torch
 
 from .groups import groups
+from .prompts import config_of
 from .worker.engine_taps import Layout
 from .worker.runner import check
-
-
-def config_of(repo: str, options: Mapping[str, Any]) -> Any:
-    """Return the configuration of an engine of ``repo`` with ``options``, on a single rank."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    with torch.device("cpu"):  # the caller's default may be the meta device already
-        return EngineArgs(model=repo, **{**options, "tensor_parallel_size": 1}).create_engine_config()
 
 
 def skeleton_of(repo: str, options: Mapping[str, Any], layout: Layout) -> torch.nn.Module:

@@ -164,7 +164,7 @@ def share_weights(engines: Collection[Any]) -> None:
 def _module(engine: Any) -> torch.nn.Module:
     """Return the model that an engine runs."""
     if isinstance(engine, VLLM):
-        return engine._engine.module
+        return engine._engine._runner.get_model()
     module: torch.nn.Module = engine.engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     return module
 

@@ -32,16 +32,14 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """vLLM's outputs for the requests of a trace, as they come: for ``async for``, ``async with`` and ``await``.
+    """vLLM's outputs for the requests of a trace, as they come: for ``async for``, ``async with``, and ``await``, which returns the last.
 
-    Outputs are vLLM's, each with all tokens so far. The last one has an attribute ``saves``, with the values that the block saved by their
-    names; ``await`` returns this one. The loop raises the error of the block. Leaving ``async with``, or a cancellation of a waiting
-    task, ends the requests. ``close`` is called when the last output has been taken.
+    Each output has all tokens so far. The loop raises the error of the block. Leaving ``async with``, or a cancellation of a waiting task,
+    ends the requests. ``close`` is called when the last output has been taken.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
-        self._lock = threading.Lock()
         self._outputs: deque[Any] = deque()
         self._last: Any = None
         self._error: BaseException | None = None
@@ -51,15 +49,13 @@ class Stream:
 
     def put(self, output: Any) -> None:
         """Add an output, on the engine's thread."""
-        with self._lock:
-            self._outputs.append(output)
-            self._wake()
+        self._outputs.append(output)
+        self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that there are no more outputs, on the engine's thread."""
-        with self._lock:
-            self._ended, self._error = True, error
-            self._wake()
+        self._error, self._ended = error, True
+        self._wake()
 
     def _wake(self) -> None:
         more, self._more = self._more, _pending()
@@ -70,16 +66,13 @@ class Stream:
 
     async def __anext__(self) -> Any:
         while True:
-            with self._lock:
-                if self._outputs:
-                    self._last = self._outputs.popleft()
-                    return self._last
-                if self._ended:
-                    self._close()
-                    if self._error is not None:
-                        raise self._error
-                    raise StopAsyncIteration
-                more = self._more
+            more, ended = self._more, self._ended  # before the outputs: what comes after this look wakes the task
+            if self._outputs:
+                self._last = self._outputs.popleft()
+                return self._last
+            if ended:
+                self._close()
+                raise self._error or StopAsyncIteration
             try:
                 await asyncio.wrap_future(more)
             except asyncio.CancelledError:
@@ -97,12 +90,11 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
+    async def aclose(self, *_: object) -> None:
         """End the requests, if they have not ended."""
         self.cancelled = True
+
+    __aexit__ = aclose
 
 
 def _pending() -> Future[None]:
@@ -132,31 +124,27 @@ class AsyncBackend(Backend):
         """Send the requests of ``tracer`` off: those of its block, or, without one, that of a call; return their stream."""
         self._model.dispatch()
         self._stream = Stream(tracer._close)  # not before: the `with` statement may not have ended yet
-        self._model._turns.add(_Job(tracer, function, self._stream))
+        self._model._turns.add(tracer, function, self._stream)
         return self._stream
 
 
 class _Job:
-    """The requests of one trace on the engine's thread."""
+    """The requests of one trace on the thread of ``engine``."""
 
-    def __init__(self, tracer: RequestTracer, function: Callable[[], None] | None, stream: Stream) -> None:
-        self.tracer, self.function, self.stream = tracer, function, stream
-        self.requests: list[Request] = []
-        self.names: dict[str, Request] = {}
+    def __init__(self, engine: VLLMEngine, tracer: RequestTracer, function: Callable[[], None] | None, stream: Stream) -> None:
+        self._engine, self._tracer, self._function, self._stream = engine, tracer, function, stream
+        self._requests: list[Request] = []
         self._finished: list[Any] = []
         self._context = contextvars.copy_context()
         self._marked: dict[int, Any] = {}
         self._context.run(saves.set, self._marked)
 
-    def begin(self, engine: VLLMEngine, pending: dict[str, Request]) -> None:
+    def begin(self) -> None:
         """Start the blocks, and send the requests to the engine."""
-        self.requests = self._context.run(self.tracer.begin, self.function)
-        self.tracer.note_tiers(self.requests)
-        for request in self.requests:
+        self._requests = self._context.run(self._tracer.begin, self._function)
+        for request in self._requests:
             request.on_output = self._take
-            before = set(pending)
-            engine.admit(request, pending)
-            self.names |= {name: pending[name] for name in pending.keys() - before}
+            self._engine.admit(request)
 
     def _take(self, output: Any) -> None:
         """Pass an output on to the stream, with copies of the lists that vLLM extends; keep the last output of a request."""
@@ -166,61 +154,56 @@ class _Job:
         for completion in output.outputs:
             completion.token_ids = list(completion.token_ids)
             completion.logprobs = copy.copy(completion.logprobs)
-        self.stream.put(output)
+        self._stream.put(output)
 
-    def look(self, engine: VLLMEngine, pending: dict[str, Request]) -> bool:
+    def _in_engine(self) -> list[Request]:
+        return [sent for request in self._requests for sent in request.sent if sent.name in self._engine.pending]
+
+    def look(self) -> bool:
         """Pass the last outputs of requests on to the stream; return whether the trace has ended."""
-        if self.stream.cancelled:
-            self._take_out(engine, pending)
-        self.names = {name: request for name, request in self.names.items() if name in pending}
-        finished, self._finished = self._finished, []
-        error = None
-        if not self.names:
-            values, error = self._conclude()
-            if finished:
-                finished[-1].saves = values
-        for output in finished:
-            self.stream.put(output)
-        if self.names:
-            return False
-        self.stream.end(error)
-        return True
+        if self._stream.cancelled:
+            self._take_out()
+        ended, error = not self._in_engine(), None
+        if ended:
+            error = self._conclude()
+            if self._finished:
+                scope = self._tracer.scope
+                named = {} if scope is None else {name: value for name, value in scope.items() if id(value) in self._marked}
+                self._finished[-1].saves = named
+        for output in self._finished:
+            self._stream.put(output)
+        self._finished = []
+        if ended:
+            self._stream.end(error)
+        return ended
 
-    def _conclude(self) -> tuple[dict[str, Any], BaseException | None]:
-        """End the blocks; return the saved values, and the error of a block."""
-        tracer, scope = self.tracer, self.tracer.scope
-        for request in self.requests:
+    def fail(self, error: BaseException) -> None:
+        """End the trace with ``error``, before its time."""
+        self._take_out()
+        self._conclude()
+        self._stream.end(self._shown(error))
+
+    def _conclude(self) -> BaseException | None:
+        """End the blocks; return the error of a block."""
+        for request in self._requests:
             request.cancel()
         error = None
         try:
-            tracer.conclude(self.requests)
+            self._tracer.conclude(self._requests)
         except BaseException as raised:
             error = self._shown(raised)
-        self._context.run(tracer.end)
-        values = {} if scope is None else {name: value for name, value in scope.items() if id(value) in self._marked}
-        return values, error
-
-    def fail(self, error: BaseException, engine: VLLMEngine, pending: dict[str, Request]) -> None:
-        """End the trace with ``error``, before its time."""
-        self._take_out(engine, pending)
-        for request in self.requests:
-            request.cancel()
-        self._context.run(self.tracer.end)
-        self.stream.end(self._shown(error))
+        self._context.run(self._tracer.end)
+        return error
 
     def _shown(self, error: BaseException) -> BaseException:
         """Return ``error`` with the user's frames only."""
-        if self.tracer._frame is not None:
-            show_only_users_frames(error, self.tracer._frame)
+        if self._tracer._frame is not None:
+            show_only_users_frames(error, self._tracer._frame)
         return error
 
-    def _take_out(self, engine: VLLMEngine, pending: dict[str, Request]) -> None:
-        for name in self.names:
-            request = pending.pop(name, None)
-            if request is not None:
-                request.run.cancel()
-                engine.take_out(request)
-        self.names = {}
+    def _take_out(self) -> None:
+        for request in self._in_engine():
+            self._engine.take_out(request)
 
 
 class Turns:
@@ -232,19 +215,18 @@ class Turns:
         self._arrived: list[_Job] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, job: _Job) -> None:
-        """Run ``job``; raise ``ValueError`` if a block of the engine asks for it, because the engine stands still while the block runs."""
+    def add(self, tracer: RequestTracer, function: Callable[[], None] | None, stream: Stream) -> None:
+        """Run the requests of ``tracer``; raise ``ValueError`` if a block of the engine asks, because the engine stands still for it."""
         with self._lock:
             if self._thread is threading.current_thread():
                 raise ValueError(ITSELF)
-            self._arrived.append(job)
+            self._arrived.append(_Job(self._engine, tracer, function, stream))
             if self._thread is None:
                 self._thread = threading.Thread(target=with_room, args=(self._work,), name="nnsight-vllm", daemon=True)
                 self._thread.start()
 
     def _work(self) -> None:
         jobs: list[_Job] = []
-        pending: dict[str, Request] = {}
         while True:
             with self._lock:
                 arrived, self._arrived = self._arrived, []
@@ -253,16 +235,16 @@ class Turns:
                     return
             for job in arrived:
                 try:
-                    job.begin(self._engine, pending)
+                    job.begin()
                 except BaseException as error:
-                    job.fail(error, self._engine, pending)
+                    job.fail(error)
                 else:
                     jobs.append(job)
             try:
-                if pending:
-                    self._engine.advance(pending)
+                if self._engine.pending:
+                    self._engine.advance()
             except BaseException as error:  # an error of the engine, or an exception for the whole process
                 for job in jobs:
-                    job.fail(error, self._engine, pending)
+                    job.fail(error)
                 jobs = []
-            jobs = [job for job in jobs if not job.look(self._engine, pending)]
+            jobs = [job for job in jobs if not job.look()]

@@ -13,12 +13,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .groups import groups
-from .prompts import refusals
+from .prompts import config_of, refusals
 from .samples import Request
 from .stack_room import with_room
 from .steering.entries import ENTRY, Entries, Lease
@@ -27,9 +27,6 @@ from .steering.tables import Steering, salt_of
 from .worker.engine_taps import HANDOFF, Layout
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
-
-if TYPE_CHECKING:
-    from ..runtime.modules.tree import ModuleTree
 
 WORKER = f"{__package__}.worker.worker.Worker"
 
@@ -40,40 +37,34 @@ _DRAFTS = (
     f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
     "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
 )
-_FULL = (
-    "The engine has room for {count} different edits at a time, and all are in use. Make the model with more, as in "
-    "`edits={{'modules': [...], 'slots': 32}}`, or trace fewer requests at once."
-)
 
 
 class VLLMEngine:
-    """An engine with the model of a repository; ``llm`` is vLLM's own object.
+    """An engine with the model of a repository or folder; ``llm`` is vLLM's own object, made with ``options``.
 
-    Args:
-        repo: Repository or folder.
-        options: Those of ``vllm.LLM``.
-        layout: What a compiled engine has in its graph, see :mod:`~nnsight.vllm.worker.engine_taps`; ``None`` for one that stops between
-            all modules.
-        functions: Functions of layers with tables, by name, see :mod:`~nnsight.vllm.steering.graph_functions`.
+    An empty ``layout`` is for an engine that stops between all modules; ``functions`` are those of layers with tables, by name.
     """
 
     def __init__(
         self,
         repo: str,
         options: Mapping[str, Any],
-        layout: Layout | None = None,
-        functions: Mapping[str, Callable[..., Any]] | None = None,
+        layout: Layout,
+        functions: Mapping[str, Callable[..., Any]],
     ) -> None:
         from vllm import LLM
         from vllm.utils.system_utils import set_env_var
 
         choose_runner()  # again: the engine may be started long after the model was made
-        self._functions = _traced(repo, options, functions or {})
-        slots = 0 if layout is None else layout.slots
-        self.entries = Entries(slots, _FULL.format(count=slots))
-        if layout is not None:
+        config: Any = config_of(repo, options).model_config if functions else None
+        self._functions = {
+            name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()
+        }
+        full = f"The engine has room for {layout.slots} different edits at a time, and all are in use. Make the model with more, as in "
+        self.entries = Entries(layout.slots, full + "`edits={'modules': [...], 'slots': 32}`, or trace fewer requests at once.")
+        if layout.modules:
             options = _with_layout(options, replace(layout, functions=tuple(map(register, self._functions.values()))))
-        parallel = options.get("tensor_parallel_size", 1) > 1
+        parallel = options["tensor_parallel_size"] > 1
         groups.check_alone(parallel)
         if parallel:
             from .worker.parallel import ParallelExecutor
@@ -90,11 +81,7 @@ class VLLMEngine:
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._running = False
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model, with its weights."""
-        return self._runner.get_model()
+        self.pending: dict[str, Request] = {}  # the requests in the engine, by their names there
 
     @functools.cached_property
     def limits(self) -> RequestLimits:
@@ -105,10 +92,6 @@ class VLLMEngine:
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
         locations, steered, captured = tuple(tapped.locations), tuple(tapped.tables), tuple(tapped.captured)
         return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions)
-
-    def stop_at(self, tree: ModuleTree) -> None:
-        """Intercept the model's calls by this tree."""
-        self._runner.tree = tree
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""
@@ -122,18 +105,17 @@ class VLLMEngine:
                 self._running = False
 
     def _run_all(self, requests: Sequence[Request]) -> None:
-        pending: dict[str, Request] = {}
         try:
             for request in requests:
-                self.admit(request, pending)
-            while pending:
-                self.advance(pending)
+                self.admit(request)
+            while self.pending:
+                self.advance()
         finally:
-            for request in pending.values():
+            for request in list(self.pending.values()):
                 self.take_out(request)
 
-    def admit(self, request: Request, pending: dict[str, Request]) -> None:
-        """Send ``request`` to the engine and put it into ``pending``, unless its blocks have ended already, or vLLM refuses it."""
+    def admit(self, request: Request) -> None:
+        """Send ``request`` to the engine, unless its blocks have ended already, or vLLM refuses it."""
         from vllm.sampling_params import RequestOutputKind
 
         request.run.begun = True
@@ -141,7 +123,7 @@ class VLLMEngine:
             return
         if request.samples:
             for sample in request.samples:
-                self.admit(sample, pending)
+                self.admit(sample)
             return
         run, sampling = request.run, request.sampling
         if run.touches_model and run.limits.drafts:
@@ -149,7 +131,7 @@ class VLLMEngine:
             return
         if (request.whole or request).on_output is None:  # nobody needs the outputs before the last
             sampling.output_kind = RequestOutputKind.FINAL_ONLY
-        name = f"nnsight-{next(self._numbers)}"
+        name = request.name = f"nnsight-{next(self._numbers)}"
         if run.touches_model:  # it has to see all of its own tokens, and shares no cached prefix
             request.prompt["cache_salt"] = name
             sampling.skip_reading_prefix_cache = True
@@ -171,8 +153,8 @@ class VLLMEngine:
         except BaseException:
             self._detach(request)
             raise
-        pending[name] = request
-        if run.needs_stops:
+        self.pending[name] = request
+        if run.touches_model or run.steered_here:
             self._runner.bookkeeping.add(request.internal, run)
 
     def _leased(self, steering: Mapping[str, Steering]) -> Lease:
@@ -183,27 +165,27 @@ class VLLMEngine:
             lease.entry.written = True
         return lease
 
-    def advance(self, pending: dict[str, Request]) -> None:
-        """Make one step of the engine; take what has finished or failed out of ``pending``."""
+    def advance(self) -> None:
+        """Make one step of the engine; take out what has finished or failed."""
         # A thread has OpenMP's number of threads until it first asks torch for its own. vLLM's attention on CPUs fails if the number
         # changes within a step.
         torch.get_num_threads()
         told: dict[Request, None] = {}
         for output in self.llm.llm_engine.step():
-            if output.request_id not in pending:
+            request = self.pending.get(output.request_id)
+            if request is None:
                 continue
-            request = pending[output.request_id]
             if output.finished:
-                del pending[output.request_id]
+                del self.pending[request.name]
                 self._detach(request)
             request.take(output)
             told[request.whole or request] = None
         for request in told:
             request.tell()
-        for request in pending.values():
+        for request in self.pending.values():
             request.pass_on()
-        for name in [name for name, request in pending.items() if request.ended]:
-            self.take_out(pending.pop(name))
+        for request in [request for request in self.pending.values() if request.ended]:
+            self.take_out(request)
 
     def _detach(self, request: Request) -> None:
         """Let the runner forget the request, and release its entry."""
@@ -212,7 +194,8 @@ class VLLMEngine:
             request.lease.release()
 
     def take_out(self, request: Request) -> None:
-        """End a request before its time."""
+        """End a request in the engine before its time."""
+        del self.pending[request.name]
         self._detach(request)
         self.llm.llm_engine.abort_request([request.internal], internal=True)
 
@@ -234,17 +217,6 @@ def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         chosen = {"cudagraph_mode": "PIECEWISE", "splitting_ops": [*attention, HANDOFF]}
         made["compilation_config"] = {**chosen, **(made.get("compilation_config") or {})}
     return made
-
-
-def _traced(repo: str, options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, EditFunction]:
-    """Return ``functions``, traced for the hidden state of the model."""
-    if not functions:
-        return {}
-    from vllm.engine.arg_utils import EngineArgs
-
-    given = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
-    config = EngineArgs(model=repo, **given).create_engine_config().model_config
-    return {name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()}
 
 
 def _let_vllm_look_at_llvmlite() -> None:

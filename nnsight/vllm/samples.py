@@ -19,12 +19,6 @@ from typing import Any
 from .steering.entries import Lease
 from .worker.requests import RequestRun
 
-_NOT_SHARED = (
-    "n={count}: the block {what}, and each of the {count} samples has values of its own there, at steps of its own. Open an invoke "
-    "for each, as in `for seed in range({count}):` `with tracer.invoke(prompt, seed=seed):`. With `n=`, a block may use `steer()` and "
-    "`tracer.result`."
-)
-
 
 @dataclass(eq=False)
 class Request:
@@ -36,7 +30,8 @@ class Request:
     whole: Request | None = None  # the request of which it is a sample
     samples: list[Request] = field(default_factory=list)  # the requests for one sample each that go to the engine in its place
     lease: Lease | None = None  # its entry of the tables, if it is steered in the graph
-    internal: str = ""  # the engine core's name of it, once it is there
+    name: str = ""  # in the engine, once it is there
+    internal: str = ""  # the engine core's name of it
     latest: Any = None  # vLLM's latest output
     output: Any = None  # vLLM's last output
     on_output: Callable[[Any], None] | None = None  # called with each output of a step, the last one included
@@ -47,9 +42,9 @@ class Request:
         return self.run.error is not None or (self.whole is not None and self.whole.run.error is not None)
 
     @property
-    def runs(self) -> list[RequestRun]:
-        """The runs of the requests that are sent to the engine."""
-        return [sample.run for sample in self.samples] or [self.run]
+    def sent(self) -> list[Request]:
+        """The requests that are sent to the engine."""
+        return self.samples or [self]
 
     def take(self, output: Any) -> None:
         """Note an output; conclude the blocks if it is the last."""
@@ -86,8 +81,8 @@ class Request:
 
     def cancel(self) -> None:
         """End the blocks."""
-        for run in (self.run, *(sample.run for sample in self.samples)):
-            run.cancel()
+        for request in (self, *self.samples):
+            request.run.cancel()
 
     def split(self, new_run: Callable[[str], RequestRun]) -> None:
         """Make a request for each sample, unless samples cannot share the block.
@@ -97,7 +92,12 @@ class Request:
         count, run = self.sampling.n, self.run
         if run.touches_model:
             what = f"waits at `{run.awaited[0]}`" if run.awaited else "has a cache"
-            run.fail(ValueError(_NOT_SHARED.format(count=count, what=what)))
+            why = (
+                f"n={count}: the block {what}, and each of the {count} samples has values of its own there, at steps of its own. Open an "
+                f"invoke for each, as in `for seed in range({count}):` `with tracer.invoke(prompt, seed=seed):`. With `n=`, a block may "
+                "use `steer()` and `tracer.result`."
+            )
+            run.fail(ValueError(why))
         for number in range(count):
             if run.error is not None:
                 return

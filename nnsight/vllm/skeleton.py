@@ -17,21 +17,19 @@ from unittest import mock
 import torch
 
 from .groups import groups
+from .prompts import config_of
 from .worker.engine_taps import Layout
 from .worker.runner import check
 
 
-def skeleton_of(repo: str, options: Mapping[str, Any], layout: Layout | None = None) -> torch.nn.Module:
+def skeleton_of(repo: str, options: Mapping[str, Any], layout: Layout) -> torch.nn.Module:
     """Return the model of an engine of ``repo`` with ``options``, without weights, as on a single rank."""
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    options = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
-    with torch.device("cpu"):  # the caller's default may be the meta device already
-        config = EngineArgs(model=repo, **options).create_engine_config()
-    check(config, layout is not None and layout.only_tables)
+    config = config_of(repo, options)
+    check(config, layout.only_tables)
     own_positions = mock.patch.dict(getattr(rotary_embedding, "_ROPE_DICT", {}), clear=True)
     with set_current_vllm_config(config), groups.held(), _single_rank(), own_positions, torch.device("meta"):
         model: torch.nn.Module = initialize_model(config)

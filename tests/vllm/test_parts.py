@@ -23,7 +23,7 @@ from nnsight.vllm.prompts import prompt_of
 from nnsight.vllm.stack_room import with_room
 from nnsight.vllm.steering.entries import ENTRY
 from nnsight.vllm.steering.tables import RowSlots, Steering, add_tables, steered, write
-from nnsight.vllm.worker.bookkeeping import Bookkeeping
+from nnsight.vllm.worker.bookkeeping import Bookkeeping, Span
 from nnsight.vllm.worker.engine_taps import Layout, at_side, tapped_modules
 from nnsight.vllm.worker.kept_values import KeptValues
 from nnsight.vllm.worker.ranks import ABANDON, WORK, Alone, Leader
@@ -31,7 +31,6 @@ from nnsight.vllm.worker.request_rows import RequestRows, RowView, ordinary
 from nnsight.vllm.worker.requests import RequestLimits, RequestRun
 from nnsight.vllm.worker.runner import check
 from nnsight.vllm.worker.spread import Spread, Spreads
-from nnsight.vllm.worker.step_rows import Span
 from nnsight.vllm.worker.steps import EngineStep, Part
 
 HIDDEN = 4

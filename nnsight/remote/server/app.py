@@ -22,14 +22,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import Message as AsgiMessage
-from starlette.types import Receive
 from starlette.websockets import WebSocket
 
 from ... import __version__
 from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER
 from ..wire.operators import OPERATORS_HASH
 from ..wire.payload import VERSION
-from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
+from .envelopes import BAD_KEY, RefusedError, check_payload, checked_envelope, too_long
 from .gateway import Gateway
 from .jobs import ServerJob
 from .keys import Account, Door, OpenDoor
@@ -94,7 +93,6 @@ def _account(request: Request, door: Door) -> Account:
 
 
 def _job(request: Request, gateway: Gateway, door: Door) -> ServerJob:
-    """Return the job of a request."""
     job = gateway.find(request.path_params["job_id"], _account(request, door))
     if job is None:
         raise HTTPException(404, _NO_JOB)
@@ -102,21 +100,17 @@ def _job(request: Request, gateway: Gateway, door: Door) -> ServerJob:
 
 
 def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]:
-    """Return the routes of jobs."""
-
     async def submit(request: Request) -> Response:
         account, began = _account(request, door), time.time()
+        timeout = asyncio.timeout(gateway.settings.upload)
         version = request.headers.get(VERSION_HEADER, "unknown")
-        body = _Body(request, account.bytes)
         try:
-            async with gateway.uploading(account), asyncio.timeout(gateway.settings.upload), body.form() as form:
+            async with gateway.uploading(account), timeout, _form(request, account.bytes) as form:
                 envelope, blob = checked_envelope(form.get("data"), version), form.get("blob")
                 if not isinstance(blob, UploadFile):
                     raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
                 size = blob.size or 0
-                if size > account.bytes:
-                    raise too_long(account.bytes)
-                check_start(await blob.read(9), size, version)
+                check_payload(await blob.read(9), size, account.bytes, version)
                 await blob.seek(0)
                 job = await gateway.submit(account, envelope["model_key"], envelope.get("nonce", ""), blob.file, size)
                 await gateway.secure(job, listened=sessions.attach(envelope["session_id"], job, account))
@@ -154,8 +148,6 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
 
 
 def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
-    """Return the routes of facts about the server."""
-
     async def status(request: Request) -> Response:
         deployments = {
             key: {
@@ -197,45 +189,37 @@ def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
     return [Route(path, endpoint) for path, endpoint in endpoints.items()]
 
 
-class _Body:
-    """The body of a request, with a payload of at most so many bytes."""
+@contextlib.asynccontextmanager
+async def _form(request: Request, most: int) -> AsyncIterator[Any]:
+    """Read the parts of a body with a payload of at most ``most`` bytes; raise a :class:`RefusedError` if it is no such body."""
+    left = most + _FRAME
 
-    def __init__(self, request: Request, most: int) -> None:
-        self._most = most
-        self._left = most + _FRAME
-        self._request = Request(request.scope, self._limited(request.receive))
-        announced = request.headers.get("content-length", "0")
-        self._announced_too_much = announced.isdecimal() and int(announced) > self._left
+    async def limited() -> AsgiMessage:
+        nonlocal left
+        message = await request.receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise too_long(most)
+        return message
 
-    @contextlib.asynccontextmanager
-    async def form(self) -> AsyncIterator[Any]:
-        """Read the parts; raise a :class:`RefusedError` if the body is too long, or no multipart body."""
-        if not self._request.headers.get("content-type", "").startswith("multipart/form-data"):
-            message = "The body has to be multipart/form-data: a field `data` and a file `blob`."
-            raise RefusedError(415, "multipart", message)
-        if self._announced_too_much:
-            with contextlib.suppress(RefusedError):  # read some of it, because clients send before they read an answer
-                async for _ in self._request.stream():
-                    pass
-            raise too_long(self._most)
-        try:
-            form = await self._request.form(max_files=1, max_fields=4, max_part_size=_FRAME // 2)
-        except HTTPException as error:
-            raise RefusedError(400, "multipart", f"The multipart body cannot be read: {error.detail}") from None
-        except OSError as error:  # long files go to disk as they come
-            message = f"The upload could not be kept: {error.strerror}. Try again later."
-            raise RefusedError(507, "storage", message) from None
-        try:
-            yield form
-        finally:
-            await form.close()
-
-    def _limited(self, receive: Receive) -> Receive:
-        async def limited() -> AsgiMessage:
-            message = await receive()
-            self._left -= len(message.get("body", b""))
-            if self._left < 0:
-                raise too_long(self._most)
-            return message
-
-        return limited
+    checked = Request(request.scope, limited)
+    announced = request.headers.get("content-length", "0")
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        message = "The body has to be multipart/form-data: a field `data` and a file `blob`."
+        raise RefusedError(415, "multipart", message)
+    if announced.isdecimal() and int(announced) > left:
+        with contextlib.suppress(RefusedError):  # read some of it, because clients send before they read an answer
+            async for _ in checked.stream():
+                pass
+        raise too_long(most)
+    try:
+        form = await checked.form(max_files=1, max_fields=4, max_part_size=_FRAME // 2)
+    except HTTPException as error:
+        raise RefusedError(400, "multipart", f"The multipart body cannot be read: {error.detail}") from None
+    except OSError as error:  # long files go to disk as they come
+        message = f"The upload could not be kept: {error.strerror}. Try again later."
+        raise RefusedError(507, "storage", message) from None
+    try:
+        yield form
+    finally:
+        await form.close()

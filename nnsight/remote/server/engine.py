@@ -2,14 +2,11 @@
 
 One thread runs at a time, so programs of one model take turns, and the event loop stays free for clients. There are four kinds of errors:
 
-* the program is refused or fails (:class:`~nnsight.remote.wire.errors.InvalidProgramError`,
-  :class:`~nnsight.remote.wire.errors.ExecutionFailedError`): the owner gets the message;
+* the program is refused or fails (``InvalidProgramError``, ``ExecutionFailedError``): the owner gets the message;
 * it runs out of time: the thread is interrupted at the next bytecode. A thread that hangs in a call into C is abandoned and a new one
   replaces it, up to a limit, after which the engine is not healthy;
 * the thread dies (:class:`EngineLostError`): the job may be tried once more;
 * everything else is a fault of the server: it is logged in full, and the owner learns only that it happened.
-
-``execute`` takes several payloads, which run as one batch if the engine has a function for that.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import queue
 import threading
 import time
@@ -43,13 +41,9 @@ class TimeLimitError(RuntimeError):
 
 
 class Engine(Protocol):
-    """Runs programs on one model.
+    """Runs programs on one model."""
 
-    Attributes:
-        width: Number of groups of payloads that it runs at a time.
-    """
-
-    width: int
+    width: int  # number of groups of payloads that it runs at a time
 
     def kind_of(self, payload: bytes) -> Hashable | None:
         """Return a key of the programs that can run as one batch; ``None`` for one that runs alone."""
@@ -84,6 +78,7 @@ class _Worker:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = self._interrupted = False
+        self._died = False  # a thread that has died runs for a moment longer
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -105,7 +100,7 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._died
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -115,6 +110,7 @@ class _Worker:
             try:
                 result, error = self._run(function)
             except BaseException as failure:  # SystemExit and the like end this thread
+                self._died = True
                 future.set_exception(EngineLostError(f"The engine died: {type(failure).__name__}."))
                 return
             future.set_result(result) if error is None else future.set_exception(error)
@@ -148,12 +144,8 @@ class _Worker:
 class ThreadEngine:
     """The engine of a model in this process.
 
-    Args:
-        run: Returns the result of a payload or raises its error; calls its second argument with each line that is printed.
-        name: Name of the thread, for debuggers.
-        run_together: Returns the outcomes of payloads of one kind; likewise, with a function for each.
-        kind_of: See :meth:`Engine.kind_of`; by default no two programs run together.
-        most_stuck: Number of abandoned threads from which on the engine is not healthy.
+    ``run`` returns the result of a payload or raises its error, and calls its second argument with each line that is printed;
+    ``run_together`` returns the outcomes of payloads of one kind. With ``most_stuck`` abandoned threads the engine is not healthy.
     """
 
     width = 1
@@ -172,7 +164,6 @@ class ThreadEngine:
         self._worker = _Worker(name)
 
     def kind_of(self, payload: bytes) -> Hashable | None:
-        """See :meth:`Engine.kind_of`."""
         return self._kind_of(payload) if self._kind_of is not None and self._run_together is not None else None
 
     @property
@@ -182,10 +173,15 @@ class ThreadEngine:
         return len(self._stuck) < self._most_stuck
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """See :meth:`Engine.execute`."""
         if not self._worker.alive:
             self._worker = _Worker(self._name)
-        told = [_in_loop(log) for log in logs]
+        loop = asyncio.get_running_loop()
+
+        def tell(log: Log, line: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(log, line)
+
+        told = [functools.partial(tell, log) for log in logs]
         future = self._worker.submit(lambda: self._outcomes(payloads, told))
         try:
             return await asyncio.wait_for(asyncio.shield(future), seconds)
@@ -201,7 +197,6 @@ class ThreadEngine:
         raise TimeLimitError(f"The job ran longer than its {seconds:g} seconds.")
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """See :meth:`Engine.interrupt`; there is one run at a time."""
         self._worker.interrupt()
 
     def close(self) -> None:
@@ -218,14 +213,3 @@ class ThreadEngine:
             except Exception as error:
                 outcomes.append(error)
         return outcomes
-
-
-def _in_loop(log: Log) -> Log:
-    """Return a function for other threads that calls ``log`` in the loop of this one."""
-    loop = asyncio.get_running_loop()
-
-    def tell(line: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(log, line)
-
-    return tell

@@ -57,8 +57,10 @@ def checked_envelope(envelope: Any, version: str) -> dict[str, Any]:
     return envelope
 
 
-def check_start(start: bytes, size: int, version: str) -> None:
-    """Raise a :class:`RefusedError` if a payload of this size with these first nine bytes cannot be a safetensors file."""
+def check_payload(start: bytes, size: int, most: int, version: str) -> None:
+    """Raise a :class:`RefusedError` if a payload with these first nine bytes cannot be a safetensors file, or is longer than ``most``."""
+    if size > most:
+        raise too_long(most)
     header = int.from_bytes(start[:8], "little")
     if len(start) == 9 and start[8:] == b"{" and header <= size - 8:
         return

@@ -16,8 +16,10 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import IO, Any
+
+from prometheus_client import generate_latest
 
 from ..protocol import JobStatus, ModelKey
 from ..wire.errors import ExecutionFailedError, InvalidProgramError
@@ -39,26 +41,16 @@ class JobCancelledError(Exception):
 
 
 class Gateway:
-    """All jobs of a server.
-
-    Args:
-        engines: The engine of each model.
-        spool: Keeps the jobs.
-        settings: Choices of the operator.
-
-    Attributes:
-        served: The models, by the text of their keys.
-        jobs: All jobs, by id.
-        draining: Whether the server is about to stop.
-    """
+    """All jobs of a server."""
 
     def __init__(self, engines: Mapping[ModelKey, Engine], spool: Spool, settings: Settings | None = None) -> None:
-        self.served = {str(key): Served(key, engine) for key, engine in engines.items()}
+        #: The models, by the text of their keys.
+        self.served = {str(key): Served(key, engine, str(key)) for key, engine in engines.items()}
         self.spool = spool
         self.settings = settings or Settings()
         self.metrics = Metrics()
-        self.jobs: dict[str, ServerJob] = {}
-        self.draining = False
+        self.jobs: dict[str, ServerJob] = {}  # by id
+        self.draining = False  # whether the server is about to stop
         self._active: set[ServerJob] = set()  # unfinished jobs
         self._uploads: Counter[str] = Counter()
         self._by_nonce: dict[tuple[str, str], asyncio.Future[ServerJob]] = {}
@@ -71,8 +63,7 @@ class Gateway:
         """Continue the jobs on disk, and start to run jobs."""
         for job in await asyncio.to_thread(self.spool.recover):
             self._take_over(job)
-        beginnings: list[Coroutine[Any, Any, None]] = [self._work(served) for served in self.served.values()]
-        self._loops = [asyncio.create_task(loop) for loop in (*beginnings, self._sweep())]
+        self._loops = [asyncio.create_task(loop) for loop in (self._sweep(), *map(self._work, self.served.values()))]
 
     def _take_over(self, job: ServerJob) -> None:
         """Continue a job of an earlier process."""
@@ -100,7 +91,7 @@ class Gateway:
         self.draining = True
         _log.info("draining", extra={"waiting": sum(len(served.queue) for served in self.served.values())})
         deadline = time.monotonic() + self.settings.drain
-        while any(served.running for served in self.served.values()) and time.monotonic() < deadline:
+        while any(served.groups for served in self.served.values()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
@@ -197,7 +188,6 @@ class Gateway:
         coming.set_result(job)
         served.put(job)
         self.metrics.received.inc(size)
-        self._count(served)
         _log.info("received", extra={"job": job.id, "account": account.name, "model": job.model, "bytes": size})
         self._keeper.settle(job, functools.partial(self._drop, served, job))
         return job
@@ -259,7 +249,6 @@ class Gateway:
                 continue
             group = JobGroup(jobs)
             served.groups[group] = asyncio.create_task(self._run_group(served, group))
-            self._count(served)
 
     async def _run_group(self, served: Served, group: JobGroup) -> None:
         """Run jobs; an unexpected error ends them, and nothing else."""
@@ -273,7 +262,6 @@ class Gateway:
         finally:
             del served.groups[group]
             served.wake.set()
-            self._count(served)
 
     async def _run(self, served: Served, group: JobGroup) -> None:
         """Run jobs of one kind. The jobs of a group that fails as a whole run one by one."""
@@ -343,8 +331,8 @@ class Gateway:
         self._active.discard(job)
         self._keeper.note(job)
         self.metrics.jobs.labels(job.model, outcome).inc()
-        about = {"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome}
-        _log.info("finished", extra={**about, **figures})
+        about = {"job": job.id, "account": job.owner, "model": job.model, "outcome": outcome, **figures}
+        _log.info("finished", extra=about)
 
     # -- housekeeping ------------------------------------------------------------------------------------------------
 
@@ -369,16 +357,14 @@ class Gateway:
         self._leave(job)
         self.spool.remove([job])
 
-    def _count(self, served: Served) -> None:
-        self.metrics.queued.labels(served.text).set(len(served.queue))
-        self.metrics.running.labels(served.text).set(len(served.running))
-
     def figures(self) -> bytes:
         """Return the metrics for Prometheus."""
         for key, served in self.served.items():
             self.metrics.healthy.labels(key).set(served.engine.healthy)
+            self.metrics.queued.labels(key).set(len(served.queue))
+            self.metrics.running.labels(key).set(sum(len(group.jobs) for group in served.groups))
         self.metrics.spooled.set(self.spool.used)
-        return self.metrics.text()
+        return generate_latest(self.metrics.registry)
 
 
 def _no_room(reason: str) -> RefusedError:
@@ -387,7 +373,4 @@ def _no_room(reason: str) -> RefusedError:
 
 def _digest(payload: IO[bytes]) -> str:
     payload.seek(0)
-    digest = hashlib.sha256()
-    while part := payload.read(2**20):
-        digest.update(part)
-    return digest.hexdigest()
+    return hashlib.file_digest(payload, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -1,8 +1,5 @@
 """Writes jobs to the disk: many at a time, beside the event loop.
 
-A job is written before it can run (:meth:`Keeper.admit`), and again when it has ended (:meth:`Keeper.note`). Syncing it against power
-failures takes several milliseconds more (:meth:`Keeper.settle`); only :meth:`Keeper.secured` waits for that.
-
 A change of threads costs a short job more than the work there, and so does a transaction. So the jobs that arrive while the thread is
 busy are written together (:class:`Batches`).
 """
@@ -21,24 +18,22 @@ from .spool import SHORT, Spool
 _log = logging.getLogger("nnsight.remote.server")
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
 
 
-class Batches(Generic[Item, Made]):
-    """Calls a function in a thread, each time with the items that arrived during the call before.
+class Batches(Generic[Item]):
+    """Calls ``function`` in a thread, each time with the items that arrived during the call before.
 
-    Args:
-        function: Returns the result of each item, or its error; an exception is the error of all items.
+    It returns the error of each item, or ``None`` if there are none; an exception is the error of all items.
     """
 
-    def __init__(self, function: Callable[[Sequence[Item]], Sequence[Made | Exception]]) -> None:
+    def __init__(self, function: Callable[[Sequence[Item]], Sequence[Exception | None] | None]) -> None:
         self._function = function
-        self._waiting: list[tuple[Item, asyncio.Future[Made]]] = []
+        self._waiting: list[tuple[Item, asyncio.Future[None]]] = []
         self._working: asyncio.Task[None] | None = None
 
-    def add(self, item: Item) -> asyncio.Future[Made]:
-        """Return the future result of an item. The item is processed even if nothing waits for it."""
-        future: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
+    def add(self, item: Item) -> asyncio.Future[None]:
+        """Return a future that is done when the item is. The item is processed even if nothing waits for it."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if self._working is None:
             self._working = asyncio.create_task(self._work())
@@ -54,17 +49,17 @@ class Batches(Generic[Item, Made]):
             while self._waiting:
                 batch, self._waiting = self._waiting, []
                 try:
-                    made = await asyncio.to_thread(self._function, [item for item, _ in batch])
-                except Exception as error:
-                    made = [error] * len(batch)
-                for (_, future), outcome in zip(batch, made, strict=True):
+                    errors = await asyncio.to_thread(self._function, [item for item, _ in batch]) or [None] * len(batch)
+                except Exception as failure:
+                    errors = [failure] * len(batch)
+                for (_, future), error in zip(batch, errors, strict=True):
                     if future.done():  # cancelled
                         continue
-                    if isinstance(outcome, Exception):
-                        future.set_exception(outcome)
-                        future.exception()  # retrieved, so that asyncio does not log it
+                    if error is None:
+                        future.set_result(None)
                     else:
-                        future.set_result(outcome)
+                        future.set_exception(error)
+                        future.exception()  # retrieved, so that asyncio does not log it
         finally:
             self._working = None
 
@@ -131,12 +126,10 @@ class Keeper:
                 self._read(job, payload)
         return errors
 
-    def _settle(self, jobs: Sequence[ServerJob]) -> Sequence[None]:
+    def _settle(self, jobs: Sequence[ServerJob]) -> None:
         self._spool.settle(jobs)
-        return [None] * len(jobs)
 
-    def _note(self, jobs: Sequence[ServerJob]) -> Sequence[None]:
+    def _note(self, jobs: Sequence[ServerJob]) -> None:
         self._spool.note(jobs)
         for job in jobs:
             job.result = None
-        return [None] * len(jobs)

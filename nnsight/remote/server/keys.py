@@ -29,21 +29,13 @@ _PREFIX = "nns-"
 
 @dataclass(frozen=True)
 class Account:
-    """A key with its limits.
+    """A key with its limits."""
 
-    Attributes:
-        name: The owner of its jobs.
-        sha256: Hash of the key, in hexadecimal; empty on a server without keys.
-        queue: Most jobs that wait or run at a time.
-        bytes: Most bytes of a payload.
-        seconds: Time limit of a job.
-    """
-
-    name: str
-    sha256: str = ""
-    queue: int = 16
-    bytes: int = 64 * 2**20
-    seconds: float = 60.0
+    name: str  # the owner of its jobs
+    sha256: str = ""  # hash of the key, in hexadecimal; empty on a server without keys
+    queue: int = 16  # most jobs that wait or run at a time
+    bytes: int = 64 * 2**20  # most bytes of a payload
+    seconds: float = 60.0  # time limit of a job
 
     def limits(self) -> dict[str, Any]:
         """Return the limits, as shown to the owner."""
@@ -64,23 +56,14 @@ class OpenDoor:
         self._account = account or Account("anonymous")
 
     def admit(self, key: str | None) -> Account | None:
-        """Return the one account, whatever the key."""
         return self._account
 
 
 class KeyFile:
-    """The file of keys.
-
-    Args:
-        path: Where it is.
-
-    Raises:
-        FileNotFoundError: If it does not exist.
-        ValueError: If it cannot be understood.
-    """
+    """The file of keys; raises ``FileNotFoundError`` if it does not exist, and ``ValueError`` if it cannot be understood."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self._name = Path(path), os.fspath(path)
+        self.path = Path(path)
         self._stamp = self._stamp_now()
         self._accounts = read_accounts(self.path)
 
@@ -105,7 +88,7 @@ class KeyFile:
             return
 
     def _stamp_now(self) -> tuple[int, int]:
-        found = os.stat(self._name)  # called for each job: faster than `Path.stat`
+        found = os.stat(self.path)  # called for each job: faster than `Path.stat`
         return found.st_mtime_ns, found.st_size
 
 

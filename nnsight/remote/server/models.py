@@ -12,13 +12,7 @@ from .engine import Engine, ThreadEngine
 
 
 def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-engine") -> Engine:
-    """Return the engine of a model in this process.
-
-    Args:
-        model: The model; the first job loads it, if it is lazy.
-        limits: Limits of one job.
-        name: Name of its thread.
-    """
+    """Return the engine of a model in this process; the first job loads it, if it is lazy. ``limits`` are those of one job."""
     return ThreadEngine(
         lambda payload, log: execute_payload(model, payload, limits, log),
         name,
@@ -28,16 +22,9 @@ def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-eng
 
 
 def load(name: str, revision: str = "main", dispatch: bool = True, **options: Any) -> tuple[ModelKey, Any]:
-    """Return a language model and the key under which it is served.
+    """Return a language model and the key under which it is served; raise ``OSError`` if it cannot be loaded.
 
-    Args:
-        name: As for :class:`~nnsight.LanguageModel`.
-        revision: Branch, tag or commit.
-        dispatch: Load its weights.
-        **options: Further ones of :class:`~nnsight.LanguageModel`.
-
-    Raises:
-        OSError: If it cannot be loaded.
+    Arguments are those of :class:`~nnsight.LanguageModel`; ``revision`` is a branch, tag or commit.
     """
     from ... import LanguageModel
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import chain, islice, zip_longest
 
 from ..protocol import ModelKey
 from .engine import Engine
@@ -20,14 +21,14 @@ class FairQueue:
     def __init__(self) -> None:
         self._lines: OrderedDict[str, deque[ServerJob]] = OrderedDict()
 
-    def put(self, job: ServerJob) -> None:
-        """Add a job at the end of the line of its owner."""
-        self._lines.setdefault(job.owner, deque()).append(job)
-
-    def put_back(self, job: ServerJob) -> None:
-        """Put a job that was taken out before at the head of the first line."""
-        self._lines.setdefault(job.owner, deque()).appendleft(job)
-        self._lines.move_to_end(job.owner, last=False)
+    def put(self, job: ServerJob, first: bool = False) -> None:
+        """Add a job at the end of the line of its owner; ``first`` puts one that was taken out before in front of all others."""
+        line = self._lines.setdefault(job.owner, deque())
+        if first:
+            line.appendleft(job)
+            self._lines.move_to_end(job.owner, last=False)
+        else:
+            line.append(job)
 
     def remove(self, job: ServerJob) -> bool:
         """Remove a job; return whether it was there."""
@@ -40,29 +41,21 @@ class FairQueue:
         return True
 
     def take(self, most: int = 1) -> list[ServerJob]:
-        """Take out the next job, and jobs that can run together with it, up to ``most`` in all."""
+        """Take out the next job, and jobs that can run together with it, from all lines in turn, up to ``most`` in all."""
         if not self._lines:
             return []
         owner, line = next(iter(self._lines.items()))
         taken = [line.popleft()]
         self._lines.move_to_end(owner)
         if taken[0].kind is not None and most > 1:
-            for job in self._alike(taken[0], most - 1):
+            lines = [[job for job in line if job.kind == taken[0].kind] for line in self._lines.values()]
+            turns = chain.from_iterable(zip_longest(*lines))
+            for job in islice((job for job in turns if job is not None), most - 1):
                 self._lines[job.owner].remove(job)
                 taken.append(job)
         for name in [name for name, rest in self._lines.items() if not rest]:
             del self._lines[name]
         return taken
-
-    def _alike(self, first: ServerJob, most: int) -> list[ServerJob]:
-        """Return waiting jobs of the kind of ``first``, from all lines in turn."""
-        lines = [[job for job in line if job.kind == first.kind] for line in self._lines.values()]
-        found: list[ServerJob] = []
-        for rank in range(max(map(len, lines), default=0)):
-            found += [line[rank] for line in lines if rank < len(line)]
-            if len(found) >= most:
-                break
-        return found[:most]
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -82,20 +75,11 @@ class Served:
 
     key: ModelKey
     engine: Engine
+    text: str  # of the key
     queue: FairQueue = field(default_factory=FairQueue)
     groups: dict[JobGroup, asyncio.Task[None]] = field(default_factory=dict)
-    text: str = field(init=False)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __post_init__(self) -> None:
-        self.text = str(self.key)
-
     def put(self, job: ServerJob, first: bool = False) -> None:
-        """Queue a job, and wake the loop that runs jobs."""
-        (self.queue.put_back if first else self.queue.put)(job)
+        self.queue.put(job, first)
         self.wake.set()
-
-    @property
-    def running(self) -> list[ServerJob]:
-        """The jobs that run."""
-        return [job for group in self.groups for job in group.jobs]

@@ -1,13 +1,11 @@
 """Replicas of a model: processes of a Ray cluster, each with a copy of the model.
 
-Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`.engine`): it gets payloads
-and returns outcomes. Ray Serve starts the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs
-wait and ends idle ones.
+Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`.engine`). Ray Serve starts
+the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs wait and ends idle ones.
 
-A replica that is lost during a job is an engine that died: the gateway starts the job once more, on another replica, and ends it with an
-error if that is lost, too. (If a replica is lost before it has accepted the job, Serve takes another one.) Replicas get programs as the
-bytes of the client, and return errors as name and message. Ray itself sends pickles between its processes, so a cluster needs a network
-of its own.
+A replica that is lost during a job is an engine that died. (If a replica is lost before it has accepted the job, Serve takes another one.)
+Replicas get programs as the bytes of the client, and return errors as name and message. Ray itself sends pickles between its processes,
+so a cluster needs a network of its own.
 """
 
 from __future__ import annotations
@@ -101,19 +99,15 @@ class RayEngine:
 
     def __init__(self, name: str, handle: Any, kinds: Callable[[bytes], Hashable | None], width: int) -> None:
         self.width = width
-        self._name, self._handle, self._kinds = name, handle, kinds
+        self._name, self._handle, self.kind_of = name, handle, kinds
         self._streams: dict[int, Any] = {}
-        self._healthy = True
+        self.healthy = True  # whether a replica was running at the last check
         self._closing = threading.Event()
         self._watching = threading.Thread(target=self._watch, name=f"nnsight-watch {name}", daemon=True)
         self._watching.start()
 
-    def kind_of(self, payload: bytes) -> Hashable | None:
-        """See :meth:`.engine.Engine.kind_of`."""
-        return self._kinds(payload)
-
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads on a free replica; see :meth:`.engine.Engine.execute`."""
+        """Run payloads on a free replica."""
         outcomes: dict[int, Outcome] = {}
         stream = self._streams[id(payloads)] = self._handle.execute.options(stream=True).remote(list(payloads), seconds)
         try:
@@ -136,18 +130,11 @@ class RayEngine:
         return [outcomes[number] for number in range(len(payloads))]
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """See :meth:`.engine.Engine.interrupt`."""
         stream = self._streams.get(id(payloads))
         if stream is not None:
             stream.cancel()
 
-    @property
-    def healthy(self) -> bool:
-        """Whether a replica was running at the last check."""
-        return self._healthy
-
     def close(self) -> None:
-        """End the replicas."""
         self._closing.set()
         self._watching.join()
         with contextlib.suppress(RayError, RayServeException):
@@ -161,10 +148,10 @@ class RayEngine:
             except Exception as error:  # the cluster does not answer
                 _log.debug("no status of %s: %r", self._name, error)
                 healthy = False
-            if healthy != self._healthy:
+            if healthy != self.healthy:
                 event = "replicas are there again" if healthy else "no replica runs"
                 _log.warning(event, extra={"application": self._name})
-            self._healthy = healthy
+            self.healthy = healthy
 
 
 @contextlib.contextmanager
@@ -195,16 +182,8 @@ def deploy(
 ) -> RayEngine:
     """Start the replicas of a model within :func:`cluster`, and return their engine when the first is ready.
 
-    Args:
-        key: The model; an existing application of this name is replaced.
-        build: Makes the engine of a replica, in its process.
-        kinds: See :meth:`~.engine.Engine.kind_of`.
-        replicas: Least and most replicas.
-        cpus: Cores that a replica reserves.
-        gpus: Accelerators that it reserves.
-
-    Raises:
-        RuntimeError: If a replica cannot be started.
+    ``build`` makes the engine of a replica, in its process; ``kinds`` finds the kind of a program. ``replicas`` are the least and the most,
+    each with so many ``cpus`` and ``gpus``. An existing application of this name is replaced. Raises ``RuntimeError`` if none starts.
     """
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
@@ -225,15 +204,10 @@ def deploy(
 
 
 def deploy_model(name: str, revision: str, options: dict[str, Any], **scaling: Any) -> tuple[ModelKey, RayEngine]:
-    """Start replicas of a language model; as :func:`deploy`. This process has no weights, only the model's structure.
-
-    Raises:
-        OSError: If the model cannot be loaded.
-    """
+    """Start replicas of a language model, as :func:`deploy`; raise ``OSError`` if it cannot be loaded. This process has no weights."""
     key, structure = load(name, revision, dispatch=False, **options)
-    build = functools.partial(_engine, name, revision, options)
+
+    def build() -> Engine:
+        return engine_of(load(name, revision, **options)[1], name=f"nnsight-engine {name}")
+
     return key, deploy(key, build, functools.partial(kind_of, structure), **scaling)
-
-
-def _engine(name: str, revision: str, options: dict[str, Any]) -> Engine:
-    return engine_of(load(name, revision, **options)[1], name=f"nnsight-engine {name}")

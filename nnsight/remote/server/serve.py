@@ -45,7 +45,6 @@ class GatewayServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal; stop at the second."""
         if self._draining is not None:
             super().handle_exit(sig, frame)
         else:
@@ -132,16 +131,7 @@ def serve(
     capacity: int = 16 * 2**30,
     settings: Settings | None = None,
 ) -> None:
-    """Serve models until a signal ends it.
-
-    Args:
-        engines: The engine of each model.
-        door: Checks keys.
-        spool: Folder of the jobs.
-        host: Address to listen on.
-        port: Port to listen on.
-        capacity: Most bytes of the jobs on disk.
-        settings: Further choices.
+    """Serve models until a signal ends it; arguments are those of :func:`in_background`, and ``capacity``: most bytes of the jobs on disk.
 
     Raises:
         OSError: If the address is taken, or the folder cannot be written.

@@ -3,8 +3,6 @@
 The first frame of a socket has its ``session_id``. The socket has the messages of jobs that were submitted with that id or through it. A
 client that lost its socket opens another one with ``?job=...&after=...`` and continues after the last message that it saw. Each job of
 a socket has its own reader (:meth:`ServerJob.follow`), so a slow client delays itself only. One that does not read is cut off.
-
-All messages that are ready are sent in one frame (:mod:`~nnsight.remote.protocol`): for short jobs, frames cost more than runs.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from ..protocol import FRAMING, KEY_HEADER, VERSION_HEADER, JobStatus, Message, join_packet, split_packet
-from .envelopes import BAD_KEY, RefusedError, check_start, checked_envelope, too_long
+from .envelopes import BAD_KEY, RefusedError, check_payload, checked_envelope
 from .gateway import Gateway
 from .jobs import ServerJob
 from .keys import Account, Door
@@ -92,9 +90,7 @@ class _Session:
             raise RefusedError(400, "envelope", str(error)) from None
         version = headers.get(VERSION_HEADER, "unknown")
         envelope = checked_envelope(content, version)
-        if len(payload) > account.bytes:
-            raise too_long(account.bytes)
-        check_start(payload[:9], len(payload), version)
+        check_payload(payload[:9], len(payload), account.bytes, version)
         nonce = envelope.get("nonce", "")
         job = await self._gateway.submit(account, envelope["model_key"], nonce, io.BytesIO(payload), len(payload))
         await self._gateway.secure(job, listened=True)
@@ -135,6 +131,7 @@ class Sessions:
     def __init__(self, gateway: Gateway, door: Door) -> None:
         self._gateway, self._door = gateway, door
         self._open: dict[str, _Session] = {}
+        gateway.metrics.sockets.set_function(lambda: len(self._open))
 
     def attach(self, session_id: str, job: ServerJob, account: Account) -> bool:
         """Send messages of ``job`` on a socket; return whether it is there. If it is gone, its client will reconnect and ask."""
@@ -152,14 +149,12 @@ class Sessions:
         await websocket.accept()
         session = _Session(websocket, account, self._gateway, self._door)
         self._open[session.id] = session
-        self._gateway.metrics.sockets.set(len(self._open))
         feeding = asyncio.create_task(session.feed(None if job is None else (job, after)))
         listening = asyncio.create_task(session.listen())
         try:
             await asyncio.wait([feeding, listening], return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._open[session.id]
-            self._gateway.metrics.sockets.set(len(self._open))
             for task in (feeding, listening):
                 task.cancel()
             for failure in await asyncio.gather(feeding, listening, return_exceptions=True):

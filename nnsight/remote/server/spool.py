@@ -2,15 +2,14 @@
 
 A SQLite database, ``jobs.sqlite``, has the record of each job with its status, and short payloads and results. Long ones are files beside
 it, ``ID.payload`` and ``ID.result``, written under another name and then renamed. So each is there as a whole or not at all, also after a
-kill. Jobs of many clients are written in one transaction, because a transaction costs more than its content.
+kill.
 
 A sync takes the disk several milliseconds, and no job waits for it: a job may run before :meth:`Spool.settle` has returned, but the client
 hears only then that it was received. A payload is removed after the sync of the result; until then the job could run again. SQLite writes
 to its log first (``journal_mode=WAL``) and does not sync it (``synchronous=NORMAL``), so a sync of ``jobs.sqlite-wal`` secures all that was
 written before.
 
-A full disk is an ordinary event: the job that did not fit is refused or fails with a message, and nothing of it stays. The
-folder has its own budget, so results that are never fetched do not fill the disk.
+A full disk is an ordinary event: the job that did not fit is refused or fails with a message, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -51,14 +51,9 @@ class StorageFullError(OSError):
 
 
 class Spool:
-    """The folder of the jobs. Several threads may use it.
+    """The folder of the jobs, made for its owner only if it does not exist; ``capacity`` is the most bytes of all payloads and results.
 
-    Args:
-        folder: The folder; made for its owner only, if it does not exist.
-        capacity: Most bytes of all payloads and results.
-
-    Raises:
-        OSError: If the folder or its database cannot be used.
+    Several threads may use it. Raises ``OSError`` if the folder or its database cannot be used.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity: int = 16 * 2**30) -> None:
@@ -67,7 +62,7 @@ class Spool:
         self._root = str(self.folder)
         self.capacity = capacity
         self._sizes: dict[str, int] = {}
-        self._used = 0
+        self.used = 0  # bytes of all payloads and results
         self._counting, self._writing, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         database = os.path.join(self._root, "jobs.sqlite")
         self._log_of_writes = f"{database}-wal"
@@ -77,7 +72,6 @@ class Spool:
             self._reader = _connect(database)
 
     def close(self) -> None:
-        """Close the database."""
         with self._writing, self._reading:
             self._writer.close()
             self._reader.close()
@@ -86,25 +80,15 @@ class Spool:
         with contextlib.suppress(AttributeError):  # it was not opened
             self.close()
 
-    @property
-    def used(self) -> int:
-        """Bytes of all payloads and results."""
-        return self._used
-
-    def _count(self, job_id: str, size: int | None) -> None:
-        """Note the bytes of a job; ``None`` for one that is removed."""
+    def _count(self, job_id: str, size: int, most: float = math.inf) -> None:
+        """Note the bytes of a job, 0 for one that is removed; raise if this makes more than ``most`` in all."""
         with self._counting:
-            before = self._sizes.pop(job_id, 0)
-            if size is not None:
-                self._sizes[job_id] = size
-            self._used += (size or 0) - before
-
-    def _reserve(self, job_id: str, size: int) -> None:
-        with self._counting:
-            used = self._used - self._sizes.get(job_id, 0) + size
-            if used > self.capacity:
-                raise StorageFullError(errno.ENOSPC, f"the {self.capacity:,} bytes for jobs are used up")
-            self._sizes[job_id], self._used = size, used
+            used = self.used - self._sizes.get(job_id, 0) + size
+            if used > most:
+                raise StorageFullError(errno.ENOSPC, f"the {most:,} bytes for jobs are used up")
+            self._sizes[job_id], self.used = size, used
+            if not size:
+                del self._sizes[job_id]
 
     # -- the steps of a job ---------------------------------------------------------------------------------------------
 
@@ -127,7 +111,7 @@ class Spool:
     def begin(self, jobs: Sequence[ServerJob]) -> list[bytes]:
         """Record that jobs are about to run, and return their payloads."""
         self._note(jobs)
-        return [self.payload(job) for job in jobs]
+        return list(map(self.payload, jobs))
 
     def payload(self, job: ServerJob) -> bytes:
         """Return the payload of a job; raise a :class:`FileNotFoundError` if it was removed."""
@@ -152,7 +136,7 @@ class Spool:
             return
         for job in finished:
             if job.size >= SHORT:
-                _unlink(self._path(job, "payload"))
+                Path(self._path(job, "payload")).unlink(missing_ok=True)
             self._count(job.id, job.result_size or 0)
 
     def result(self, job: ServerJob) -> bytes:
@@ -164,7 +148,6 @@ class Spool:
         return Path(self._path(job, "result")) if (job.result_size or 0) >= SHORT else None
 
     def remove(self, jobs: Sequence[ServerJob]) -> None:
-        """Remove jobs."""
         if not jobs:
             return
         try:
@@ -177,8 +160,8 @@ class Spool:
             _log.error("jobs could not be removed", extra={"error": str(error)})
         for job in jobs:
             for name in ("payload", "result"):
-                _unlink(self._path(job, name))
-            self._count(job.id, None)
+                Path(self._path(job, name)).unlink(missing_ok=True)
+            self._count(job.id, 0)
 
     def recover(self) -> list[ServerJob]:
         """Return the jobs on disk in the order of their submission, and remove data without a job."""
@@ -244,11 +227,12 @@ class Spool:
         errors: list[OSError | None] = [None] * len(items)
         for index, (job, content, size, besides) in enumerate(items):
             try:
-                self._reserve(job.id, size + besides)
+                self._count(job.id, size + besides, self.capacity)
                 if size >= SHORT:
                     self._write_file(self._path(job, table), content)
             except OSError as error:
-                errors[index] = _full(error)
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, StorageFullError)
+                errors[index] = StorageFullError(error.errno, "the disk of the server is full") if full else error
         rows = {
             index: (job, content.read() if size < SHORT else None)
             for index, (job, content, size, _) in enumerate(items)
@@ -278,8 +262,7 @@ class Spool:
             row = self._reader.execute(f"SELECT content FROM {table} WHERE id = ?", (job.id,)).fetchone()
         if row is not None:
             return bytes(row[0])
-        with open(self._path(job, table), "rb") as file:
-            return file.read()
+        return Path(self._path(job, table)).read_bytes()
 
     def _path(self, job: ServerJob, name: str) -> str:
         """Return the path of a long payload or result."""
@@ -287,22 +270,18 @@ class Spool:
 
     @staticmethod
     def _sync(path: str) -> None:
-        try:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        except FileNotFoundError:  # the job has ended meanwhile
-            return
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # the job may have ended meanwhile
+            os.fsync(file.fileno())
 
     @staticmethod
     def _write_file(path: str, content: IO[bytes]) -> None:
-        """Write a file as a whole."""
         temporary = f"{path}.new"
         try:
             with open(temporary, "wb") as file:
                 shutil.copyfileobj(content, file, 2**20)
             os.replace(temporary, path)
         except BaseException:
-            _unlink(temporary)
+            Path(temporary).unlink(missing_ok=True)
             raise
 
 
@@ -316,11 +295,6 @@ def _connect(path: str) -> sqlite3.Connection:
     return database
 
 
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     """Raise errors of the database as :class:`OSError`."""
@@ -330,10 +304,3 @@ def _translated() -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise StorageFullError(errno.ENOSPC, "the disk of the server is full") from error
         raise OSError(errno.EIO, f"the database of jobs cannot be used: {error}") from error
-
-
-def _full(error: OSError) -> OSError:
-    """Return ``error``, as a :class:`StorageFullError` if the disk is full."""
-    if isinstance(error, StorageFullError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    return StorageFullError(error.errno, "the disk of the server is full")

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -17,7 +17,6 @@ class JsonLines(logging.Formatter):
     """Formats a record as one line of JSON, with its ``extra`` fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -54,7 +53,3 @@ class Metrics:
         self.results = counter("nnsight_result_bytes", "Bytes of results.")
         self.spooled = gauge("nnsight_spool_bytes", "Bytes of payloads and results on disk.")
         self.sockets = gauge("nnsight_sockets", "Open WebSockets.")
-
-    def text(self) -> bytes:
-        """Return the metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)

@@ -8,8 +8,8 @@ on with the number of its table entry in place of the user's parameters, and wit
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -35,11 +35,6 @@ _VECTORS = Gauge("nnsight:vectors_registered", "Vectors that requests can name."
 #: How many different edits are kept ready, so that requests for them compute nothing.
 _KEPT = 128
 
-_FULL = (
-    "All {count} entries for different edits are in use by other requests. Ask again when one of them has ended, or start the server with "
-    "more --slots."
-)
-
 
 def is_ours(name: Any) -> bool:
     """Whether a parameter of a request is meant for us."""
@@ -60,15 +55,16 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         layout = Layout.described(self.vllm_config.additional_config["nnsight"])
         self.vectors = vectors
         self.places = places_of((await self.collective_rpc("nnsight_locations"))[0])
-        self.entries = Entries(layout.slots, _FULL.format(count=layout.slots))
+        full = f"All {layout.slots} entries for different edits are in use by other requests. Ask again when one of them has ended, or "
+        self.entries = Entries(layout.slots, full + "start the server with more --slots.")
         self._rank = layout.rank
         self._writing = asyncio.Lock()
-        self._known: OrderedDict[Choice, tuple[str, Edits]] = OrderedDict()
+        self.salted_edits = functools.lru_cache(_KEPT)(self._salted_edits)
         _VECTORS.set_function(lambda: len(vectors))
 
-    def vectors_changed(self) -> None:
-        """Forget the edits of names that may stand for other vectors from now on."""
-        self._known.clear()
+    def _salted_edits(self, choice: Choice) -> tuple[str, Edits]:
+        edits = choice.steering(self.vectors, self.places, self.vllm_config.model_config.get_hidden_size(), self._rank)
+        return salt_of(edits), edits
 
     def edits_of(self, parameters: Mapping[str, Any]) -> tuple[str, Edits, int] | None:
         """Return salt, edits and first position for the parameters of a request, ``None`` if it asks for no edit; raise for wrong ones."""
@@ -77,15 +73,9 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
             return None
         try:
             choice = Choice.of(ours, PREFIX)
-            if choice not in self._known:
-                hidden = self.vllm_config.model_config.get_hidden_size()
-                edits = choice.steering(self.vectors, self.places, hidden, self._rank)
-                self._known[choice] = salt_of(edits), edits
-                if len(self._known) > _KEPT:
-                    self._known.popitem(last=False)
+            return *self.salted_edits(choice), choice.start
         except ValueError as error:
             raise refused(str(error)) from error
-        return *self._known[choice], choice.start
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """Send a request to the engine, steered if it asks for that; raise ``VLLMValidationError`` if that is not possible."""

@@ -25,15 +25,10 @@ from ..worker.runner import check, choose_runner
 
 WORKER = f"{__package__.rpartition('.')[0]}.worker.worker.ServingWorker"
 
-_ONE_PROCESS = "one process has to know which edits are in the tables."
-
 #: Options of vLLM that lead to another server, or another worker.
-_OTHER_SERVERS = {
-    "worker_cls": "the worker is this package's.",
-    "api_server_count": _ONE_PROCESS,
-    "headless": _ONE_PROCESS,
-    "grpc": "requests over gRPC are not looked at.",
-}
+_OTHER_SERVERS = ("worker_cls", "api_server_count", "headless", "grpc")
+
+_NOT_TOGETHER = "{} cannot be had together with --edits: one process has to know all tables, and each table the rows of a whole step."
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -42,14 +37,6 @@ def main(arguments: Sequence[str]) -> None:
 
     cli_env_setup()
     choose_runner()
-    args: Any = _parser().parse_args(list(arguments))
-    configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
-    vectors = _prepare(args)
-    uvloop.run(_serve(args, vectors))
-
-
-def _parser() -> Any:
     parser = FlexibleArgumentParser(
         prog="nnsight vllm serve",
         usage="nnsight vllm serve MODEL --edits PATTERN [PATTERN ...] [--vectors NAME=FILE ...] [options of vllm serve]",
@@ -60,7 +47,11 @@ def _parser() -> Any:
     own.add_argument("--slots", type=int, default=16, help="how many different edits may run at a time (default: 16)")
     own.add_argument("--rank", type=int, default=1, help="how many directions each may remove (default: 1)")
     own.add_argument("--vectors", nargs="+", default=[], metavar="NAME=FILE", help="safetensors, or control vectors in GGUF")
-    return make_arg_parser(parser)
+    args: Any = make_arg_parser(parser).parse_args(list(arguments))
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    vectors = _prepare(args)
+    uvloop.run(_serve(args, vectors))
 
 
 def _prepare(args: Any) -> Vectors:
@@ -75,10 +66,10 @@ def _prepare(args: Any) -> Vectors:
         raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`.")
     if args.slots < 1 or args.rank < 0:
         raise ValueError("--slots is a number from 1, and --rank one from 0.")
-    for name, why in _OTHER_SERVERS.items():
+    for name in _OTHER_SERVERS:
         value = getattr(args, name)
         if value and value not in ("auto", 1):
-            raise ValueError(f"--{name.replace('_', '-')} cannot be had together with --edits: {why}")
+            raise ValueError(_NOT_TOGETHER.format(f"--{name.replace('_', '-')}"))
     vectors = Vectors()
     for given in args.vectors:
         name, equals, path = given.partition("=")
@@ -91,21 +82,6 @@ def _prepare(args: Any) -> Vectors:
     return vectors
 
 
-def _refuse(config: Any) -> None:
-    """Raise a ``ValueError`` for a configuration in which the rows of a step and the tables would not fit together."""
-    parallel = config.parallel_config
-    reasons = {
-        "data parallelism": (parallel.data_parallel_size > 1, _ONE_PROCESS),
-        "pipeline parallelism": (parallel.pipeline_parallel_size > 1, "each device would have other layers."),
-        "context parallelism": (parallel.prefill_context_parallel_size > 1, "rows of a step are in another order."),
-        "cutting steps into micro-batches": (parallel.use_ubatching, "rows are counted for a whole step."),
-        "LoRA": (config.lora_config is not None, "adapters replace the layers that have tables."),
-    }
-    for what, (found, why) in reasons.items():
-        if found:
-            raise ValueError(f"{what} cannot be had together with --edits: {why}")
-
-
 async def _serve(args: Any, vectors: Vectors) -> None:
     """Run engine and server: vLLM's ``run_server`` with another client and more routes."""
     from .client import SteeringClient
@@ -113,7 +89,17 @@ async def _serve(args: Any, vectors: Vectors) -> None:
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    _refuse(config)
+    parallel = config.parallel_config
+    refused = {
+        "data parallelism": parallel.data_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.prefill_context_parallel_size > 1,
+        "cutting steps into micro-batches": parallel.use_ubatching,
+        "LoRA": config.lora_config is not None,
+    }
+    for what, found in refused.items():
+        if found:
+            raise ValueError(_NOT_TOGETHER.format(what))
     check(config, tables=True)
     vectors.fit(config.model_config.get_hidden_size())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server has handlers of its own

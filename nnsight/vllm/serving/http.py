@@ -3,14 +3,6 @@
 vLLM ignores fields of a request that it does not know, and some of its endpoints and modes ignore extra parameters, too. A request that
 asks to be steered there would get an answer that is not steered, and does not say so. The guard refuses such requests with the
 status 400. It stands behind vLLM's authentication.
-
-========  =======================  =====================================================
-method    path                     what
-========  =======================  =====================================================
-`GET`     /v1/nnsight/vectors      names, layers with tables, and entries of the tables
-`PUT`     /v1/nnsight/vectors/x    register the file in the body as `x`
-`DELETE`  /v1/nnsight/vectors/x    forget `x`
-========  =======================  =====================================================
 """
 
 from __future__ import annotations
@@ -42,15 +34,10 @@ def install(app: FastAPI) -> None:
     app.middleware_stack = None  # the first request builds it
 
 
-def _client(request: Request) -> SteeringClient:
-    client: SteeringClient = request.app.state.engine_client
-    return client
-
-
 @router.get("")
 async def list_vectors(request: Request) -> dict[str, Any]:
     """Return the vectors, the layers and the entries that requests can use."""
-    client = _client(request)
+    client: SteeringClient = request.app.state.engine_client
     return {
         "vectors": [{"name": name, "layers": client.vectors.layers(name)} for name in client.vectors],
         "layers": sorted(client.places),
@@ -61,7 +48,7 @@ async def list_vectors(request: Request) -> dict[str, Any]:
 @router.put("/{name}")
 async def register(name: str, request: Request) -> dict[str, Any]:
     """Register the vector in the body: a safetensors file, or a control vector in GGUF."""
-    client = _client(request)
+    client: SteeringClient = request.app.state.engine_client
     if name in client.vectors:
         raise HTTPException(409, f"There is a vector {name!r} already: remove it first, or choose another name.")
     config = client.vllm_config.model_config
@@ -78,19 +65,19 @@ async def register(name: str, request: Request) -> dict[str, Any]:
         raise HTTPException(400, str(error)) from error
     except ImportError as error:
         raise HTTPException(501, str(error)) from error
-    client.vectors_changed()
+    client.salted_edits.cache_clear()  # a name may stand for another vector from now on
     return {"name": name, "layers": client.vectors.layers(name)}
 
 
 @router.delete("/{name}")
 async def remove(name: str, request: Request) -> dict[str, Any]:
     """Forget a vector. Requests that run go on with it."""
-    client = _client(request)
+    client: SteeringClient = request.app.state.engine_client
     try:
         client.vectors.remove(name)
     except KeyError as error:
         raise HTTPException(404, error.args[0]) from error
-    client.vectors_changed()
+    client.salted_edits.cache_clear()
     return {"name": name}
 
 

@@ -39,15 +39,9 @@ class Choice:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any], prefix: str = "") -> Choice:
-        """Return the choice that ``parameters`` describe.
+        """Return the choice that ``parameters`` describe, whose names begin with ``prefix``; raise ``ValueError`` if they describe none.
 
-        Args:
-            parameters: ``vector`` and ``remove``: a name, or several as a list or with commas. ``scale``: a number, or one for each
-                vector. ``layers``: a number, several in a list, or a text such as ``"2,5-8"``. ``start``: a number.
-            prefix: How the names of the parameters begin.
-
-        Raises:
-            ValueError: If a parameter is unknown or malformed, or nothing is chosen.
+        They have the meaning of the arguments of ``model.steer``; several names may also stand in one text, with commas.
         """
         unknown = sorted(name for name in parameters if name.removeprefix(prefix) not in _KNOWN)
         if unknown:

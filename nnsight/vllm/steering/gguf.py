@@ -23,12 +23,7 @@ _MOST_VALUES = 100_000
 
 
 def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
-    """Return the directions in the content of a file, which messages call ``source``, by their keys, ``direction.N``.
-
-    Raises:
-        ImportError: If the package ``gguf`` is not installed.
-        ValueError: If the file is cut off, of an unknown version, or no control vector.
-    """
+    """Return the directions in the content of a file, by their keys, ``direction.N``; raise as :func:`.vectors.parse_vector`."""
     try:
         import gguf
         import numpy as np

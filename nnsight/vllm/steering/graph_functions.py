@@ -4,8 +4,7 @@
 first argument is the hidden state after the layer, ``[tokens, hidden]``. The other arguments are parameters with defaults, numbers or
 tensors. A default gives the shape of its parameter, and the value for requests that do not give one. The function gets each parameter with
 a row for every token: a number as ``[tokens, 1]``, a vector as ``[tokens, size]``. A request asks for the function with
-``layer.steer(use="clamp", limit=3.0)``. Which function edits a row of the batch, with which parameters, is data in tables, as for other
-edits (:mod:`~nnsight.vllm.steering.tables`): another request or another value compiles nothing.
+``layer.steer(use="clamp", limit=3.0)``.
 
 The function is traced once, with make_fx, when the engine starts. Tensors that it uses (the weights of an autoencoder) become buffers of
 the layers. The trace is part of the key of vLLM's compile cache, so another function gets another graph. A function that mixes rows would
@@ -48,8 +47,8 @@ class EditFunction:
             TypeError: If it is no function of a hidden state and parameters with defaults that are numbers or tensors.
             ValueError: If it cannot be traced, does not return a hidden state, or does not edit each row by itself.
         """
-        defaults = _defaults_of(name, function)
         place = f"edits={{'functions': {{{name!r}: ...}}}}, {_place_of(function)}"
+        defaults = _defaults_of(name, function, place)
 
         def edited(state: torch.Tensor, *values: torch.Tensor) -> Any:
             return function(state.clone(), **dict(zip(defaults, values, strict=True)))
@@ -120,16 +119,14 @@ def register(function: EditFunction) -> str:
     return function.digest
 
 
-def registered(digest: str) -> EditFunction:
-    """Return the function with this digest."""
-    return _known[digest]
+#: Returns the function with a digest.
+registered = _known.__getitem__
 
 
-def _defaults_of(name: str, function: Any) -> dict[str, torch.Tensor]:
+def _defaults_of(name: str, function: Any, place: str) -> dict[str, torch.Tensor]:
     if not callable(function) or not name.isidentifier():
         raise TypeError(f"edits={{'functions': ...}} is a dict of functions by name, not {{{name!r}: {describe(function)}}}.")
     called = function.forward if isinstance(function, torch.nn.Module) else function
-    place = f"edits={{'functions': {{{name!r}: ...}}}}, {_place_of(function)}"
     try:
         parameters = list(inspect.signature(called).parameters.values())
     except ValueError:  # a builtin has no signature
@@ -210,6 +207,4 @@ def _place_of(function: Any) -> str:
     if isinstance(function, torch.nn.Module):
         return f"a module `{type(function).__name__}`"
     code = getattr(function, "__code__", None)
-    if code is None:
-        return f"`{function!r}`"
-    return f"`{function.__name__}` at {code.co_filename}:{code.co_firstlineno}"
+    return f"`{function!r}`" if code is None else f"`{function.__name__}` at {code.co_filename}:{code.co_firstlineno}"

@@ -24,6 +24,9 @@ import torch
 
 from .graph_functions import EditFunction, finite, fitted
 
+#: The parameters of an edit.
+TABLES = ("add", "gain", "down", "up")
+
 
 @dataclass(frozen=True)
 class Steering:
@@ -117,9 +120,8 @@ class RowSlots:
     def fill(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """Set rows to entries, given as the first row, the row behind the last one, and the number of the entry; others to none.
 
-        Most steps have the same entries as the step before: a token of each request. Then nothing is done. A device may still run the step
-        before when its rows for this step are copied, and this call does not wait for it. So each call copies from new memory: the
-        allocator of pinned memory gives it to nobody else before it has been copied.
+        A device may still run the step before when its rows for this step are copied, and this call does not wait for it. So each call
+        copies from new memory: the allocator of pinned memory gives it to nobody else before it has been copied.
         """
         if entries == self._entries:
             return
@@ -164,7 +166,7 @@ def _table(function: str, parameter: str = "") -> str:
 
 def write(module: Any, slot: int, steering: Steering | None) -> None:
     """Write the parameters of ``steering``, none if it is ``None``, to the entry ``slot`` of the tables of ``module``."""
-    for name in ("add", "gain", "down", "up"):
+    for name in TABLES:
         table = getattr(module, f"nnsight_{name}")[slot]
         table.zero_()
         if steering is not None:

@@ -86,12 +86,7 @@ def _direction(tensor: Any, what: str) -> torch.Tensor:
 
 
 class Vectors(Mapping[str, Vector]):
-    """The vectors that requests name.
-
-    Args:
-        hidden: Channels of the model's hidden state; ``None`` if they are not known yet. It may be set later, and each use of a direction
-            compares its size.
-    """
+    """The vectors that requests name; ``hidden`` are the channels of the model's hidden state, ``None`` if they are not known yet."""
 
     def __init__(self, hidden: int | None = None) -> None:
         self.hidden = hidden
@@ -118,7 +113,6 @@ class Vectors(Mapping[str, Vector]):
             TypeError: If ``value`` is neither.
             ValueError: If the name is taken, or a direction has another size, dtype or values that are not finite.
         """
-        self._check_name(name)
         given: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {None: value}
         for layer in given:
             if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
@@ -133,16 +127,13 @@ class Vectors(Mapping[str, Vector]):
 
     def add_parsed(self, name: str, data: bytes, source: str) -> str:
         """Register the vector in the content of a file, which messages call ``source``; see :func:`parse_vector`."""
-        self._check_name(name)
         return self._add(name, parse_vector(data, source, name), source)
 
-    def _check_name(self, name: str) -> None:
+    def _add(self, name: str, vector: Vector, source: str) -> str:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name for a vector: names have letters, digits and '_', '-', '.'.")
         if name in self._vectors:
             raise ValueError(f"There is a vector {name!r} already: remove it first, or choose another name.")
-
-    def _add(self, name: str, vector: Vector, source: str) -> str:
         sizes = {len(direction) for direction in vector.values()}
         if len(sizes) > 1:
             raise ValueError(f"{source}: the directions have different sizes, {', '.join(map(str, sorted(sizes)))}.")
@@ -174,7 +165,6 @@ class Vectors(Mapping[str, Vector]):
         return len(self._vectors)
 
     def __repr__(self) -> str:
-        """Return a line for each vector."""
         return "\n".join(f"{name}: {_layers_of(vector)}" for name, vector in self._vectors.items()) or "no vectors"
 
     def layers(self, name: str) -> list[int] | None:

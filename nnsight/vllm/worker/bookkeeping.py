@@ -3,18 +3,21 @@
 This runs in Python in every step of the engine, while the device has nothing to do. Most steps are like the one before: each request of the
 batch has one token, its next one. A few comparisons recognize such a step, and the result for the step before holds,
 except for the positions.
+
+vLLM has two model runners, the part of a worker that puts the flat batch of a step together, and each keeps the rows of the requests in a
+place of its own: both are read into *spans*. V1 remembers a request from its first step to its last. V2 forgets a request that has to make
+room for others (preemption), and takes it in again as if it were new. So, for both, rows that come again are recognized by their positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..steering.entries import ENTRY
 from .request_rows import RequestRows
 from .requests import RequestRun
-from .step_rows import Span, Spans
 from .steps import EngineStep, Part
 
 _CHUNKED = (
@@ -25,6 +28,59 @@ _PREEMPTED = (
     "The engine ran out of key-value cache and computes this request anew; a block cannot run twice. Give the engine more memory "
     "(`kv_cache_memory_bytes=...`, `gpu_memory_utilization=...`), or trace fewer requests at once."
 )
+
+
+class Span(NamedTuple):
+    """The rows of one request in the flat batch of a step."""
+
+    request: str  # the engine core's name of the request
+    row: int  # its row of values that have one row for each request
+    start: int  # the first of its rows
+    size: int
+    position: int  # of the first row in the request
+    ends: bool  # whether these are the last tokens before the next one is sampled
+
+
+#: Returns the rows of the requests with the given names.
+Spans = Callable[[Collection[str]], list[Span]]
+
+
+def batch_of_v1(runner: Any, scheduler_output: Any) -> tuple[list[str], list[int], int, Spans]:
+    """Return the batch that a model runner V1 is preparing for ``scheduler_output``: names of the requests that have rows in it, in their
+    order, the position of the first row of each, the number of rows, and a function that returns spans."""
+    batch = runner.input_batch
+    names = batch.req_ids
+    positions = batch.num_computed_tokens_cpu[: len(names)].tolist()
+
+    def spans(wanted: Collection[str]) -> list[Span]:
+        sizes, known = scheduler_output.num_scheduled_tokens, runner.requests
+        found, start = [], 0
+        for row, (request, position) in enumerate(zip(names, positions, strict=True)):
+            size = sizes[request]
+            if request in wanted:
+                found.append(Span(request, row, start, size, position, position + size >= known[request].num_tokens))
+            start += size
+        return found
+
+    return names, positions, scheduler_output.total_num_scheduled_tokens, spans
+
+
+def batch_of_v2(batch: Any) -> tuple[list[str], list[int], int, Spans]:
+    """Return the same of a batch that ``prepare_inputs`` of a model runner V2 has returned."""
+    names = batch.req_ids
+    positions = batch.num_computed_tokens_np[: len(names)].tolist()
+
+    def spans(wanted: Collection[str]) -> list[Span]:
+        # A request's prompt has the tokens that were there when it was taken in. Each token that was sampled since has a step of its own.
+        arrays = (batch.query_start_loc_np, batch.num_scheduled_tokens, batch.prefill_len_np)
+        columns = [array[: len(names)].tolist() for array in arrays]
+        return [
+            Span(request, row, start, size, position, position + size >= first)
+            for row, (request, position, start, size, first) in enumerate(zip(names, positions, *columns, strict=True))
+            if request in wanted
+        ]
+
+    return names, positions, batch.num_tokens, spans
 
 
 @dataclass
@@ -70,16 +126,14 @@ class Bookkeeping:
 
     @property
     def attends(self) -> bool:
-        """Whether the next step has something to do: for a run, for a steered row, or for one of the last step to be cleared."""
-        tapped = self._runner.tapped
-        return bool(self.runs or self.slots or (tapped is not None and tapped.rows.filled))
+        """Whether the next step has something to do: for a run here or where this process follows, for a steered row, or to clear one."""
+        tapped, link = self._runner.tapped, self._runner.link
+        return bool(self.runs or self.slots or (tapped is not None and tapped.rows.filled) or link.attended)
 
     def step(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
         """Return the step that the runner is about to make, or ``None`` if nobody has to stop in it; give the tables their rows.
 
-        Args:
-            total: Rows of the flat batch, padding included.
-            names, positions, size, spans: As :mod:`.step_rows` returns them; ``size`` is without padding.
+        ``total`` rows are with padding, ``size`` rows without; the other arguments are as :func:`batch_of_v1` returns them.
         """
         last = self._last
         if last is None or positions != last.next_positions or names != last.names or size != len(names) or total != last.total:
@@ -105,15 +159,12 @@ class Bookkeeping:
         parts = _parts(self.runs, found, total, len(names), patient) if self.runs else []
         step: EngineStep | None = runner.link.step(runner, parts)
         steered = sum(span.request in self.slots for span in found)
-        if size == len(names) and len(entries) == steered and all(map(_is_decoding, parts)):
+        # Each request has one token, of which its block has had no values before, and another is sampled for it.
+        decoding = all(part.ends and part.tokens.size == 1 and part.run.seen == part.run.position + 1 for part in parts)
+        if size == len(names) and len(entries) == steered and decoding:
             following = [position + 1 for position in positions]
             self._last = _Decoding(list(names), total, following, [part.run for part in parts], step)
         return step
-
-
-def _is_decoding(part: Part) -> bool:
-    """Whether a request has one token, of which its block has had no values before, and another is sampled for it."""
-    return part.ends and part.tokens.size == 1 and part.run.seen == part.run.position + 1
 
 
 def _parts(runs: Mapping[str, RequestRun], spans: list[Span], total: int, requests: int, patient: bool) -> list[Part]:

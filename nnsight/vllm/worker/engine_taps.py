@@ -84,10 +84,7 @@ class Layout:
     @classmethod
     def described(cls, description: Mapping[str, Any]) -> Layout:
         """Return the layout with this description."""
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, (list, tuple)) else value for name, value in description.items() if name != "format"
-        }
-        return cls(**given)
+        return cls(**{name: value for name, value in description.items() if name != "format"})
 
 
 def at_side(places: Iterable[str], side: str) -> list[str]:

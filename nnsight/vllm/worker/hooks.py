@@ -26,94 +26,92 @@ from typing import Any
 
 import torch
 
-from .bookkeeping import Bookkeeping
+from .bookkeeping import Bookkeeping, batch_of_v1, batch_of_v2
 from .ranks import Alone
 from .requests import LOGITS
-from .step_rows import batch_of_v1, batch_of_v2
 
 
 def stop(runner: Any, v2: bool) -> None:
     """Let vLLM's model runner ``runner``, which has no model yet, stop for blocks; ``v2`` says which of the two it is."""
     base = type(runner)
-    hooks = (_hooks_of_v2 if v2 else _hooks_of_v1)(base)
-    runner.__class__ = type(base.__name__, (base,), {hook.__name__: hook for hook in hooks})
-    runner.tree = None
+    runner.__class__ = type(base.__name__, (_V2 if v2 else _V1, base), {})
+    runner.tree = runner.step = runner.tapped = None
     runner.link = Alone()
     runner.bookkeeping = Bookkeeping(runner)
-    runner.step = None
-    runner.tapped = None
 
 
-def _hooks_of_v1(base: Any) -> list[Any]:
-    """Return the methods that a model runner V1 of the class ``base`` gets."""
+_Runner: Any = object  # a class of vLLM comes behind these
 
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+
+class _Hooks(_Runner):  # type: ignore[misc]
+    """What measures the model or records graphs: its copies go to the buffers of captures."""
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.tapped is None else self.tapped.captures.filling():
+            return super()._dummy_run(*args, **kwargs)
+
+
+class _V1(_Hooks):
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
         self.bookkeeping.follow(scheduler_output)
-        if not _is_attended(self):
-            return base.execute_model(self, scheduler_output, *args, **kwargs)
+        if not self.bookkeeping.attends:
+            return super().execute_model(scheduler_output, *args, **kwargs)
         self.scheduled = scheduler_output
         with ExitStack() as self.stack:
-            return base.execute_model(self, scheduler_output, *args, **kwargs)
+            return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def _model_forward(self: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not _is_attended(self):
-            return base._model_forward(self, input_ids, positions, *args, **kwargs)
+    def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not self.bookkeeping.attends:
+            return super()._model_forward(input_ids, positions, *args, **kwargs)
         first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         total: int = first.shape[0]
         self.step = self.bookkeeping.step(total, *batch_of_v1(self, self.scheduled))
         self.stack.enter_context(_shown(self))
-        output = base._model_forward(self, input_ids, positions, *args, **kwargs)
+        output = super()._model_forward(input_ids, positions, *args, **kwargs)
         _end(self, total)
         return output
 
-    def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         step, self.step = self.step, None
         if step is not None and logits is not None:
             logits = step.meet(LOGITS, logits)
-        sampled = base._sample(self, logits, spec_decode_metadata)
+        sampled = super()._sample(logits, spec_decode_metadata)
         if logits is not None:
             sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
         return sampled
 
-    return [execute_model, _model_forward, _sample, _recording(base, "_dummy_run")]
 
-
-def _hooks_of_v2(base: Any) -> list[Any]:
-    """Return the methods that a model runner V2 of the class ``base`` gets."""
-
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+class _V2(_Hooks):
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
         self.bookkeeping.follow(scheduler_output)
         with ExitStack() as self.stack:
-            output = base.execute_model(self, scheduler_output, *args, **kwargs)
+            output = super().execute_model(scheduler_output, *args, **kwargs)
             if self.step is not None:
                 _end(self, self.execute_model_state.input_batch.num_tokens_after_padding)
             return output
 
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = base.prepare_inputs(self, *args, **kwargs)
-        if _is_attended(self):
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)
+        if self.bookkeeping.attends:
             self.step = self.bookkeeping.step(batch.num_tokens_after_padding, *batch_of_v2(batch))
             self.stack.enter_context(_shown(self))  # the next module that runs is the model: those with encoders are refused
         return batch
 
-    def sample(self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         with _stopping_sampler(self):
-            sampled, *counts = base.sample(self, hidden_states, input_batch, grammar_output)
+            sampled, *counts = super().sample(hidden_states, input_batch, grammar_output)
         step, self.step = self.step, None
         sampled.sampled_token_ids = self.link.sampled(step, sampled.sampled_token_ids)
         return sampled, *counts
 
-    return [execute_model, prepare_inputs, sample, _recording(base, "_dummy_run"), _recording(base, "capture_model")]
+    def capture_model(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.tapped is None else self.tapped.captures.filling():
+            return super().capture_model(*args, **kwargs)
 
 
 # -- before and after the model -----------------------------------------------------------------------------------------
-
-
-def _is_attended(runner: Any) -> bool:
-    """Whether the next step has something to do, for this process or for the one that it follows."""
-    return runner.bookkeeping.attends or runner.link.attended
 
 
 @contextmanager
@@ -134,18 +132,6 @@ def _end(runner: Any, total: int) -> None:
         if runner.tapped is not None:
             runner.tapped.captures.hand_out(step, total)
         step.rows_are_requests()
-
-
-def _recording(base: Any, name: str) -> Any:
-    """Return a method that measures the model or records graphs, as in ``base``: its copies go to the buffers of captures."""
-    method = getattr(base, name)
-
-    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.tapped is None else self.tapped.captures.filling():
-            return method(self, *args, **kwargs)
-
-    recorded.__name__ = name
-    return recorded
 
 
 @contextmanager

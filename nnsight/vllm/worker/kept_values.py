@@ -98,10 +98,8 @@ class KeptValues:
             part.run.kept.clear()
 
 
-@functools.cache
-def parsed(form: str) -> Any:
-    """Return the structure that the literal ``form`` describes, for :func:`value_of`."""
-    return ast.literal_eval(form)
+#: Returns the structure that a literal describes, for :func:`value_of`.
+parsed = functools.cache(ast.literal_eval)
 
 
 def value_of(form: Any, leaves: list[torch.Tensor]) -> Any:

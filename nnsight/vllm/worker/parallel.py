@@ -12,23 +12,29 @@ answer does not come, or differs from that of this process, the engine has ended
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from vllm.distributed import get_tp_group
+from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from ..steering.graph_functions import registered
-from .ranks import Group, Leader, send
+from ...runtime.modules.tree import ModuleTree
+from ..steering.graph_functions import register, registered
+from .ranks import Follower, Group, Leader, send
 from .spread import Spreads
 
 #: How long followers may take to answer after a failure, in seconds.
@@ -37,31 +43,20 @@ _PATIENCE = 10.0
 #: The program of a follower's interpreter. First of all it gets the leader's search path.
 _PROGRAM = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
-    "sys.path[:] = connection.recv(); from nnsight.vllm.worker.follower import follow; follow(connection)"
+    "sys.path[:] = connection.recv(); from nnsight.vllm.worker.parallel import follow; follow(connection)"
 )
 
 #: Calls after which all ranks have to be in the same state.
 STEPS = frozenset(("execute_model", "sample_tokens"))
 
 
-class Start(NamedTuple):
-    """What a follower is made from."""
-
-    config: bytes  # vLLM's configuration, pickled
-    functions: bytes  # functions in the layers, pickled
-    rank: int
-    local_rank: int  # its device
-    init_method: str  # where the ranks meet
-
-
-@dataclass
-class WorkerCall:
+class WorkerCall(NamedTuple):
     """A call of a method of all workers, by its name, or as a pickled function that takes the worker."""
 
     method: str | bytes
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    attended: bool = False  # whether requests with blocks are in the engine
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attended: bool  # whether requests with blocks are in the engine
 
 
 class Answer(NamedTuple):
@@ -72,20 +67,24 @@ class Answer(NamedTuple):
 
 
 class Followers:
-    """The other processes of an engine: ``count`` of them, each made from what ``start`` returns for its rank."""
+    """The other processes of an engine: ``count`` of them, made from ``start``, with the next ranks and devices."""
 
-    def __init__(self, count: int, start: Callable[[int], Start]) -> None:
+    def __init__(self, count: int, start: bytes, rank: int, local_rank: int) -> None:
         self.connections: list[Any] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        threads = _share_threads(count + 1)
-        for rank in range(1, count + 1):
+        threads = {}
+        if current_platform.is_cpu() and "OMP_NUM_THREADS" not in os.environ:  # all processes share the threads of this one
+            share = max(1, torch.get_num_threads() // (count + 1))
+            torch.set_num_threads(share)
+            threads = {"OMP_NUM_THREADS": str(share)}
+        for number in range(1, count + 1):
             mine, theirs = Pipe()
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
             self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | threads))
             theirs.close()
             self.connections.append(mine)
             mine.send(sys.path)
-            mine.send(start(rank))
+            mine.send((start, rank + number, local_rank + number))
 
     def answers(self, patience: float | None = None) -> list[Answer]:
         """Return the answer of each; raise ``RuntimeError`` if one has ended, or does not answer within ``patience`` seconds."""
@@ -119,17 +118,20 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
     """Runs the first rank in this process, and the others in processes of their own."""
 
     def _init_executor(self) -> None:
-        _check(self.vllm_config)
+        processes, size = self.parallel_config.world_size, self.parallel_config.tensor_parallel_size
+        if processes != size:
+            raise NotImplementedError(
+                f"An engine of {processes} processes with tensor_parallel_size={size}: blocks run with tensor parallelism only."
+            )
+        if not current_platform.is_cpu() and torch.accelerator.device_count() < size:
+            raise ValueError(f"tensor_parallel_size={size}: this machine has {torch.accelerator.device_count()} devices.")
         self._ended: str | None = None
         self._leader: Leader | None = None
         self._place = super()._distributed_args()
         init_method, rank, local_rank = self._place
         digests = self.vllm_config.additional_config.get("nnsight", {}).get("functions", ())
-        config, functions = cloudpickle.dumps(self.vllm_config), cloudpickle.dumps([*map(registered, digests)])
-        self._followers = Followers(
-            self.parallel_config.world_size - 1,
-            lambda other: Start(config, functions, rank + other, local_rank + other, init_method),
-        )
+        start = cloudpickle.dumps((self.vllm_config, [*map(registered, digests)], init_method))
+        self._followers = Followers(size - 1, start, rank, local_rank)
         try:
             super()._init_executor()
             failed = [answer.error for answer in self._followers.answers() if answer.error]
@@ -170,10 +172,10 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
     def _call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Call a method of all workers; return the result of each."""
         self.check_health()
-        call = WorkerCall(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs)
+        attended = self._leader is not None and bool(self.driver_worker.worker.model_runner.bookkeeping.runs)
         if self._leader is not None:
-            runs = self.driver_worker.worker.model_runner.bookkeeping.runs
-            call.attended = self._leader.attended = bool(runs)
+            self._leader.attended = attended
+        call = WorkerCall(method if isinstance(method, str) else cloudpickle.dumps(method), args, kwargs, attended)
         try:
             send(call, self._followers.connections)
         except OSError:
@@ -223,21 +225,75 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._followers.end()
 
 
-def _check(config: Any) -> None:
-    """Raise for another kind of parallelism than that of tensors, and if there are too few devices."""
-    parallel, size = config.parallel_config, config.parallel_config.tensor_parallel_size
-    if parallel.world_size != size:
-        raise NotImplementedError(
-            f"An engine of {parallel.world_size} processes with tensor_parallel_size={size}: blocks run with tensor parallelism only."
-        )
-    if not current_platform.is_cpu() and torch.accelerator.device_count() < size:
-        raise ValueError(f"tensor_parallel_size={size}: this machine has {torch.accelerator.device_count()} devices.")
+# -- the process of another device ----------------------------------------------------------------------------------------
 
 
-def _share_threads(processes: int) -> dict[str, str]:
-    """Share the threads of this process on CPUs; return the environment variable that tells other processes their share."""
-    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    threads = max(1, torch.get_num_threads() // processes)
-    torch.set_num_threads(threads)
-    return {"OMP_NUM_THREADS": str(threads)}
+def follow(connection: Any) -> None:
+    """Run a worker until the leader sends ``None``, or has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader is interrupted, and says so
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        worker = _answered(connection, _started, connection, *connection.recv())
+        if worker is not None:
+            runner = worker.worker.model_runner
+            while (message := connection.recv()) is not None:
+                if isinstance(message, WorkerCall):  # anything else was for a step that this process has abandoned
+                    runner.link.attended = message.attended
+                    _answered(connection, _done, worker, message)
+            worker.shutdown()
+            cleanup_dist_env_and_memory()
+    except (EOFError, OSError):
+        os._exit(1)  # without its leader, cleaning up may hang
+
+
+def _answered(connection: Any, function: Any, *args: Any) -> Any:
+    """Call ``function``, which returns a value and an answer; send the answer, and return the value."""
+    value = None
+    try:
+        value, answer = function(*args)
+    except Exception:
+        answer = Answer(error=traceback.format_exc())
+    try:
+        send(answer, [connection])
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError):  # the result cannot be pickled
+        send(Answer(error=traceback.format_exc()), [connection])
+    return value
+
+
+def _started(connection: Any, start: bytes, rank: int, local_rank: int) -> tuple[Any, Answer]:
+    """Return a worker with its model; ``start`` has vLLM's configuration, functions in the layers, and the place where ranks meet."""
+    config, functions, init_method = cloudpickle.loads(start)
+    for function in functions:  # held here until the layers hold them
+        register(function)
+    worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
+    kwargs = {
+        "vllm_config": config,
+        "local_rank": local_rank,
+        "rank": rank,
+        "distributed_init_method": init_method,
+        "is_driver_worker": False,
+        "shared_worker_lock": threading.Lock(),
+    }
+    worker.init_worker([{}] * rank + [kwargs])
+    worker.init_device()
+    worker.load_model()
+    current_platform.update_block_size_for_backend(config)
+    runner = worker.worker.model_runner
+    model = runner.get_model()
+    tree = runner.tree = ModuleTree.of(model)
+    runner.link = Follower(connection, Group(get_tp_group()), Spreads(model), tree)
+    return worker, Answer()
+
+
+def _done(worker: Any, call: WorkerCall) -> tuple[None, Answer]:
+    result = run_method(worker, call.method, call.args, call.kwargs)
+    if isinstance(result, AsyncModelRunnerOutput):
+        result = result.get_output()
+    return None, Answer(None if call.method in STEPS else result)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its leader ends, even if it waits for the leader inside of a collective operation."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -17,6 +17,7 @@ If a block ends a step by an exception that is no error of its request (Ctrl-C),
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,10 +42,6 @@ _PARTS = (
     "The value at `{location}` is not the same on all {devices} devices of this engine, and how it is spread is not known. Values that "
     "can be read as a whole: outputs of column-parallel layers (`qkv_proj`, `gate_up_proj`), inputs of row-parallel layers "
     "(`o_proj`, `down_proj`), and outputs of attention, MLPs and whole layers."
-)
-_ALONE = (
-    "A block cannot call a module whose weights are spread over {devices} devices: the block runs in one process, and the others "
-    "would not answer. Compute it from values that the model has, or make the model with `tensor_parallel_size=1`."
 )
 
 
@@ -117,7 +114,10 @@ class Group:
         """Refuse collective operations of modules inside of this: the other ranks would not take part."""
 
         def refused(*_: Any, **__: Any) -> Any:
-            raise NotImplementedError(_ALONE.format(devices=self.devices))
+            raise NotImplementedError(
+                f"A block cannot call a module whose weights are spread over {self.devices} devices: the block runs in one process, and "
+                "the others would not answer. Compute it from values that the model has, or make the model with `tensor_parallel_size=1`."
+            )
 
         for name in self._COLLECTIVES:
             setattr(self._group, name, refused)
@@ -132,12 +132,8 @@ class Leader(Alone):
     """The rank whose process runs the blocks. Its ``attended`` says whether the engine has requests with blocks; followers know it."""
 
     def __init__(self, connections: Sequence[Any], group: Group, spreads: Spreads) -> None:
-        self._connections = connections
+        self.tell = functools.partial(send, connections=connections)
         self.group, self.spreads = group, spreads
-
-    def tell(self, message: Any) -> None:
-        """Send ``message`` to all followers."""
-        send(message, self._connections)
 
     def step(self, runner: Any, parts: Sequence[Part], last: EngineStep | None = None) -> EngineStep | None:
         if isinstance(last, _LeaderStep):

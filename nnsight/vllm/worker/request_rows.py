@@ -1,11 +1,10 @@
 """The rows of one request in the values of a step.
 
-A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``. Values behind the last
-layer have one row for each request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine
-writes to its activations in place (fused norms do), so a saved view would change later. And the engine runs in inference
-mode, whose tensors cannot be used in autograd afterwards; a step leaves that mode for the block (:func:`ordinary`), and enters it
-again to write. When the block moves on, its edits in place are written to the rows, and its replacements become new tensors, so that
-other names of the model for the old ones keep them.
+A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``. Values behind the last layer have one row
+for each request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine writes to its activations in
+place (fused norms do), so a saved view would change later. And the engine runs in inference mode, whose tensors cannot be used in autograd
+afterwards. When the block moves on, its edits in place are written to the rows, and its replacements become new tensors, so that other
+names of the model for the old ones keep them.
 """
 
 from __future__ import annotations
@@ -51,13 +50,8 @@ _ONE = pytree.tree_structure(0)
 class RowView:
     """The rows of one request in the value at a location; to be made in :func:`ordinary`.
 
-    Args:
-        rows: Its rows.
-        location: Where the model is.
-        whole: The value of the whole batch.
-        earlier: Values of this request that come before its rows.
-
-    Its ``value`` has the rows as copies, ordinary tensors.
+    ``whole`` is the value of the whole batch, ``earlier`` are values of this request that come before its ``rows``. Its ``value`` has the
+    rows as copies, ordinary tensors.
     """
 
     def __init__(self, rows: RequestRows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:

@@ -1,8 +1,7 @@
 """The run of one request.
 
-Every request is a run of its own: an :class:`~nnsight.runtime.interleaver.Interleaver` with the edits of the model and one
-block. So occurrences are counted for each request, whatever other requests the engine puts into the same step, and ``tracer.iter``
-counts the tokens of the request.
+Every request is a run of its own, so ``tracer.iter`` counts the tokens of the request, whatever other requests the engine puts into the
+same step.
 
 An error of a block ends this run only. The engine goes on with the model's own values, the request is taken out of it, and
 the trace raises the error when the other requests have finished.
@@ -28,20 +27,6 @@ from .request_rows import RequestReplacements, RequestRows, RowView, place_of, r
 #: Locations that belong to no module.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
 
-#: How the blocks of a request run.
-BETWEEN, AT_TAPS, CAPTURED, AS_PARAMETERS, BESIDE = (
-    "between modules",
-    "at taps of the compiled model",
-    "behind the compiled model, on values captured in it",
-    "in the compiled model, as parameters",
-    "beside",
-)
-
-_NO_SKIP = (
-    "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
-    "Replace its output, as in `layer.output = value`."
-)
-
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -60,7 +45,10 @@ class _NoSkips(dict[str, Any]):
     """The modules that blocks skip: always empty."""
 
     def setdefault(self, *_: Any) -> Any:
-        raise NotImplementedError(_NO_SKIP)
+        raise NotImplementedError(
+            "A module cannot be skipped in a vLLM engine: the requests of a step share its run, and its caches are written to inside. "
+            "Replace its output, as in `layer.output = value`."
+        )
 
 
 def _check_stop(stops: set[str], location: str) -> None:
@@ -116,19 +104,15 @@ class RequestRun(Interleaver):
 
     @property
     def tier(self) -> str:
-        """How the blocks of the request run."""
-        if self.touches_model:
-            if self.limits.locations is None:
-                return BETWEEN
-            return CAPTURED if set(self.awaited).intersection(self.limits.captured) else AT_TAPS
-        if self.steering:
-            return BETWEEN if self.limits.steered is None else AS_PARAMETERS
-        return BESIDE
-
-    @property
-    def needs_stops(self) -> bool:
-        """Whether the engine has to stop somewhere for the request."""
-        return self.touches_model or bool(self.steered_here)
+        """How the blocks of the request run; ``"beside"`` is for those that need no value of the model."""
+        if not self.touches_model and not self.steering:
+            return "beside"
+        if self.limits.locations is None:
+            return "between modules"
+        if not self.touches_model:
+            return "in the compiled model, as parameters"
+        captured = set(self.awaited).intersection(self.limits.captured)
+        return "behind the compiled model, on values captured in it" if captured else "at taps of the compiled model"
 
     def steer(self, location: str, steering: Steering) -> None:
         """Do ``steering`` to every hidden state at ``location``; raise ``ValueError`` if it is too late, or not possible."""

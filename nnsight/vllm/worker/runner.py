@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-#: vLLM reads this whenever it asks which runner an engine has.
 _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 #: Why blocks that meet the model cannot have drafts of several tokens, some of which are thrown away again.
@@ -19,8 +18,6 @@ SPECULATIVE = (
     "a step would have tokens that are thrown away again, so a block would meet tokens that the request does not have, in steps "
     "that `tracer.iter` cannot count"
 )
-#: The method that looks drafts up in the tokens of a request.
-_METHOD = "ngram"
 _WITH_TABLES = "With `edits=` alone, `speculative_config={'method': 'ngram', ...}` can be had"
 _ON_THE_DEVICE = (
     "Speculative decoding with the method {method!r} is not implemented: the draft model would not be steered, or which positions the "
@@ -48,17 +45,9 @@ def choose_runner() -> None:
 def check(config: Any, tables: bool) -> None:
     """Raise for a configuration of vLLM that blocks cannot run with, whether an option or the model itself has set it.
 
-    With tables of edits alone, drafts that are looked up in the tokens of the request (``ngram``) do no harm: an edit belongs to positions
-    of a request, and the cache entries of a rejected token are written over. Other drafts come from a model that is not steered, and
-    with them, or with asynchronous scheduling, only the device knows the positions. Several devices look up the same drafts, because all
-    have the tokens of the first.
-
-    Args:
-        config: vLLM's whole configuration.
-        tables: Whether the engine has tables for edits, and nothing else.
-
-    Raises:
-        NotImplementedError: With the reason, and what to leave out.
+    With tables of edits alone (``tables``), drafts that are looked up in the tokens of the request (``ngram``) do no harm: an edit belongs
+    to positions of a request, and the cache entries of a rejected token are written over. Several devices look up the same drafts, because
+    all have the tokens of the first.
     """
     if config.use_v2_model_runner:
         _check_v2(config)
@@ -72,7 +61,7 @@ def check(config: Any, tables: bool) -> None:
             f"Speculative decoding (method {drafts.method!r}) is not implemented: {SPECULATIVE}. Leave out `speculative_config`, or "
             f"load the model that the drafts are made for. {_WITH_TABLES}."
         )
-    if drafts.method != _METHOD or config.scheduler_config.async_scheduling:
+    if drafts.method != "ngram" or config.scheduler_config.async_scheduling:
         raise NotImplementedError(_ON_THE_DEVICE.format(method=drafts.method))
 
 
@@ -115,5 +104,5 @@ def check_drafts(options: Mapping[str, Any], tables: bool) -> None:
             raise NotImplementedError(f"VLLM({name}=...) is not implemented: {SPECULATIVE}. Leave it out. {_WITH_TABLES}.")
     drafts = options.get("speculative_config")
     method = options.get("spec_method") or (drafts.get("method") if isinstance(drafts, Mapping) else None)
-    if method not in (None, _METHOD):
+    if method not in (None, "ngram"):
         raise NotImplementedError(_ON_THE_DEVICE.format(method=method))

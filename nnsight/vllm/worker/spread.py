@@ -23,12 +23,9 @@ _ACTIVATIONS = ("vllm.model_executor.layers.activation", "torch.nn.modules.activ
 
 @dataclass(frozen=True)
 class Spread:
-    """How the last axis of a value is spread.
+    """How the last axis of a value is spread."""
 
-    Attributes:
-        segments: For each of the values side by side: how many channels a device has, and how many neighbours have the same.
-    """
-
+    #: For each of the values side by side: how many channels a device has, and how many neighbours have the same.
     segments: tuple[tuple[int, int], ...]
 
     @property

@@ -1,7 +1,7 @@
 """One step of the engine, for the interception of module calls.
 
 While the engine runs the model, the active run is an :class:`EngineStep`. It has no blocks itself: it hands each value on to the
-runs of the requests that have rows in the step. Each run takes its rows and counts the occurrence.
+runs of the requests that have rows in the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """vLLM's worker with a model runner that knows the runs of requests.
 
-vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, which then stops for blocks
-(:mod:`~nnsight.vllm.worker.hooks`). When the model is loaded, taps, captures and tables are put into it
-(:mod:`~nnsight.vllm.worker.engine_taps`).
+vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, which then stops for blocks. When the model is
+loaded, taps, captures and tables are put into it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from safetensors.torch import load, save
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
-from ..steering.tables import Steering, write
+from ..steering.tables import TABLES, Steering, write
 from .engine_taps import Layout, tap
 from .hooks import stop
 from .runner import check
@@ -25,12 +24,10 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-_TABLES = ("add", "gain", "down", "up")
-
 
 def packed(steering: Mapping[str, Steering]) -> bytes:
     """Return edits without functions for :meth:`Worker.nnsight_write` of another process: a safetensors file, which is data only."""
-    tensors = {f"{location}|{name}": getattr(found, name) for location, found in steering.items() for name in _TABLES}
+    tensors = {f"{location}|{name}": getattr(found, name) for location, found in steering.items() for name in TABLES}
     return save({key: tensor.contiguous() for key, tensor in tensors.items()})
 
 
@@ -38,7 +35,7 @@ def unpacked(data: bytes) -> dict[str, Steering]:
     """Return the edits that :func:`packed` was given, without the first positions."""
     tensors: dict[str, Any] = load(data)
     locations = dict.fromkeys(key.rpartition("|")[0] for key in tensors)
-    return {location: Steering(**{name: tensors[f"{location}|{name}"] for name in _TABLES}) for location in locations}
+    return {location: Steering(**{name: tensors[f"{location}|{name}"] for name in TABLES}) for location in locations}
 
 
 class Worker(PlatformWorker):  # type: ignore[misc]
@@ -48,22 +45,20 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     always_tapped = False
 
     def init_device(self) -> None:
-        layout = self._layout()
-        check(self.vllm_config, layout is not None and layout.only_tables)
+        check(self.vllm_config, self._layout().only_tables)
         super().init_device()
         stop(self.model_runner, self.vllm_config.use_v2_model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         layout = self._layout()
-        if layout is not None and (self.always_tapped or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
+        if layout.modules and (self.always_tapped or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
             runner, config = self.model_runner, self.vllm_config.model_config
             rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
             runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
 
-    def _layout(self) -> Layout | None:
-        description = self.vllm_config.additional_config.get("nnsight")
-        return Layout.described(description) if description else None
+    def _layout(self) -> Layout:
+        return Layout.described(self.vllm_config.additional_config.get("nnsight", {}))
 
     def nnsight_locations(self) -> list[str]:
         """Return the locations that have tables."""

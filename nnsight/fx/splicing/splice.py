@@ -47,6 +47,9 @@ from .pieces import (
     select_numbers,
 )
 
+#: Functions that make an initial state like another tensor, and what makes it of its sizes.
+_MADE_LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones, "empty_like": torch.zeros}
+
 
 def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
     """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``, which is not changed; return ``results``."""
@@ -186,12 +189,20 @@ class _Splicer:
     def _begin_with(self, node: torch.fx.Node) -> None:
         """Compute a tensor that a skipped module makes of sizes alone, such as the zeros of an initial state."""
         example = node.meta.get("example_value")
-        if not isinstance(example, torch.Tensor) or not is_made_of_sizes(node):
+        if not isinstance(example, torch.Tensor):
             return
-        for made_of in node.all_input_nodes:
-            if made_of in self.skipped and made_of not in self.env:
-                self._begin_with(made_of)
-        self.env[node] = self.new.node_copy(node, self._captured)
+        if is_made_of_sizes(node):
+            for made_of in node.all_input_nodes:
+                if made_of in self.skipped and made_of not in self.env:
+                    self._begin_with(made_of)
+            self.env[node] = self.new.node_copy(node, self._captured)
+            return
+        make = _MADE_LIKE.get(getattr(node.target, "__name__", ""))
+        sizes = {symbol: self.graph.placeholders[position] for position, symbol in self.graph.symbols}
+        shape = [sizes.get(size.node.expr) if isinstance(size, torch.SymInt) else size for size in example.shape]
+        if make is not None and None not in shape:
+            taken = tuple(self._captured(size) if isinstance(size, torch.fx.Node) else size for size in shape)
+            self.env[node] = self.new.call_function(make, (taken,), {"dtype": example.dtype, "device": example.device})
 
     def _at_tap(self, number: int) -> None:
         tap = self.graph.taps[number]

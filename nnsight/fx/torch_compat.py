@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +177,7 @@ def lowering() -> Iterator[None]:
       it in place; if it is a view of another gradient, both are wrong from the second backward pass on. A pass over the joint graph that
       the user has set comes first. The tag keeps code that was compiled without this out of torch's caches.
     * Autograd does not warn where a backward pass cannot be traced: the error says so, and is dealt with.
+    * Other threads can call compiled functions meanwhile.
     """
     compiler_config: Any = torch.compiler.config
     tag, before = f"{compiler_config.cache_key_tag}nnsight", functorch_config.joint_custom_pass
@@ -189,8 +191,24 @@ def lowering() -> Iterator[None]:
         compiler_config.patch(cache_key_tag=tag),
         replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []),
         _without_tracebacks(),
+        _tracing_unseen(),
     ):
         symbolic_convert.TensorifyState.clear()  # which floats an earlier lowering took as constants; torch keeps them by name
+        yield
+
+
+@contextlib.contextmanager
+def _tracing_unseen() -> Iterator[None]:
+    """Clear the flag that a tracer of this thread sets for the process, with which compiled functions fail in all threads."""
+    tracer_class, thread = torch.fx.Tracer, threading.get_ident()
+    create_args = tracer_class.create_args_for_root  # what a tracer calls first once it has set the flag
+
+    def create_args_for_root(tracer: torch.fx.Tracer, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            torch.fx._symbolic_trace._is_fx_tracing_flag = False
+        return create_args(tracer, *args, **kwargs)
+
+    with replaced(tracer_class, "create_args_for_root", create_args_for_root):
         yield
 
 

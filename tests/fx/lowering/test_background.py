@@ -8,6 +8,7 @@ import gc
 import logging
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,59 @@ def test_regions_run_until_the_whole_graph_is_there(backend: Staged) -> None:
     for _ in range(2):
         check(net, edited(model, X), X)
     assert backend.ran == ["background"] * 2
+
+
+@torch.library.custom_op("nnsight_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Pause:
+    """What the shape function of ``doubled`` does when a tracer calls it in the background: it says so, and waits."""
+
+    reached = threading.Event()
+    go_on = threading.Event()
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    background = threading.current_thread() is not threading.main_thread()
+    if background and any(frame.name == "dispatch_trace" for frame in traceback.extract_stack()):
+        Pause.reached.set()
+        assert Pause.go_on.wait(60)
+    return torch.empty_like(x)
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return doubled(self.first(x))
+
+
+def test_compiled_functions_run_while_the_background_traces(backend: Staged) -> None:
+    backend.gate.set()
+    plus_one = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+    plus_one(X)
+    net = Doubled()
+    model = NNsight(net, compile={"backend": backend, "background": True})
+    try:
+        for _ in range(3):
+            torch.testing.assert_close(model(X), net(X))
+        assert Pause.reached.wait(60)
+        torch.testing.assert_close(plus_one(X), X + 1)
+        torch.testing.assert_close(model(X), net(X))
+        with model.trace(X):
+            model.first.output[:] = 1.0
+            out = model.output.save()
+        assert out.eq(2.0).all()
+    finally:
+        Pause.go_on.set()
+    assert fx.wait(60)
+    torch.testing.assert_close(model(X), net(X))
+    assert backend.ran == ["background"]
 
 
 def test_a_block_that_runs_once_is_not_lowered_in_the_background(backend: Staged) -> None:

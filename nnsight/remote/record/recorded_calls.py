@@ -236,7 +236,8 @@ class NodeRecorder(TorchFunctionMode):
         function = READ_AS.get(function, function)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._index(args[1]), *args[2:])
-        args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
+        args = tuple([self._arguments(item) for item in args])
+        kwargs = {key: self._arguments(item) for key, item in kwargs.items()}
         if name in ("cpu", "cuda"):
             return args[0]
         if name in ("to", "type_as"):
@@ -291,6 +292,9 @@ class NodeRecorder(TorchFunctionMode):
             return self.model.device
         return value
 
+    def _arguments(self, value: Any) -> Any:
+        return pytree.tree_map(self._argument, value) if isinstance(value, (list, tuple, dict)) else self._argument(value)
+
     def _index(self, index: Any) -> Any:
         """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
         if isinstance(index, tuple):
@@ -306,6 +310,11 @@ class NodeRecorder(TorchFunctionMode):
                 return int(index)
         return index
 
+    def _substituted(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self.substitute(argument)
+        return [self._substituted(item) for item in argument] if isinstance(argument, (list, tuple)) else argument
+
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, and return its result on fakes."""
         if operator is torch.ops.aten._local_scalar_dense.default:
@@ -314,8 +323,8 @@ class NodeRecorder(TorchFunctionMode):
             return self.substitute(args[0])
         if not _returns_tensors(operator):
             return operator(*args, **kwargs)  # sizes and types, or an error of fakes
-        args = pytree.tree_map_only(torch.Tensor, self.substitute, args)
-        kwargs = pytree.tree_map_only(torch.Tensor, self.substitute, kwargs) if kwargs else {}
+        args = tuple([self._substituted(item) for item in args])
+        kwargs = {key: self._substituted(item) for key, item in kwargs.items()}
         operator = _INSTEAD.get(operator, operator)
         name = NAMES.get(operator)
         if name is None:

@@ -44,6 +44,8 @@ def describe(modules: Iterable[torch.nn.Module]) -> Hashable:
                     continue
                 if kind in _PLAIN:
                     found += name, kind, value
+                elif kind is float:
+                    found += name, repr(value)
                 elif name in _WEIGHTS:
                     for weight, tensor in value.items():
                         found += weight, None if tensor is None else _description_of(tensor)
@@ -63,9 +65,10 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
     if isinstance(value, torch.nn.Module) or depth == 0:
         return (kind,)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return kind, tuple(_describe(item, depth - 1, known) for item in value)
+        return kind, tuple([(type(item), item) if type(item) in _PLAIN else _describe(item, depth - 1, known) for item in value])
     if isinstance(value, dict):
-        return kind, tuple((_describe(key, 1, known), _describe(item, depth - 1, known)) for key, item in value.items())
+        items = [(type(item), item) if type(item) in _PLAIN else _describe(item, depth - 1, known) for item in value.values()]
+        return kind, tuple([_describe(key, 1, known) if type(key) is not str else key for key in value]), tuple(items)
     found = known.get(id(value))
     if found is None:
         found = known[id(value)] = kind, _inside(value, depth - 1, known)

@@ -42,13 +42,13 @@ from tqdm.auto import tqdm
 
 import nnsight
 from nnsight import CONFIG
+from nnsight.program.format.payload import decode_known
+from nnsight.program.format.results import decode_results
+from nnsight.program.run.validation import validate
 from nnsight.remote import execute_payload
 from nnsight.remote.client.backend import ProgramBackend
 from nnsight.remote.client.client import Client
-from nnsight.remote.run.validation import validate
 from nnsight.remote.server.keys import hash_of
-from nnsight.remote.wire.payload import decode_known
-from nnsight.remote.wire.results import decode_results
 
 RESULTS = Path(__file__).parent / "results" / "remote.json"
 PROMPT = "The Eiffel Tower is in the city of"

@@ -30,9 +30,9 @@ from tqdm.auto import tqdm
 
 import nnsight
 from nnsight import CONFIG
+from nnsight.program.format.results import decode_results
 from nnsight.remote import execute_payload
 from nnsight.remote.client.client import Client, RemoteError
-from nnsight.remote.wire.results import decode_results
 
 RESULTS = Path(__file__).parent / "results" / "remote_load.json"
 

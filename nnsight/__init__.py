@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .modeling.diffusion import DiffusionModel
     from .modeling.language import LanguageModel, demo_model
     from .modeling.vision import VisionLanguageModel
+    from .program.program import Program
     from .remote.client.fleet import compare, is_model_running, ndif_status, status
-    from .remote.client.program_files import Program
     from .runtime.errors import UncompiledWarning
 
 __version__ = "0.9.0.dev0"
@@ -39,7 +39,7 @@ _LAZY = {
     "Envoy": ".envoy",
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
-    "Program": ".remote.client.program_files",
+    "Program": ".program.program",
     "UncompiledWarning": ".runtime.errors",
     "VisionLanguageModel": ".modeling.vision",
     "compare": ".remote.client.fleet",
@@ -71,7 +71,7 @@ __all__ = [
 
 
 #: Packages and modules that are attributes without an import of their own.
-_MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "remote", "runtime", "util"}
+_MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "program", "remote", "runtime", "util"}
 
 
 def __getattr__(name: str) -> Any:

@@ -76,7 +76,7 @@ before = attributes()
 for path in files:
     parts = path.relative_to(folder.parent).with_suffix("").parts
     load(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-assert "nnsight.fx.inlining" in sys.modules and "nnsight.remote.record.recorder" in sys.modules
+assert "nnsight.fx.inlining" in sys.modules and "nnsight.program.record.recorder" in sys.modules
 print(json.dumps(sorted(changes(before))))
 """
 

@@ -9,18 +9,18 @@ For servers: ``execute_payload(model, payload, limits) -> bytes``, or in steps `
 
 from __future__ import annotations
 
+from ..program.format.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
+from ..program.format.limits import Limits
+from ..program.format.operators import OPERATORS_HASH
+from ..program.format.payload import VERSION, Job, decode, encode
+from ..program.format.results import decode_results, encode_results
+from ..program.program import Program
+from ..program.record.binding import Recorded
+from ..program.record.recorder import record
+from ..program.run.execution import execute_payload
+from ..program.run.validation import Checked, validate
 from .client.backend import LocalBackend, ProgramBackend
-from .client.program_files import Program
 from .protocol import ModelKey
-from .record.binding import Recorded
-from .record.recorder import record
-from .run.execution import execute_payload
-from .run.validation import Checked, validate
-from .wire.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
-from .wire.limits import Limits
-from .wire.operators import OPERATORS_HASH
-from .wire.payload import VERSION, Job, decode, encode
-from .wire.results import decode_results, encode_results
 
 __all__ = [
     "OPERATORS_HASH",

@@ -90,7 +90,7 @@ class Interleaver:
         self.mediators = list(mediators)
         self.tracer = tracer
         self.tree: Any = None  # the modules whose locations occur in this run, if they are those of one model
-        self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.remote.record.recorder`
+        self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.program.record.recorder`
         self.failure: BaseException | None = None  # what a block raised, kept in case the model's own code catches it
         #: Functions that see values as they leave a location, each with the mediator whose rows it sees.
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}

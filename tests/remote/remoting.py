@@ -16,6 +16,7 @@ from typing import Any
 import requests
 from websockets.sync.client import ClientConnection, connect
 
+from nnsight.program.format.errors import ExecutionFailedError, InvalidProgramError
 from nnsight.remote.client.backend import ProgramBackend
 from nnsight.remote.protocol import CONTENT_TYPE, ModelKey
 from nnsight.remote.server.engine import ThreadEngine
@@ -24,7 +25,6 @@ from nnsight.remote.server.keys import Account, Door, OpenDoor, hash_of
 from nnsight.remote.server.serve import GatewayServer
 from nnsight.remote.server.settings import Settings
 from nnsight.remote.server.spool import Spool
-from nnsight.remote.wire.errors import ExecutionFailedError, InvalidProgramError
 
 MODEL = ModelKey("test/model")
 FINISHED = ("COMPLETED", "ERROR")

@@ -19,6 +19,7 @@ import torch
 import nnsight
 from nnsight import CONFIG
 from nnsight.intervention.backends.remote import RemoteBackend
+from nnsight.program.format.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
 from nnsight.remote.client import remote_backend as client_module
 from nnsight.remote.client.answers import address, error_of
 from nnsight.remote.client.client import Client, RemoteConnectionError, RemoteError
@@ -26,7 +27,6 @@ from nnsight.remote.client.display import Progress
 from nnsight.remote.protocol import JobStatus, Message, ModelKey, join_packet
 from nnsight.remote.server.models import engine_of
 from nnsight.remote.server.settings import Settings
-from nnsight.remote.wire.errors import ExecutionFailedError, InvalidProgramError, NotExpressibleError
 
 from .remoting import MODEL, Accounts, Orders, Running, Wire, account, nonce, order, running, until, wire_to
 

@@ -19,7 +19,7 @@ from nnsight.remote import (
     encode,
     execute_payload,
 )
-from nnsight.remote.run.together import execute_payloads, kind_of
+from nnsight.remote.together import execute_payloads, kind_of
 
 from .remoting import Catch
 from .test_hostile import LIMITS, MODEL, job, op, read, ref

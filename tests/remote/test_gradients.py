@@ -21,7 +21,7 @@ from nnsight.remote import (
     execute_payload,
     validate,
 )
-from nnsight.remote.run.together import kind_of
+from nnsight.remote.together import kind_of
 
 from .remoting import Catch
 from .test_hostile import IDS, LIMITS, MODEL, job, node, op, read, ref

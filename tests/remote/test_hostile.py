@@ -635,7 +635,7 @@ def test_a_hostile_payload_is_refused(name: str, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("the model itself was run")
 
     payload = CASES[name]()
-    monkeypatch.setattr("nnsight.remote.run.execution.execute", called)
+    monkeypatch.setattr("nnsight.program.run.execution.execute", called)
     with pytest.raises(InvalidProgramError) as refused:
         execute_payload(MODEL, payload, LIMITS)
     assert len(str(refused.value)) > 10

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from nnsight import NNsight
+from nnsight.program.counts import counts
 from nnsight.remote import decode, execute_payload, validate
-from nnsight.remote.counts import counts
 
 from ..conftest import same
 from .remoting import Catch

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import nnsight
+from nnsight.program.format.errors import InvalidProgramError
 from nnsight.remote.client.client import Client
 from nnsight.remote.protocol import ModelKey
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.settings import Settings
-from nnsight.remote.wire.errors import InvalidProgramError
 
 from .. import ROOT
 from .remoting import FINISHED, MODEL, Accounts, Catch, Running, account, messages, order, read_order, running, until

@@ -19,15 +19,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.fx import counters
+from nnsight.program.format import payload as payload_module
+from nnsight.program.format.errors import ExecutionFailedError, InvalidProgramError
+from nnsight.program.format.limits import Limits
+from nnsight.program.format.payload import decode, decode_known, encode
+from nnsight.program.format.results import decode_results
+from nnsight.program.run.execution import execute_payload
 from nnsight.remote.protocol import ModelKey
-from nnsight.remote.run.execution import execute_payload
-from nnsight.remote.run.together import execute_payloads, kind_of
 from nnsight.remote.server.models import engine_of
-from nnsight.remote.wire import payload as payload_module
-from nnsight.remote.wire.errors import ExecutionFailedError, InvalidProgramError
-from nnsight.remote.wire.limits import Limits
-from nnsight.remote.wire.payload import decode, decode_known, encode
-from nnsight.remote.wire.results import decode_results
+from nnsight.remote.together import execute_payloads, kind_of
 
 from ..conftest import Rows, close, same
 from .remoting import Catch, running, until

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
+from ...program.format.errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import Message, is_id
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from .sockets import RemoteError
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 from ...config import CONFIG
+from ...program.format.errors import ExecutionFailedError, InvalidProgramError
+from ...program.format.limits import Limits
+from ...program.program import Program
+from ...program.record.binding import Recorded
+from ...program.record.recorder import record
+from ...program.run.execution import execute_payload
 from ...runtime.tracer import InterleavingTracer
 from ...tracing import Backend, Block
-from ..record.binding import Recorded
-from ..record.recorder import record
-from ..run.execution import execute_payload
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
-from ..wire.limits import Limits
-from .program_files import Program
 from .session_jobs import record_session
 
 
@@ -39,7 +39,7 @@ class ProgramBackend(Backend):
         recorded.bind(self.send(recorded.payload()))
 
     def send(self, payload: bytes) -> bytes:
-        """Return the results of a payload, see :func:`~nnsight.remote.run.execution.execute_payload`."""
+        """Return the results of a payload, see :func:`~nnsight.program.run.execution.execute_payload`."""
         raise NotImplementedError
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...config import CONFIG
+from ...program.format.results import decode_results
+from ...program.record.binding import Recorded
 from ...tracing import Backend, Tracer
 from ...tracing.block import is_bound
 from ..protocol import JobStatus, Message, model_key_of
-from ..record.binding import Recorded
-from ..wire.results import decode_results
 from .answers import address, checked_id, error_of
 from .backend import LocalBackend, ProgramBackend, RecordingBackend
 from .client import Client, RemoteError

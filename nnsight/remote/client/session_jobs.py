@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from ...fx.recording.functions import ABOUT_GRADIENTS, DEMANDS, edits_in_place, has_tensor
 from ...modeling.tracing import session_backend
+from ...program.format.errors import NotExpressibleError
+from ...program.record.binding import Recorded
+from ...program.record.recorder import Recorder
+from ...program.record.refusals import refused
 from ...tracing import Backend
-from ..record.binding import Recorded
-from ..record.recorder import Recorder
-from ..record.refusals import refused
-from ..wire.errors import NotExpressibleError
 
 
 class _Part(Backend):

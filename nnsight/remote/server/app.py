@@ -25,9 +25,9 @@ from starlette.types import Message as AsgiMessage
 from starlette.websockets import WebSocket
 
 from ... import __version__
+from ...program.format.operators import OPERATORS_HASH
+from ...program.format.payload import VERSION
 from ..protocol import CONTENT_TYPE, KEY_HEADER, VERSION_HEADER
-from ..wire.operators import OPERATORS_HASH
-from ..wire.payload import VERSION
 from .envelopes import BAD_KEY, RefusedError, check_payload, checked_envelope, too_long
 from .gateway import Gateway
 from .jobs import ServerJob

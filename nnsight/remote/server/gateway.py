@@ -21,8 +21,8 @@ from typing import IO, Any
 
 from prometheus_client import generate_latest
 
+from ...program.format.errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import JobStatus, ModelKey
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
 from .engine import Engine, EngineLostError, Outcome, TimeLimitError
 from .envelopes import RefusedError
 from .jobs import ServerJob

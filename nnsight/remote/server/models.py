@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...program.format.limits import Limits
+from ...program.run.execution import execute_payload
 from ..protocol import ModelKey
-from ..run.execution import execute_payload
-from ..run.together import execute_payloads, kind_of
-from ..wire.limits import Limits
+from ..together import execute_payloads, kind_of
 from .engine import Engine, ThreadEngine
 
 

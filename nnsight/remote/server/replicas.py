@@ -20,9 +20,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+from ...program.format.errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import ModelKey
-from ..run.together import kind_of
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
+from ..together import kind_of
 from .engine import Engine, EngineLostError, Log, Outcome, TimeLimitError
 from .models import engine_of, load
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...runtime.gradients import check_gradient
 from ...runtime.rows.batching import BatchGroup, View
 from ...tracing import Tracer
-from ..wire.nodes import IN_PASS
+from ..format.nodes import IN_PASS
 from .refusals import here, refused
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The calls of a block become nodes, one for each operator; see :mod:`~nnsight.remote.record.recorder`."""
+"""The calls of a block become nodes, one for each operator; see :mod:`~nnsight.program.record.recorder`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
 from ...tracing.errors import user_position_now
+from ..format.errors import NotExpressibleError
+from ..format.nodes import Node, why_not, write_argument
+from ..format.operators import NAMES, OPERATORS, is_in_place, is_view
+from ..format.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from ..run.fake_runs import FakeModel
-from ..wire.errors import NotExpressibleError
-from ..wire.nodes import Node, why_not, write_argument
-from ..wire.operators import NAMES, OPERATORS, is_in_place, is_view
-from ..wire.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import TORCH, here, position_of_block, refused, why_demand
@@ -75,11 +75,11 @@ class NodeRecorder(TorchFunctionMode):
     """Records the calls of blocks, of whose torch functions it is the mode.
 
     Args:
-        for_others: Whether to record which sizes blocks read, see :mod:`~nnsight.remote.wire.sizes`.
+        for_others: Whether to record which sizes blocks read, see :mod:`~nnsight.program.format.sizes`.
 
     Attributes:
         nodes: The nodes so far.
-        runs: The runs of the model, see :class:`~nnsight.remote.wire.payload.Job`.
+        runs: The runs of the model, see :class:`~nnsight.program.format.payload.Job`.
         tensors: Inputs, and the blocks' own tensors that became constants, by name.
         block: The block whose turn it is, or ``None``.
         model: The model on fakes, from the first run on.

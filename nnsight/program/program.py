@@ -1,6 +1,6 @@
 """Programs as files: recorded blocks that can be printed, shared and run on other inputs.
 
-A program is a recorded block (:mod:`~nnsight.remote.record.recorder`) without its inputs. It names locations, modules and weights of the
+A program is a recorded block (:mod:`~nnsight.program.record.recorder`) without its inputs. It names locations, modules and weights of the
 model, and operators of a fixed table. So loading one runs nothing, and ``print`` shows everything that it does.
 """
 
@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from ...modeling.base import NNsight
-from ...modeling.generation import Generation
-from ..run.draws import drawn_seed, samples
-from ..run.execution import execute_payload
-from ..run.interpreter import Interpreter
-from ..run.validation import check_parts
-from ..wire.limits import Limits
-from ..wire.operators import DRAWING
-from ..wire.payload import Job, decode, encode
-from ..wire.results import decode_results
-from ..wire.trees import references, write_tree
+from ..modeling.base import NNsight
+from ..modeling.generation import Generation
+from .format.limits import Limits
+from .format.operators import DRAWING
+from .format.payload import Job, decode, encode
+from .format.results import decode_results
+from .format.trees import references, write_tree
+from .run.draws import drawn_seed, samples
+from .run.execution import execute_payload
+from .run.interpreter import Interpreter
+from .run.validation import check_parts
 
 
 class Program:

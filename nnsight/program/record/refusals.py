@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import torch
 
 from ...tracing.errors import user_position_now
-from ..wire.errors import NotExpressibleError
+from ..format.errors import NotExpressibleError
 
 TORCH = torch.__file__.rsplit("/", 1)[0]
 

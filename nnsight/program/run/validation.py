@@ -1,9 +1,9 @@
 """Checks of a job against the model, before it runs.
 
-Checks without a model are those of :mod:`~nnsight.remote.wire.nodes`. Here the locations, weights and modules of a job have to exist. Then
-the whole job runs *on fakes* in a rehearsal: model and program, with the sizes of the real run. So wrong shapes and types are found, and
-memory and operations are counted, before the model is touched. The rehearsal is also the second defence against writes to weights: the
-memory that a program, or a module that it applies, writes to is compared with that of the model.
+Checks without a model are those of :mod:`~nnsight.program.format.nodes`. Here the locations, weights and modules of a job have to exist.
+Then the whole job runs *on fakes* in a rehearsal: model and program, with the sizes of the real run. So wrong shapes and types are
+found, and memory and operations are counted, before the model is touched. The rehearsal is also the second defence against writes to
+weights: the memory that a program, or a module that it applies, writes to is compared with that of the model.
 
 The result is kept for jobs with the same program and the same sizes of tensors.
 """
@@ -32,12 +32,12 @@ from ...runtime.modules.operations import forward_of, layers_of
 from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import quiet_fakes
 from ..counts import counts
-from ..wire.errors import ExecutionFailedError, InvalidProgramError, require
-from ..wire.limits import Limits
-from ..wire.nodes import Node
-from ..wire.operators import OPERATORS
-from ..wire.payload import Job, fact
-from ..wire.trees import ABSENT, leaves, read_tree
+from ..format.errors import ExecutionFailedError, InvalidProgramError, require
+from ..format.limits import Limits
+from ..format.nodes import Node
+from ..format.operators import OPERATORS
+from ..format.payload import Job, fact
+from ..format.trees import ABSENT, leaves, read_tree
 from .costs import Costs, Rehearsal
 from .fake_runs import fake_model_of, generation_size
 from .indices import CONSTANT

@@ -2,7 +2,7 @@
 
 The inputs of the jobs are joined as those of invokes are, and the blocks of each job are bound to its rows
 (:class:`~nnsight.runtime.rows.batching.BatchGroup`). Inputs differ in the number of rows only, so nothing is padded and each program gets
-the sizes that it was checked with. For generations see :mod:`~nnsight.remote.run.generations`.
+the sizes that it was checked with. For generations see :mod:`~nnsight.program.run.generations`.
 
 No job may see rows of another one. A tensor without a batch axis may be computed from all rows, so a program that reads one runs alone.
 So do programs that skip modules, end the run or compute gradients, and all jobs of a group that fails: one program must not make another
@@ -23,22 +23,22 @@ from typing import Any
 
 import torch
 
-from ...modeling.base import NNsight
-from ...modeling.generation import Generation
-from ...runtime.interleaver import Interleaver
-from ...runtime.mediator import Mediator
-from ...runtime.probing import find_batch_dims
-from ...runtime.report import Report
-from ...runtime.rows.batching import BatchGroup, View
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
-from ..wire.limits import Limits
-from ..wire.payload import Job, decode_known, fact
-from ..wire.trees import ABSENT, read_tree
-from .draws import drops
-from .execution import execute, prepared, results_of, run_blocks
-from .generations import RETURNED, Returned, Tokens, ends_of, joins
-from .interpreter import Interpreter
-from .validation import check_call, inputs_of, validate
+from ..modeling.base import NNsight
+from ..modeling.generation import Generation
+from ..program.format.errors import ExecutionFailedError, InvalidProgramError
+from ..program.format.limits import Limits
+from ..program.format.payload import Job, decode_known, fact
+from ..program.format.trees import ABSENT, read_tree
+from ..program.run.draws import drops
+from ..program.run.execution import execute, prepared, results_of, run_blocks
+from ..program.run.generations import RETURNED, Returned, Tokens, ends_of, joins
+from ..program.run.interpreter import Interpreter
+from ..program.run.validation import check_call, inputs_of, validate
+from ..runtime.interleaver import Interleaver
+from ..runtime.mediator import Mediator
+from ..runtime.probing import find_batch_dims
+from ..runtime.report import Report
+from ..runtime.rows.batching import BatchGroup, View
 
 _log = logging.getLogger("nnsight.remote")
 

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from ...runtime.cache import Cache
 from ...runtime.carriers import is_carrier, on_tensors
 from ...tracing.saving import save, saves
-from ..wire.payload import Job, encode
-from ..wire.results import unpack_results
-from ..wire.trees import ABSENT, NONE, leaves
+from ..format.payload import Job, encode
+from ..format.results import unpack_results
+from ..format.trees import ABSENT, NONE, leaves
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Formats of printed values. The text is made where the model is, see :mod:`~nnsight.remote.record.printing`."""
+"""Formats of printed values. The text is made where the model is, see :mod:`~nnsight.program.record.printing`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from ..wire.errors import InvalidProgramError
+from ..format.errors import InvalidProgramError
 
 #: Attribute of the fake of a constant: its values, where they are indices.
 CONSTANT = "_nnsight_constant"

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..wire.errors import NotExpressibleError
-from ..wire.formats import is_format
+from ..format.errors import NotExpressibleError
+from ..format.formats import is_format
 from .refusals import here, refused, why_demand
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ As in a scan, a copy of the model with fakes in place of its tensors runs on fak
 generation on fakes has no tokens that could end it. It ends when it has made as many tokens as it may, or when no block waits for
 anything but its result.
 
-Each thread keeps the copy of a model as long as the model does not change (:mod:`~nnsight.remote.run.likeness`) and no run has
-changed the copy. With the copy it keeps the values at its locations (:mod:`~nnsight.remote.run.occurrences`).
+Each thread keeps the copy of a model as long as the model does not change (:mod:`~nnsight.program.run.likeness`) and no run has
+changed the copy. With the copy it keeps the values at its locations (:mod:`~nnsight.program.run.occurrences`).
 """
 
 from __future__ import annotations

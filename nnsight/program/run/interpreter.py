@@ -23,13 +23,13 @@ from ...runtime.gradients import Gradient, differentiate
 from ...runtime.interleaver import Interleaver, active_interleaver
 from ...runtime.invoker import Barrier
 from ...runtime.mediator import Mediator
-from ..wire.errors import ExecutionFailedError, InvalidProgramError, require
-from ..wire.formats import text_of
-from ..wire.limits import Limits
-from ..wire.nodes import MEMORY_FORMATS, Node
-from ..wire.operators import DRAWING, OPERATORS
-from ..wire.payload import Job, fact
-from ..wire.trees import NONE, read_tree, references, with_references
+from ..format.errors import ExecutionFailedError, InvalidProgramError, require
+from ..format.formats import text_of
+from ..format.limits import Limits
+from ..format.nodes import MEMORY_FORMATS, Node
+from ..format.operators import DRAWING, OPERATORS
+from ..format.payload import Job, fact
+from ..format.trees import NONE, read_tree, references, with_references
 from .draws import check_parameters
 from .fake_runs import device_of
 from .indices import check_indices

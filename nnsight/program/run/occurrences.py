@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.carriers import is_carrier, on_tensors
 from ...runtime.interleaver import Everywhere, Interleaver, active_run
-from ..wire.errors import InvalidProgramError
+from ..format.errors import InvalidProgramError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType)
 

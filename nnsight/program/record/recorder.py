@@ -30,12 +30,12 @@ from ...runtime.tracer import InterleavingTracer
 from ...tracing.block import names_of
 from ...tracing.saving import saves
 from ..counts import counts
+from ..format.errors import NotExpressibleError
+from ..format.operators import DRAWING
+from ..format.trees import write_tree
 from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
 from ..run.occurrences import places_of, structure_of, tensors_at
-from ..wire.errors import NotExpressibleError
-from ..wire.operators import DRAWING
-from ..wire.trees import write_tree
 from .binding import Recorded
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening

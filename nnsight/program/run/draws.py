@@ -1,12 +1,10 @@
 """Random numbers of a job come from a generator of its own, with the seed of the job.
 
-from ...runtime.modules.tree import ModuleTree
-
 So a job gives the same results alone, among others, and when it is sent again, and it advances no generator of the server. The client
 draws the seed with its own generator: after ``torch.manual_seed(s)`` the same block is the same job.
 
-Operators of a program that draw get the generator as an argument (:data:`~nnsight.remote.wire.operators.DRAWING`). Operators of the model
-that draw, for sampling or dropout, get it from :class:`Drawing`.
+Operators of a program that draw get the generator as an argument (:data:`~nnsight.program.format.operators.DRAWING`). Operators of the
+model that draw, for sampling or dropout, get it from :class:`Drawing`.
 """
 
 from __future__ import annotations

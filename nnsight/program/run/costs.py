@@ -13,10 +13,10 @@ from torch.utils.flop_counter import flop_registry
 from ...modeling.base import NNsight
 from ...runtime.interleaver import active_interleaver
 from ...runtime.rows.fakes import Guesses
-from ..wire.errors import require
-from ..wire.limits import Limits
-from ..wire.nodes import Node
-from ..wire.payload import Job
+from ..format.errors import require
+from ..format.limits import Limits
+from ..format.nodes import Node
+from ..format.payload import Job
 from .fake_runs import FakeModel
 from .interpreter import Interpreter
 

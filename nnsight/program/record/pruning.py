@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..wire.nodes import Node
-from ..wire.operators import is_in_place
-from ..wire.payload import Job
-from ..wire.trees import references, with_references
+from ..format.nodes import Node
+from ..format.operators import is_in_place
+from ..format.payload import Job
+from ..format.trees import references, with_references
 
 #: Kinds of nodes that are needed for their effect.
 _EFFECTS = frozenset({"write", "skip", "barrier", "stop", "log", "size"})

@@ -1,6 +1,6 @@
 """Runs payloads on a model of this process.
 
-The program of a payload becomes the blocks of an ordinary run (:mod:`~nnsight.remote.run.interpreter`). It runs eagerly, or compiled
+The program of a payload becomes the blocks of an ordinary run (:mod:`~nnsight.program.run.interpreter`). It runs eagerly, or compiled
 if the model was wrapped that way; edits of the model's owner do not run along. Autograd follows only programs with backward passes, which
 run eagerly. No weight accumulates a gradient.
 """
@@ -17,11 +17,11 @@ from ...modeling.base import NNsight
 from ...modeling.generation import Generation
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
-from ..wire.errors import ExecutionFailedError, InvalidProgramError
-from ..wire.formats import limited
-from ..wire.limits import Limits
-from ..wire.payload import Job, decode_known
-from ..wire.results import Tensors, pack_results
+from ..format.errors import ExecutionFailedError, InvalidProgramError
+from ..format.formats import limited
+from ..format.limits import Limits
+from ..format.payload import Job, decode_known
+from ..format.results import Tensors, pack_results
 from .draws import Drawing, generator_of, samples
 from .interpreter import Interpreter
 from .validation import inputs_of, validate
@@ -32,7 +32,7 @@ R = TypeVar("R", bound=Interpreter)
 def execute_payload(
     model: NNsight, payload: bytes, limits: Limits | None = None, log: Callable[[str], None] | None = None
 ) -> bytes:
-    """Decode, validate and run a payload; return the results as a container (see :func:`~nnsight.remote.wire.results.decode_results`).
+    """Decode, validate and run a payload; return the results as a container (see :func:`~nnsight.program.format.results.decode_results`).
 
     ``log`` is called with each line that the program prints.
 

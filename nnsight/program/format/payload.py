@@ -1,7 +1,7 @@
 """Jobs as bytes.
 
 A job is what a client sends: one or several runs of a model, the nodes of a program, and the values to return. It is one safetensors file
-(:mod:`~nnsight.remote.wire.container`) whose tensors are constants and inputs. Reading a job checks everything that needs no model. Jobs
+(:mod:`~nnsight.program.format.container`) whose tensors are constants and inputs. Reading a job checks everything that needs no model. Jobs
 with equal headers differ in the values of tensors only, so headers that were checked are kept.
 """
 
@@ -43,7 +43,7 @@ class Job:
 
     Attributes:
         runs: For each run ``{"call": "trace" or "generate", "args": tree, "kwargs": tree, "blocks": number of blocks}``.
-        nodes: The program, see :mod:`~nnsight.remote.wire.nodes`.
+        nodes: The program, see :mod:`~nnsight.program.format.nodes`.
         saves: The values to return: a tree by name.
         tensors: Constants and inputs, by name.
         header: The header it was read from; empty for a job that was not read.

@@ -1,1 +1,0 @@
-"""Running a program that a client sent: it is validated and interpreted with the model."""

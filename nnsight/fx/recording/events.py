@@ -30,7 +30,7 @@ from .functions import (
     path_step,
 )
 from .lazy import LazyTensor, make_lazy, real_of
-from .numbers import Lifted, lift, same_structure, twin_of
+from .numbers import Lifted, floats_as_tensors, lift, same_structure, twin_of
 
 if TYPE_CHECKING:
     from .journal import Journal
@@ -155,7 +155,7 @@ class EventRecorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in TAKES_SCALAR_TENSORS or name == "__setitem__":
             args = tuple(argument.item() if is_numpy_scalar(argument) else argument for argument in args)
-            args, kwargs = self._lift_floats(name, args, kwargs)
+            args, kwargs = floats_as_tensors(name, args, kwargs, self._scalar_tensor, fake_or_self)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._index(args[1]), *args[2:])
         grad = torch.is_grad_enabled()
@@ -183,37 +183,7 @@ class EventRecorder(TorchFunctionMode):
             return int(index)
         return index
 
-    def _lift_floats(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn Python floats into scalar tensors where torch gives both the same result."""
-        given = (*args, *kwargs.values())
-        if not any(isinstance(argument, float) for argument in given):
-            return args, kwargs
-        fakes = [fake_or_self(argument) for argument in given if isinstance(argument, torch.Tensor)]
-        if name == "where":
-            fakes = [fake for fake in fakes if fake.dtype != torch.bool]  # the condition takes no part in promotion
-        dtypes = {fake.dtype for fake in fakes if name[:11] != "masked_fill" or fake.dtype != torch.bool}
-        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
-            return args, kwargs
-        if name == "__setitem__":
-            if not isinstance(args[2], float):
-                return args, kwargs
-            return (args[0], args[1], self._scalar_tensor(args[2], next(iter(dtypes)))), kwargs
-        if all(fake.dim() == 0 for fake in fakes):
-            return args, kwargs  # a zero-dimensional tensor would take part in type promotion
-        if name.startswith(("clamp", "clip")) and any(isinstance(argument, int) for argument in given):
-            return args, kwargs  # it takes two numbers or two tensors
-        kinds = {key: value for key, value in kwargs.items() if key != "alpha"}
-        return (
-            tuple(self._scalar_tensor(argument) for argument in args),
-            {**kwargs, **{key: self._scalar_tensor(value) for key, value in kinds.items()}},
-        )
-
-    def _scalar_tensor(self, argument: Any, dtype: torch.dtype = torch.float64) -> Any:
-        """Return ``argument`` as a tensor if it is a float."""
-        if not isinstance(argument, float):
-            return argument
+    def _scalar_tensor(self, argument: float, dtype: torch.dtype) -> torch.Tensor:
         self.lifted.append(torch.tensor(argument, dtype=dtype))
         return self.lifted[-1]
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from ..program import Call, Constant, Declare, Event, Family, Nest, Number, Outcome, State
 
 #: Functions in which a float decides about a shape, which is looked up by integers alone.
@@ -123,3 +125,41 @@ def _replaced(event: Event, replace: Callable[[type, Any], Any]) -> Any:
     kinds = (int,) if getattr(event.function, "__name__", "") in _SHAPED_BY_FLOATS else (int, float)
     args = tuple(inside(argument) for argument in event.args)
     return event._replace(args=args, kwargs=tuple((key, inside(value)) for key, value in event.kwargs))
+
+
+def floats_as_tensors(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    as_tensor: Callable[[float, torch.dtype], Any],
+    plain: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the function ``name`` of torch with ``as_tensor(float, dtype)`` for floats where that has the same result.
+
+    ``plain`` returns a tensor whose dtype and dimensions can be read.
+    """
+    given = (*args, *kwargs.values())
+    if not any(isinstance(argument, float) for argument in given):
+        return args, kwargs
+    tensors = [plain(argument) for argument in given if isinstance(argument, torch.Tensor)]
+    if name == "where":
+        tensors = [tensor for tensor in tensors if tensor.dtype != torch.bool]  # the condition takes no part in promotion
+    dtypes = {tensor.dtype for tensor in tensors if name[:11] != "masked_fill" or tensor.dtype != torch.bool}
+    if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
+        return args, kwargs
+    if name == "__setitem__":
+        if not isinstance(args[2], float):
+            return args, kwargs
+        return (args[0], args[1], as_tensor(args[2], next(iter(dtypes)))), kwargs
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return args, kwargs  # a zero-dimensional tensor would take part in type promotion
+    if name.startswith(("clamp", "clip")) and any(isinstance(argument, int) for argument in given):
+        return args, kwargs  # it takes two numbers or two tensors
+
+    def made(argument: Any) -> Any:
+        return as_tensor(argument, torch.float64) if isinstance(argument, float) else argument
+
+    return (
+        tuple(made(argument) for argument in args),
+        {key: argument if key == "alpha" else made(argument) for key, argument in kwargs.items()},
+    )

@@ -9,7 +9,7 @@ import torch
 from ..format.nodes import Node
 from ..format.operators import is_in_place
 from ..format.payload import Job
-from ..format.trees import references, with_references
+from ..format.trees import references, tensor_names, with_references
 
 #: Kinds of nodes that are needed for their effect.
 _EFFECTS = frozenset({"write", "skip", "barrier", "stop", "log", "size"})
@@ -47,7 +47,8 @@ def pruned(
     kept = [{key: value for key, value in nodes[old].items() if key != "shares"} for old in sorted(needed)]
     kept, saves = with_references([kept, trees], lambda node, output: {"ref": [numbers[node], output]})
     used = {node["tensor"] for node in kept if node["do"] == "const"}
-    constants = {name: tensor for name, tensor in tensors.items() if name.startswith("i") or name in used}
+    used |= {name for run in runs for part in (run["args"], run["kwargs"]) for name in tensor_names(part)}
+    constants = {name: tensor for name, tensor in tensors.items() if name in used}
     return Job(runs, kept, saves, constants), numbers
 
 

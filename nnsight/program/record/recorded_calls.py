@@ -24,6 +24,7 @@ from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, OPERATORS, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from ..run.fake_runs import FakeModel
+from .inputs import NamedInputs
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import TORCH, here, position_of_block, refused, why_demand
@@ -99,6 +100,7 @@ class NodeRecorder(TorchFunctionMode):
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self._for_others = for_others
+        self.inputs: NamedInputs | None = None  # of a program for others
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
         self._called: tuple[str, list[Any]] = "", []  # the function that the block calls, and the leaves of its arguments
         self._paused = False
@@ -165,7 +167,9 @@ class NodeRecorder(TorchFunctionMode):
             copied = tensor.detach().clone()
             like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         fake = FakeTensor(self.mode, like, self.model.device)
-        name = f"c{len(self.tensors)}"
+        name = (self.inputs and self.inputs.name_of(tensor)) or ""
+        if not name or name in self.tensors:
+            name = f"#{len(self.tensors)}"
         self.tensors[name] = copied
         self._constants[tensor] = (tensor._version, fake)
         self._refs[fake] = (self.emit("const", tensor=name), 0)
@@ -206,15 +210,23 @@ class NodeRecorder(TorchFunctionMode):
         if self._for_others:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
         name = getattr(function, "__name__", "")
+        if self.inputs is not None:
+            args, kwargs = self.inputs.with_floats(name, args, kwargs)
         if function in METADATA or name in SIZE_METHODS:
             return self._metadata(function, args, kwargs)
         if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
             return self.gradients.set_mode(*args)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self.inputs is not None and self.inputs.are_all(tensors):
+            return self.inputs.call(function, args, kwargs, lambda: self._record(function, name, args, kwargs, leaves))
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
             with _disable_current_modes():
                 return function(*args, **kwargs)
+        return self._record(function, name, args, kwargs, leaves)
+
+    def _record(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+        """Record a call on values of the model or the program; return its result on fakes."""
         self._called = name, leaves
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
@@ -262,6 +274,8 @@ class NodeRecorder(TorchFunctionMode):
         """Return a fact about a tensor, and record which sizes it has in it."""
         found, name = function(*args, **kwargs), getattr(function, "__name__", "")
         tensor, *rest = (*args, *kwargs.values())
+        if self.inputs is not None and isinstance(tensor, torch.Tensor) and self.inputs.name_of(tensor):
+            tensor = self.substitute(tensor)
         if not self._for_others or not isinstance(tensor, FakeTensor):
             return found
         if isinstance(found, torch.Size):

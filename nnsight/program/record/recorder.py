@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
 from ..run.occurrences import places_of, structure_of, tensors_at
 from .binding import Recorded
+from .inputs import NamedInputs
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
@@ -65,6 +66,7 @@ class Recorder(NodeRecorder):
 
     def __init__(self, for_others: bool = False) -> None:
         super().__init__(for_others)
+        self._named = for_others
         self.running = False
         self._blocks: dict[Any, int] = {}
         self._barriers: dict[Any, int] = {}
@@ -93,6 +95,8 @@ class Recorder(NodeRecorder):
 
         self.gradients.begin_run()
         self.runs.append({})
+        if self._named:
+            self.inputs = NamedInputs(tracer.info, self._variables(tracer))
         self._outer.update(self._outer_containers(tracer))
         waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
         self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
@@ -128,6 +132,9 @@ class Recorder(NodeRecorder):
             if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
                 values[name] = value
         self.prints.check()
+        if self.inputs is not None:
+            self.inputs.finish()
+            self._leave_unnamed(self.inputs.fixed)
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
         if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
@@ -137,13 +144,22 @@ class Recorder(NodeRecorder):
 
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
+        return {name: value for name, value in self._variables(tracer).items() if type(value) in (list, dict)}
+
+    def _leave_unnamed(self, fixed: Iterable[str]) -> None:
+        """Give the constants with these names others, as they are no inputs."""
+        others = {name: f"#{len(self.tensors) + number}" for number, name in enumerate(fixed)}
+        self.tensors = {others.get(name, name): tensor for name, tensor in self.tensors.items()}
+        for node in self.nodes:
+            if node["do"] == "const":
+                node["tensor"] = others.get(node["tensor"], node["tensor"])
+
+    @staticmethod
+    def _variables(tracer: Any) -> dict[str, Any]:
+        """Return what the block of ``tracer`` finds outside, by name."""
         used = tracer._frame.f_globals if tracer._frame is not None else {}
         names = {name: used[name] for name in _looked_up(tracer.info.code) if name in used}
-        return {
-            name: value
-            for name, value in {**names, **dict(tracer.scope.items())}.items()
-            if type(value) in (list, dict)
-        }
+        return {**names, **dict(tracer.scope.items())}
 
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
         """Return the tree of a saved value that has none of its own."""
@@ -305,7 +321,7 @@ def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
                 f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
                 "tensors, numbers, and lists and dicts of them can."
             )
-        name = f"i{len(tensors)}"
+        name = f"@{len(tensors)}"
         with _disable_current_modes():
             tensors[name] = item.detach().clone()
         return {"tensor": name}

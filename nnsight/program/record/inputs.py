@@ -1,0 +1,154 @@
+"""Inputs of a program: tensors and floats that its block finds outside, under the names that it uses.
+
+A program that is recorded for other runs takes other values for them later. So a call on such tensors alone, as in ``alpha * vector``, is
+recorded too. It is also made at once: where Python needs the value, it gets it, and the names that it was computed from are *fixed*, as
+the program has what Python made of them.
+
+A tensor is an input wherever it is used. Python computes with floats out of sight. So a float is an input only if each mention of its
+name in the block is an operand of a call of torch, as in ``alpha * hidden``; it becomes a tensor without dimensions.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...fx.recording.functions import TAKES_SCALAR_TENSORS, edits_in_place
+from ...fx.recording.numbers import floats_as_tensors
+from ...tracing import Block
+from ...tracing.block import names_of
+from ...tracing.errors import is_internal, user_position_now
+from .refusals import TORCH
+
+_Position = tuple[int | None, ...]
+
+
+class NamedInputs:
+    """The named values of one block while it is recorded.
+
+    Attributes:
+        fixed: Names that cannot be inputs, and why.
+    """
+
+    def __init__(self, block: Block, variables: dict[str, Any]) -> None:
+        used = names_of(block.code)[1] | set(block.shared)
+        self._block = block
+        self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self._floats: dict[str, float] = {}
+        self._made: dict[str, torch.Tensor] = {}  # the tensor of each float
+        self._operands: dict[_Position, list[ast.Name]] | None = None
+        self._lifted: set[ast.Name] = set()
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, frozenset[str]]] = {}  # fake, value, names it was computed from
+        self.fixed: dict[str, str] = {}
+        for name, value in variables.items():
+            if name not in used or not name.isidentifier():
+                continue
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                self._tensors.setdefault(id(value), (name, value))
+            elif type(value) is float:
+                self._floats[name] = value
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of a tensor of the block's own, if it has one and may be an input."""
+        name, _ = self._tensors.get(id(tensor), (None, None))
+        return None if name in self.fixed else name
+
+    # -- calls on named values alone -------------------------------------------------------------------------------
+
+    def are_all(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether ``tensors`` are named, or were computed from such alone."""
+        return bool(tensors) and all(id(tensor) in self._known or self.name_of(tensor) for tensor in tensors)
+
+    def call(self, function: Any, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
+        """Make a call on named values at once, and have it recorded if its results are new tensors; return what the block gets."""
+        names: set[str] = set()
+
+        def value_of(tensor: torch.Tensor) -> torch.Tensor:
+            _, value, its_names = self._known.get(id(tensor), (None, tensor, {self.name_of(tensor)}))
+            names.update(filter(None, its_names))
+            return value
+
+        given, named = pytree.tree_map_only(torch.Tensor, value_of, (args, kwargs))
+        with _disable_current_modes():
+            found = function(*given, **named)
+        values = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        if not values or edits_in_place(function):
+            self._fix(names, "Python uses its value")
+            return found
+        made = [leaf for leaf in pytree.tree_leaves(record()) if isinstance(leaf, torch.Tensor)]
+        result = iter(made)
+        for fake, value in zip(made, values, strict=True):
+            self._known[id(fake)] = fake, value, frozenset(names)
+        return pytree.tree_map_only(torch.Tensor, lambda _: next(result), found)
+
+    def _fix(self, names: Iterable[str], why: str) -> None:
+        line = user_position_now(skip=TORCH)[1]
+        for name in names:
+            self.fixed.setdefault(name, f"{why} in line {line}")
+
+    # -- floats ----------------------------------------------------------------------------------------------------
+
+    def with_floats(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments of the function ``name`` of torch with tensors in place of the named floats that the block gives it."""
+        if not (self._floats and name in TAKES_SCALAR_TENSORS and any(type(item) is float for item in (*args, *kwargs.values()))):
+            return args, kwargs
+        operands = [item for item in self._operands_here() if item.id in self._floats]
+
+        def as_tensor(value: Any, dtype: torch.dtype) -> Any:
+            operand = next((item for item in operands if self._floats[item.id] is value), None)
+            if operand is None or dtype != torch.float64:
+                return value
+            self._lifted.add(operand)
+            if operand.id not in self._made:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    made = self._made[operand.id] = torch.tensor(value, dtype=dtype)
+                self._tensors[id(made)] = operand.id, made
+            return self._made[operand.id]
+
+        return floats_as_tensors(name, args, kwargs, as_tensor) if operands else (args, kwargs)
+
+    def _operands_here(self) -> list[ast.Name]:
+        """Return the names among the operands of the call of torch that the block itself makes now."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and (is_internal(frame.f_code) or frame.f_code.co_filename.startswith(TORCH)):
+            frame = frame.f_back
+        if frame is None or frame.f_code is not self._block.code:
+            return []
+        if self._operands is None:
+            self._operands = dict(_operands_of(self._block))
+        position = tuple(list(frame.f_code.co_positions())[frame.f_lasti // 2])
+        return self._operands.get(position, [])
+
+    def finish(self) -> None:
+        """Fix the floats that are used in other ways as well."""
+        mentions = [item for part in self._block.body for item in ast.walk(part) if isinstance(item, ast.Name)]
+        for item in mentions:
+            if item.id in self._floats and item not in self._lifted:
+                why = f"Python computes with the float, or does not come to it, in line {item.lineno}: use a tensor, as torch.tensor(4.0)"
+                self.fixed.setdefault(item.id, why)
+
+
+def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:
+    """Yield the position of each operation or call in a block, with the names among its operands."""
+    for part in block.body:
+        for item in ast.walk(part):
+            given: list[ast.expr]
+            if isinstance(item, ast.BinOp):
+                given = [item.left, item.right]
+            elif isinstance(item, ast.AugAssign):
+                given = [item.value]
+            elif isinstance(item, ast.Call):
+                given = [*item.args, *(keyword.value for keyword in item.keywords)]
+            else:
+                continue
+            names = [operand for operand in given if isinstance(operand, ast.Name)]
+            if names:
+                yield (item.lineno, item.end_lineno, item.col_offset, item.end_col_offset), names

@@ -10,21 +10,17 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..modeling.base import NNsight
-from ..modeling.generation import Generation
+from .bound import BoundProgram, check_names, inputs_of
 from .format.limits import Limits
-from .format.operators import DRAWING
 from .format.payload import Job, decode, encode
-from .format.results import decode_results
-from .format.trees import references, write_tree
-from .run.draws import drawn_seed, samples
-from .run.execution import execute_payload
+from .format.trees import references
 from .run.interpreter import Interpreter
 from .run.validation import check_parts
 
@@ -48,12 +44,13 @@ class Program:
         >>> Program.load("steering.safetensors").run(model, "The Eiffel Tower is in")["logits"]
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, fixed: dict[str, str] | None = None) -> None:
         if len(job.runs) != 1:
             raise ValueError(f"A program belongs to one run of a model, and this job has {len(job.runs)}.")
         run = {**job.runs[0], "args": {"list": []}, "kwargs": {"dict": []}}
         used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
         self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
+        self._fixed = fixed or {}
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +81,7 @@ class Program:
     # -- runs ------------------------------------------------------------------------------------------------------
 
     def run(self, model: NNsight, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run ``model`` on an input, with this program; return the saved values by name.
+        """Run ``model`` once on an input, with this program; return the saved values by name.
 
         Args:
             model: The model.
@@ -95,21 +92,42 @@ class Program:
             InvalidProgramError: If the program does not fit the model or the input.
             ExecutionFailedError: If it fails while it runs.
         """
-        prepares: Any = Generation(model) if self._job.runs[0]["call"] == "generate" else model  # type: ignore[arg-type]
-        args, kwargs = prepares._prepare_input(*args, **kwargs)[:2]
-        tensors = dict(self._job.tensors)
+        return self.bind(model)(*args, **kwargs)
 
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"A {type(value).__name__} is no input of a program: tensors, numbers, lists and dicts are.")
-            name = f"i{len(tensors)}"
-            tensors[name] = value
-            return {"tensor": name}
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The named inputs, with the values that they had in the recording: tensors and floats that the block found outside.
 
-        run = {**self._job.runs[0], "args": write_tree(list(args), leaf), "kwargs": write_tree(kwargs, leaf)}
-        draws = any(node.get("name") in DRAWING for node in self._job.nodes) or samples(model._tree, run["call"], kwargs)
-        job = Job([run], self._job.nodes, self._job.saves, tensors, seed=drawn_seed() if draws else None)
-        return decode_results(execute_payload(model, encode(job), log=print))
+        A float is an input if the block uses it in calls of torch alone, as in ``alpha * hidden``; it is a tensor without dimensions here.
+        """
+        return inputs_of(self._job)
+
+    def bind(self, model: NNsight, inputs: Sequence[str] = ()) -> BoundProgram:
+        """Return this program as a function of the input of ``model``, and of the values of ``inputs``.
+
+        A call runs neither a block nor a trace. If the model is compiled, it calls the lowered graph with the program spliced into it.
+        An input that a call leaves out has the value that it had in the recording. Gradients flow to the values that are given.
+
+        Args:
+            model: The model.
+            inputs: Names of :attr:`inputs`.
+
+        Raises:
+            InvalidProgramError: If the model lacks a part that the program names, or the program has no such input.
+
+        Example:
+            >>> with model.trace("Hello", remote="program") as tracer:
+            ...     model.transformer.h[1].output[:] += alpha * direction
+            ...     logits = model.lm_head.output.save()
+            >>> steer = tracer.program.bind(model, inputs=["alpha", "direction"])
+            >>> steer("The Eiffel Tower is in", alpha=2.0, direction=other)["logits"]
+        """
+        check_names(self._job, inputs, self._fixed)
+        model._sync()
+        if hasattr(model, "dispatch"):
+            model.dispatch()
+        check_parts(self._job, model)
+        return BoundProgram(self._job, model, inputs)
 
     def block_for(self, model: NNsight) -> Callable[[], None]:
         """Return a function that runs this program in a block of ``model``.

@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from ...runtime import gradients
 from ...runtime.report import Report
-from ...tracing import Scope
 from ...tracing.saving import saves
 from ..lowering.variant import Variant
 from ..program import Call, State
@@ -32,7 +31,6 @@ from .guards import kind_of
 from .names import Undetermined
 
 if TYPE_CHECKING:
-    from ...tracing import Block
     from ..capturing.graph import CapturedGraph
 
 _ABSENT = object()
@@ -178,15 +176,16 @@ class Playback:
         return graph.stand_ins(binding) if variant.unseen else variant.deliver(computed, inputs, externals)
 
     def saved(self) -> dict[str, Any]:
-        """Return the saved names of the block, with what was computed now."""
+        """Return the saved values by name, with what was computed now."""
         assert self.found is not None
         table = saves.get()
-        assert table is not None
         made: dict[str, Any] = {}
         for name, sources, structure in self.found.python.saved:
             single = structure is None and type(sources[0]) is int
             value = self._values[sources[0]] if single else put_together(sources, structure, self._values, self._slots)
-            made[name] = table[id(value)] = value
+            made[name] = value
+            if table is not None:
+                table[id(value)] = value
         for number, sources, structure in self.found.python.appended:
             self._filled[number].append(put_together(sources, structure, self._values, self._slots))
         return made
@@ -224,8 +223,8 @@ def _firsts(numbers: Sequence[int]) -> list[int]:
     return [seen.setdefault(number, position) for position, number in enumerate(numbers)]
 
 
-def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor]) -> Python:
-    """Return what a run did besides the program.
+def python_of(journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]) -> Python:
+    """Return what a run did besides the program; ``kept`` are the saved values by name.
 
     Raises:
         Undetermined: If that cannot be replayed.
@@ -255,7 +254,7 @@ def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.
         flat = not kwargs and all(child.is_leaf() for child in structure.child(0).children())
         steps.append(_Step(function, tuple(leaves), tuple(slots), structure, flat, len(made)))
         filled += len(made)
-    kept, appended = _saved(block, scope), journal.appended
+    appended = journal.appended
     saved = tuple((name, *_described(name, value, journal, slot_of)) for name, value in kept)
     fillings = tuple((number, *_described("a list", value, journal, slot_of)) for number, value in appended)
     containers: list[int] = []
@@ -267,7 +266,7 @@ def python_of(journal: Journal, block: Block, scope: Scope, tensors: list[torch.
 
 
 def effects_of(
-    journal: Journal, block: Block, scope: Scope, tensors: list[torch.Tensor], spliced: Sequence[str]
+    journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor], spliced: Sequence[str]
 ) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
     """Return the effects of a run, with the graph and the sizes that they are for.
 
@@ -277,7 +276,7 @@ def effects_of(
     if journal.reason or journal.recording is None or journal.variant is None:
         raise Undetermined(journal.reason or "no graph was called")
     recording = journal.recording
-    python = python_of(journal, block, scope, tensors)
+    python = python_of(journal, kept, tensors)
     lifted = {id(tensor) for tensor in recording.lifted}
     externals = [
         (external,) if id(external) in lifted else _slot(external, python.slot_of) for external in journal.externals
@@ -326,11 +325,6 @@ def _slot(tensor: torch.Tensor, slot_of: dict[int, int]) -> int:
     if slot is None:
         raise Undetermined("a tensor from outside came in unseen")
     return slot
-
-
-def _saved(block: Block, scope: Scope) -> list[tuple[str, Any]]:
-    marked = saves.get() or {}
-    return [(name, value) for name, value in scope.items() if name in block.stored and id(value) in marked]
 
 
 def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int]) -> tuple[tuple[Any, ...], Any]:

@@ -30,6 +30,7 @@ from ...runtime.interleaver import active_run
 from ...runtime.report import Report
 from ...tracing import Scope
 from ...tracing.block import is_bound
+from ...tracing.saving import saves
 from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
 from .determinate import guards_of
@@ -194,7 +195,9 @@ class Attempt:
         if self._memory.must_run:
             return
         try:
-            graph, binding, effects = effects_of(journal, self._block, scope, self.tensors, spliced)
+            marked = saves.get() or {}
+            kept = [(name, value) for name, value in scope.items() if name in self._block.stored and id(value) in marked]
+            graph, binding, effects = effects_of(journal, kept, self.tensors, spliced)
         except Undetermined as reason:
             logger.debug("%s:%d: this run cannot be replayed: %s", self._block.filename, self._block.line, reason)
             return

@@ -69,7 +69,11 @@ def decode_results(results: bytes) -> dict[str, Any]:
     Raises:
         InvalidProgramError: If the container is malformed.
     """
-    saves, tensors = unpack_results(results)
+    return values_of(*unpack_results(results))
+
+
+def values_of(saves: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the values that trees stand for, by name, without those that are absent."""
 
     def leaf(kind: str, content: Any) -> Any:
         return tensors[content] if kind == "tensor" else None if content == NONE else ABSENT

@@ -25,13 +25,15 @@ from ..format.trees import ABSENT, NONE, leaves
 class Recorded:
     """A recorded block: the job to run, and the saved values to fill with its results, which have fakes for tensors.
 
-    ``known`` has each fake with its node and output, by its identity; a fake that is alive keeps its identity.
+    ``known`` has each fake with its node and output, by its identity; a fake that is alive keeps its identity. ``fixed`` says why names
+    are no inputs of the program.
     """
 
     job: Job
     values: dict[str, Any]
     known: dict[int, tuple[torch.Tensor, int, int]]
     scope: Any
+    fixed: dict[str, str] = field(default_factory=dict)
     _found: dict[tuple[int, int], Any] = field(default_factory=dict)
     _done: dict[int, Any] = field(default_factory=dict)
 

@@ -140,7 +140,7 @@ class Recorder(NodeRecorder):
         if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
             job.seed = drawn_seed()
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
-        return Recorded(job, values, known, tracer.scope)
+        return Recorded(job, values, known, tracer.scope, {} if self.inputs is None else self.inputs.fixed)
 
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""

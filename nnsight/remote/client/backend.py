@@ -64,7 +64,7 @@ class RecordingBackend(ProgramBackend):
     def __call__(self, tracer: Any) -> Any:
         recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
         recorded.forget()
-        tracer.program = Program(recorded.job)
+        tracer.program = Program(recorded.job, recorded.fixed)
 
 
 _LINE = re.compile(r", line (\d+)(?= failed:|: )")

@@ -1,0 +1,182 @@
+"""A program bound to a model: a function of the model's input and of the program's named inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..modeling.base import NNsight
+from ..modeling.generation import Generation
+from ..runtime.interleaver import Interleaver
+from ..runtime.report import Report
+from .format.errors import InvalidProgramError
+from .format.limits import Limits
+from .format.nodes import Node
+from .format.payload import Job
+from .format.results import Tensors, values_of
+from .run.execution import run_blocks
+from .run.fake_runs import device_of
+from .run.interpreter import Interpreter
+
+if TYPE_CHECKING:
+    from ..fx.replay.known_runs import KnownRuns
+
+
+class _Interpreter(Interpreter):
+    """Interprets a program on tensors of the caller, to which gradients flow."""
+
+    def _require_grad(self, node: Node) -> None:
+        source = node["value"]["ref"][0]
+        if not (self.job.nodes[source]["do"] == "const" and self.values[source][0].requires_grad):
+            super()._require_grad(node)
+
+
+class Inputs:
+    """The values of the tensors that a program takes: its named inputs, constants, and weights of the model."""
+
+    def __init__(self, job: Job, model: NNsight) -> None:
+        self._model = model
+        self.names = sorted({node["tensor"] for node in job.nodes if node["do"] == "const"})
+        self._weights = sorted({node["name"] for node in job.nodes if node["do"] == "weight"})
+        self.values = {name: job.tensors[name] for name in self.names}
+
+    def placed(self) -> dict[str, torch.Tensor]:
+        """Return the values by name, where the model is."""
+        device = device_of(self._model._module)
+        return {name: value if value.device == device else value.to(device) for name, value in self.values.items()}
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return the weights."""
+        module = self._model._module
+        parts = (name.rpartition(".") for name in self._weights)
+        return [getattr(module.get_submodule(path), attribute) for path, _, attribute in parts]
+
+    def checked(self, name: str, value: Any) -> torch.Tensor:
+        """Return ``value`` as a tensor for the input ``name``.
+
+        Raises:
+            TypeError: If it is neither a number nor a tensor of the dtype and the number of dimensions that the program was recorded with.
+        """
+        like = self.values[name]
+        if type(value) in (int, float) and like.dim() == 0:
+            return torch.tensor(value, dtype=like.dtype)
+        if isinstance(value, torch.Tensor) and value.dtype == like.dtype and value.dim() == like.dim():
+            return value
+        found = f"{value.dtype} with {value.dim()} dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(
+            f"The input `{name}` was recorded as a tensor of {like.dtype} with {like.dim()} dimensions, and is given {found}. "
+            "Record the program with a value like this."
+        )
+
+
+class BoundProgram:
+    """A program as a function of one model; made by :meth:`nnsight.Program.bind`.
+
+    A call takes the input of the model as ``model.trace(...)`` does, and values of the named inputs by name. It returns the saved values
+    by name. On a compiled model, calls after the first one for a captured graph run the lowered graph and no Python of the program.
+
+    Attributes:
+        report: How the latest call ran.
+    """
+
+    def __init__(self, job: Job, model: NNsight, inputs: Sequence[str]) -> None:
+        self._job, self._model, self._names = job, model, tuple(inputs)
+        self._inputs = Inputs(job, model)
+        self._runs: KnownRuns | None = None  # what is known of runs on the compiled model
+        self._differentiates = any(node["do"] == "backward" for node in job.nodes)
+        self.report = Report()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run the model with the program; return the saved values by name.
+
+        Raises:
+            TypeError: If the value of an input does not fit the program.
+            InvalidProgramError: If the program does not fit the input of the model.
+            ExecutionFailedError: If the program fails while it runs.
+        """
+        given = {name: self._inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
+        model, call = self._model, self._job.runs[0]["call"]
+        generation: Any = Generation(model) if call == "generate" else None  # type: ignore[arg-type]
+        driver = model._driver(False if self._differentiates else None, generation)
+        args, kwargs = (model if generation is None else generation)._prepare_input(*args, **kwargs)[:2]
+        return self.run(driver, args, kwargs, given)[1]
+
+    def run(
+        self, driver: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor], returns: bool = False
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run ``driver`` on prepared arguments; return the output of the model, if ``returns``, and the saved values by name."""
+        constants = self._inputs.placed()
+        if given:
+            device = device_of(self._model._module)
+            constants |= {name: value.to(device) for name, value in given.items()}
+        report = self.report = Report()
+        if getattr(driver, "replays", None) is None:
+            return self._interpret(driver, args, kwargs, constants, report, returns, None)
+        from ..fx.replay.known_runs import KnownRuns
+
+        runs = self._runs = self._runs or KnownRuns()
+        tensors = [*constants.values(), *self._inputs.weights()]
+        replayed = runs.replay(driver, tensors, (args, kwargs), report)
+        if replayed is not None:
+            return replayed
+        with runs.written_down() as journal:
+            output, saved = self._interpret(driver, args, kwargs, constants, report, returns, journal)
+            runs.learn(driver, journal, saved, tensors, report)
+        return output, saved
+
+    def _interpret(
+        self,
+        driver: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        constants: dict[str, torch.Tensor],
+        report: Report,
+        returns: bool,
+        journal: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        job = replace(self._job, tensors=constants)
+        interpreter = _Interpreter(self._model, job, Limits(seconds=float("inf")))
+        interpreter.on_log = print
+        blocks = interpreter.mediators(0)
+        if journal is not None:
+            from ..fx.replay.known_runs import listening
+
+            for block in blocks:
+                assert block.intervention is not None
+                block.intervention = listening(journal, block.intervention)
+        interleaver = Interleaver(blocks)
+        interleaver.returns = returns
+        if journal is not None and len(blocks) == 1:
+            interleaver.output_location = f"{self._model._tree.path}.output"
+        output: list[Any] = []
+
+        def call() -> Any:
+            output.append(driver(interleaver, args, kwargs, report))
+            return output[0]
+
+        with torch.enable_grad() if self._differentiates else contextlib.nullcontext():
+            run_blocks(interleaver, [interpreter], call)
+        tensors = Tensors()
+        saved = values_of(interpreter.saved(tensors.tree), tensors)
+        return output[0] if output else None, saved
+
+
+def check_names(job: Job, names: Sequence[str], fixed: dict[str, str]) -> None:
+    """Raise an :class:`InvalidProgramError` unless a program has the inputs ``names``; ``fixed`` says why some are none."""
+    there = inputs_of(job)
+    for name in names:
+        if name in there:
+            continue
+        why = fixed.get(name, "no call of torch in the block uses a tensor or a float of this name from outside")
+        has = f"Its inputs are {', '.join(sorted(there))}." if there else "It has no inputs."
+        raise InvalidProgramError(f"`{name}` is no input of this program: {why}. {has}")
+
+
+def inputs_of(job: Job) -> dict[str, torch.Tensor]:
+    """Return the named inputs of a program, with the values that they had in the recording."""
+    used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
+    return {name: job.tensors[name] for name in sorted(used) if name.isidentifier()}

@@ -367,7 +367,7 @@ class _CaptureBackend:
         def dispatch(*actual: Any) -> list[Any]:
             captures.note_dispatch(is_whole)
             active: Any = active_interleaver()
-            if type(active) is Playback:
+            if isinstance(active, Playback):
                 return active.dispatch(graph, actual)
             run: Interleaver | None = active
             if run is None or run.current is not None:
@@ -401,7 +401,7 @@ def _break_of(graph_module: torch.fx.GraphModule, graph: CapturedGraph) -> Break
 def _report_now() -> Report | None:
     """Return the report of the trace or replay in this context."""
     active: Any = active_interleaver()
-    return active.report if type(active) is Playback else _report.get()
+    return active.report if isinstance(active, Playback) else _report.get()
 
 
 def _not_whole(report: Report) -> Break:

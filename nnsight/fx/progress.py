@@ -50,7 +50,7 @@ class _Call:
         bar = None
         try:
             bar = _Bar(leave=False, bar_format=f"nnsight: {doing} {self.name}, {self.done} steps done, {{elapsed}}{hint}")
-            bar.start_t = self.started
+            bar.start_t -= time.monotonic() - self.started
             while not bar.disable:
                 bar.refresh()
                 if over.wait(_INTERVAL):

@@ -43,16 +43,20 @@ class Inputs:
         self.names = sorted({node["tensor"] for node in job.nodes if node["do"] == "const"})
         self._weights = sorted({node["name"] for node in job.nodes if node["do"] == "weight"})
         self.values = {name: job.tensors[name] for name in self.names}
+        self.device = torch.device("cpu")
+        self._placed: dict[str, torch.Tensor] | None = None
 
-    def placed(self) -> dict[str, torch.Tensor]:
-        """Return the values by name, where the model is."""
-        device = device_of(self._model._module)
-        return {name: value if value.device == device else value.to(device) for name, value in self.values.items()}
+    def placed(self, anew: bool = False) -> dict[str, torch.Tensor]:
+        """Return the values by name, where the model is, or ``anew``, was at the time of the latest call that asked."""
+        if anew or self._placed is None:
+            self.device = device_of(self._model._module)
+            self._placed = {name: value.to(self.device) for name, value in self.values.items()}
+        return self._placed
 
     def weights(self) -> list[torch.Tensor]:
         """Return the weights."""
         module = self._model._module
-        parts = (name.rpartition(".") for name in self._weights)
+        parts = [name.rpartition(".") for name in self._weights]
         return [getattr(module.get_submodule(path), attribute) for path, _, attribute in parts]
 
     def checked(self, name: str, value: Any) -> torch.Tensor:
@@ -109,23 +113,25 @@ class BoundProgram:
         self, driver: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor], returns: bool = False
     ) -> tuple[Any, dict[str, Any]]:
         """Run ``driver`` on prepared arguments; return the output of the model, if ``returns``, and the saved values by name."""
-        constants = self._inputs.placed()
-        if given:
-            device = device_of(self._model._module)
-            constants |= {name: value.to(device) for name, value in given.items()}
-        report = self.report = Report()
-        if getattr(driver, "replays", None) is None:
+        inputs, report = self._inputs, Report()
+        self.report = report
+        compiled = getattr(driver, "replays", None) is not None
+        if compiled and self._runs is not None:
+            tensors = [*({**inputs.placed(), **given} if given else inputs.placed()).values(), *inputs.weights()]
+            replayed = self._runs.replay(driver, tensors, (args, kwargs), report)
+            if replayed is not None:
+                return replayed
+        constants = {**inputs.placed(anew=True), **{name: value.to(inputs.device) for name, value in given.items()}}
+        if not compiled:
             return self._interpret(driver, args, kwargs, constants, report, returns, None)
-        from ..fx.replay.known_runs import KnownRuns
+        if self._runs is None:
+            from ..fx.replay.known_runs import KnownRuns
 
-        runs = self._runs = self._runs or KnownRuns()
-        tensors = [*constants.values(), *self._inputs.weights()]
-        replayed = runs.replay(driver, tensors, (args, kwargs), report)
-        if replayed is not None:
-            return replayed
-        with runs.written_down() as journal:
+            self._runs = KnownRuns()
+        tensors = [*constants.values(), *inputs.weights()]
+        with self._runs.written_down() as journal:
             output, saved = self._interpret(driver, args, kwargs, constants, report, returns, journal)
-            runs.learn(driver, journal, saved, tensors, report)
+            self._runs.learn(driver, journal, saved, tensors, report)
         return output, saved
 
     def _interpret(

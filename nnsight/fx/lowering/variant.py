@@ -78,6 +78,7 @@ class Variant:
 
     Attributes:
         positions: Position of each alive value among the graph's results.
+        edits_inputs: Whether the spliced graph edits one of its inputs.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Variant:
         self._copies: Pass | None = None  # copies values before they are edited, for a backward pass
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
         found = list(edits_of_inputs(self.spliced.graph_module.graph)) if self._writes_to_inputs else []
-        self._edits_inputs = bool(found)
+        self.edits_inputs = bool(found)
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
         #: What runs until the whole graph is lowered.
         self._first_stages: dict[Any, Lowered] = {}
@@ -216,7 +217,7 @@ class Variant:
     def _prepared(self, run: _Run, rewrite: Pass | None = None, fixed: frozenset[type] = frozenset()) -> Prepared:
         """Return a copy of the spliced graph with fakes, in which a backward pass takes nothing that has been edited by then."""
         graph_module = self.spliced.copy()
-        if self._edits_inputs and torch.is_grad_enabled() and any(map(requires_grad, run.arguments)):
+        if self.edits_inputs and torch.is_grad_enabled() and any(map(requires_grad, run.arguments)):
             graph_module = self._with_copies(run)
         if rewrite is not None:
             rewrite(graph_module)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,11 +18,16 @@ from ...runtime.interleaver import active_run
 from ...runtime.report import Report
 from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
+from ..show import debug
+from ..show.stages import note_position
+from ..splicing.pieces import as_argument
 from .names import Undetermined
-from .playback import Effects, NotAsBefore, Playback, effects_of
+from .playback import Effects, NotAsBefore, Playback, effects_of, sharing_of
 
 if TYPE_CHECKING:
+    from ..capturing.graph import CapturedGraph
     from ..driver import CompiledDriver
+    from ..show.explaining import RanPiece
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -30,20 +35,96 @@ logger = logging.getLogger("nnsight.fx")
 _KEPT = 64
 
 
+class _Plan(NamedTuple):
+    """A call of a lowered graph without anything that has to be looked at first."""
+
+    effects: Effects
+    ran: RanPiece
+    function: Callable[[list[Any]], Any]
+    numbers: tuple[Any, ...]
+    alive: tuple[tuple[int, int], ...]  # number of each saved value, and its position among the results
+
+
+class _Straight(Playback):
+    """A replay that calls the lowered graph at once where an earlier one has shown that it may."""
+
+    def __init__(self, known: _Known, tensors: list[torch.Tensor], report: Report) -> None:
+        super().__init__(known.effects, tensors, [], report)
+        self._plans = known.plans
+
+    def dispatch(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
+        """Run the variant for this graph; return the graph's outputs."""
+        key = graph, graph.binding(inputs) if graph.symbols else ()
+        plan = self._plans.get(key)
+        if plan is None or debug.is_open() or torch.autograd.profiler._is_profiler_enabled:
+            outputs = super().dispatch(graph, inputs)
+            assert self.found is not None
+            made = None if plan is not None else self._plan_of(self.found, inputs)
+            if made is not None:
+                self._plans[key] = made
+            return outputs
+        effects = self.found = plan.effects
+        variant, slots = effects.variant, self._tensors
+        if effects.python.steps:
+            slots = self._slots = list(slots)
+            for step in effects.python.steps:
+                step.run(slots)
+        externals = [slots[source] for source in effects.externals]
+        report = self.report
+        report.mode, report.graphs, report.replayed = "compiled", 1, True
+        report.spliced += effects.spliced
+        report.pieces.append(plan.ran)
+        grad = torch.is_grad_enabled()
+        try:
+            with torch._C.DisableTorchFunction():
+                computed = plan.function([*variant.take(inputs), *externals, *plan.numbers])
+        except BaseException as error:
+            torch.set_grad_enabled(grad)
+            if isinstance(error, Exception):
+                note_position(error, variant.spliced)
+            raise
+        self._values = {index: computed[position] for index, position in plan.alive}
+        return graph.stand_ins(key[1]) if variant.unseen else variant.deliver(computed, inputs, externals)
+
+    def _plan_of(self, effects: Effects, inputs: tuple[Any, ...]) -> _Plan | None:
+        """Return how to make this call again at once; ``None`` if something in it depends on more than the metadata of tensors."""
+        variant, ran = effects.variant, effects.ran
+        if ran is None or not variant.still_runs(ran.lowered) or ran.lowered.partial or ran.lowered.uncompiled:
+            return None
+        call, together = ran.lowered.direct.call, sharing_of(self._tensors, inputs, False)
+        results = [self._values[index] for index in effects.alive]
+        theirs = {*map(id, inputs), *map(id, self._tensors)}
+        distinct = len({*map(id, self._tensors)}) == len(self._tensors) and all(place < 0 for place in together[: len(self._tensors)])
+        own = all(type(source) is int for source in effects.externals)
+        shown = any(id(result) in theirs or (result._is_view() and id(result._base) in theirs) for result in results)
+        if call is None or variant.edits_inputs or not distinct or not own or shown:
+            return None
+        alive = tuple((index, variant.positions[index]) for index in effects.alive)
+        return _Plan(effects, ran, call, tuple(map(as_argument, effects.numbers)), alive)
+
+
+class _Known:
+    """What is known for tensors of one kind: the effects on each captured graph, and how to make them without looking."""
+
+    def __init__(self) -> None:
+        self.effects: dict[Any, Effects] = {}
+        self.plans: dict[Any, _Plan] = {}
+
+
 class KnownRuns:
     """The effects of one program on one model, by the metadata of the tensors that it takes."""
 
     def __init__(self) -> None:
-        self._effects: dict[Any, dict[Any, Effects]] = {}
+        self._known: dict[Any, _Known] = {}
 
     def replay(
         self, driver: CompiledDriver, tensors: list[torch.Tensor], arguments: tuple[Any, dict[str, Any]], report: Report
     ) -> tuple[Any, dict[str, Any]] | None:
         """Call the model with the effects of the program, if they are known; return its output and the saved values."""
-        known = self._effects.get((driver.tree.version, *_metadata(tensors)))
+        known = self._known.get((driver.tree.version, *_metadata(tensors)))
         if known is None or torch._C._len_torch_function_stack():
             return None
-        playback = Playback(known, tensors, [], report)
+        playback = _Straight(known, tensors, report)
         outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
             output = driver.call_known(*arguments)
@@ -74,9 +155,11 @@ class KnownRuns:
         except Undetermined as reason:
             logger.debug("a program is interpreted in each call: %s", reason)
             return
-        if len(self._effects) >= _KEPT:
-            self._effects.clear()
-        self._effects.setdefault((driver.tree.version, *_metadata(tensors)), {})[graph, binding] = effects
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        known = self._known.setdefault((driver.tree.version, *_metadata(tensors)), _Known())
+        known.effects[graph, binding] = effects
+        known.plans.pop((graph, binding), None)
 
 
 def listening(journal: Journal, function: Callable[[], None]) -> Callable[[], None]:

@@ -152,6 +152,11 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         return f"| {trace} | {report.where} | {lines} | {ran.ending().replace('|', '/')} | {name}: {links} |\n"
 
 
+def is_open() -> bool:
+    """Whether graphs are written to a directory."""
+    return _open is not None
+
+
 def dumped(report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
     """Return the function that runs ``ran``, and, if a directory is open, the file it runs from."""
     directory = _open

@@ -376,6 +376,9 @@ def edited(node: torch.fx.Node) -> torch.fx.Node | None:
 def _is_in_place(node: torch.fx.Node) -> bool:
     """Whether ``node`` calls ``relu_``, say, or ``relu`` with ``inplace=True``."""
     target, name = node.target, name_of(node)
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+        writes = [argument.is_write for argument in target._schema.arguments]
+        return writes[:1] == [True] and not any(writes[1:])
     has_name = name.endswith("_") and not name.endswith("__")
     if node.op == "call_method":
         return has_name and name != "set_"

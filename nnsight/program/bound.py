@@ -113,14 +113,15 @@ class BoundProgram:
         self, driver: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor], returns: bool = False
     ) -> tuple[Any, dict[str, Any]]:
         """Run ``driver`` on prepared arguments; return the output of the model, if ``returns``, and the saved values by name."""
-        inputs, report = self._inputs, Report()
-        self.report = report
+        inputs = self._inputs
         compiled = getattr(driver, "replays", None) is not None
         if compiled and self._runs is not None:
             tensors = [*({**inputs.placed(), **given} if given else inputs.placed()).values(), *inputs.weights()]
-            replayed = self._runs.replay(driver, tensors, (args, kwargs), report)
+            replayed = self._runs.replay(driver, tensors, (args, kwargs))
             if replayed is not None:
-                return replayed
+                output, saved, self.report = replayed
+                return output, saved
+        report = self.report = Report()
         constants = {**inputs.placed(anew=True), **{name: value.to(inputs.device) for name, value in given.items()}}
         if not compiled:
             return self._interpret(driver, args, kwargs, constants, report, returns, None)
@@ -155,7 +156,7 @@ class BoundProgram:
                 assert block.intervention is not None
                 block.intervention = listening(journal, block.intervention)
         interleaver = Interleaver(blocks)
-        interleaver.returns = returns
+        interleaver.returns, interleaver.inputs = returns, list(constants.values())
         if journal is not None and len(blocks) == 1:
             interleaver.output_location = f"{self._model._tree.path}.output"
         output: list[Any] = []

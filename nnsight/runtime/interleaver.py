@@ -10,7 +10,7 @@ One interleaver is one run. The active one is in a context variable and never on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,7 @@ class Interleaver:
         #: Where the run's result passes, if only its one block can change it after that: there the block's operations join the graph.
         self.output_location: str | None = None
         self.returns = True  # whether the caller uses what the model returns; otherwise only blocks do
+        self.inputs: Sequence[Any] = ()  # tensors from outside whose calls a compiler records, and does not make at once
         self.promises: list[Any] | None = None  # deferred outputs that blocks were given; `None` under a driver without them
         self.uncounted: set[str] = set()  # functions whose operations the run passed before a block mentioned one of them
         self._on_blocks_done = on_blocks_done

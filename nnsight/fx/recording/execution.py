@@ -66,6 +66,7 @@ class PieceRunner(CallRecorder):
     def _begin(self, piece: Piece) -> None:
         """Start a piece of the graph with nothing recorded in it."""
         self.piece = piece
+        self.used_storages |= set(map(storage_of, self.run.inputs))
         self._edits = iter(self.graph.edits_in(piece))
         self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
         self.value_of: dict[torch.fx.Node, int] = {}

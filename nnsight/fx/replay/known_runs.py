@@ -35,6 +35,10 @@ logger = logging.getLogger("nnsight.fx")
 _KEPT = 64
 
 
+#: Of a replay that has not come to the graph.
+_NO_REPORT = Report()
+
+
 class _Plan(NamedTuple):
     """A call of a lowered graph without anything that has to be looked at first."""
 
@@ -43,13 +47,14 @@ class _Plan(NamedTuple):
     function: Callable[[list[Any]], Any]
     numbers: tuple[Any, ...]
     alive: tuple[tuple[int, int], ...]  # number of each saved value, and its position among the results
+    report: Report  # of each such call
 
 
 class _Straight(Playback):
     """A replay that calls the lowered graph at once where an earlier one has shown that it may."""
 
-    def __init__(self, known: _Known, tensors: list[torch.Tensor], report: Report) -> None:
-        super().__init__(known.effects, tensors, [], report)
+    def __init__(self, known: _Known, tensors: list[torch.Tensor]) -> None:
+        super().__init__(known.effects, tensors, [], _NO_REPORT)
         self._plans = known.plans
 
     def dispatch(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
@@ -57,6 +62,7 @@ class _Straight(Playback):
         key = graph, graph.binding(inputs) if graph.symbols else ()
         plan = self._plans.get(key)
         if plan is None or debug.is_open() or torch.autograd.profiler._is_profiler_enabled:
+            self.report = Report()
             outputs = super().dispatch(graph, inputs)
             assert self.found is not None
             made = None if plan is not None else self._plan_of(self.found, inputs)
@@ -70,10 +76,7 @@ class _Straight(Playback):
             for step in effects.python.steps:
                 step.run(slots)
         externals = [slots[source] for source in effects.externals]
-        report = self.report
-        report.mode, report.graphs, report.replayed = "compiled", 1, True
-        report.spliced += effects.spliced
-        report.pieces.append(plan.ran)
+        self.report = plan.report
         grad = torch.is_grad_enabled()
         try:
             with torch._C.DisableTorchFunction():
@@ -100,7 +103,8 @@ class _Straight(Playback):
         if call is None or variant.edits_inputs or not distinct or not own or shown:
             return None
         alive = tuple((index, variant.positions[index]) for index in effects.alive)
-        return _Plan(effects, ran, call, tuple(map(as_argument, effects.numbers)), alive)
+        report = Report(mode="compiled", graphs=1, replayed=True, spliced=list(effects.spliced), pieces=[ran])
+        return _Plan(effects, ran, call, tuple(map(as_argument, effects.numbers)), alive, report)
 
 
 class _Known:
@@ -118,13 +122,13 @@ class KnownRuns:
         self._known: dict[Any, _Known] = {}
 
     def replay(
-        self, driver: CompiledDriver, tensors: list[torch.Tensor], arguments: tuple[Any, dict[str, Any]], report: Report
-    ) -> tuple[Any, dict[str, Any]] | None:
-        """Call the model with the effects of the program, if they are known; return its output and the saved values."""
+        self, driver: CompiledDriver, tensors: list[torch.Tensor], arguments: tuple[Any, dict[str, Any]]
+    ) -> tuple[Any, dict[str, Any], Report] | None:
+        """Call the model with the effects of the program, if they are known; return its output, the saved values, and a report."""
         known = self._known.get((driver.tree.version, *_metadata(tensors)))
         if known is None or torch._C._len_torch_function_stack():
             return None
-        playback = _Straight(known, tensors, report)
+        playback = _Straight(known, tensors)
         outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
             output = driver.call_known(*arguments)
@@ -133,7 +137,7 @@ class KnownRuns:
         finally:
             active_run.reset(outer)
         counters.add("replays")
-        return output, playback.saved()
+        return output, playback.saved(), playback.report
 
     @contextlib.contextmanager
     def written_down(self) -> Iterator[Journal]:

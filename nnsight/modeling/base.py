@@ -81,7 +81,8 @@ class NNsight(Editable):
 
             module, found = options_of_compiled(module)
             chosen = found if chosen is None else chosen
-        self.__dict__.update(_compiled=None, _compile_by_default=chosen is not None, _edits=[], _rename=dict(rename or {}))
+        self.__dict__.update(_compiled=None, _compile_by_default=chosen is not None, _edits=[], _compiled_edits=None)
+        self.__dict__["_rename"] = dict(rename or {})
         self._mount(module, envoys, chosen)
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
@@ -96,13 +97,19 @@ class NNsight(Editable):
     def compile(self, **options: Any) -> None:
         """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
 
+        The edits that this object has become one program, when it is called first. From then on a call runs the lowered graph with the
+        program spliced into it, and no Python of the edits; :attr:`params` has the tensors and floats that they take from outside.
+
         Args:
             **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``; and
                 ``regions``, ``background``: how soon there is a first result; ``max_captures``: how often the model may be
                 captured, 256 times by default (docs/compile.md).
         """
-        self._make_driver(options)
+        if self._compiled is None or not self._edits or (options and options != self._compiled.options):
+            self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
+        if self._edits:
+            self.__dict__["_compiled_edits"] = late("compiled_edits")(self)
 
     @overload
     def trace(self, *args: Any, trace: Literal[False], **kwargs: Any) -> Any: ...
@@ -292,7 +299,10 @@ class NNsight(Editable):
 
             return call_edited(self, args, kwargs) if self._edits_apply() else super().__call__(*args, **kwargs)
         if self._edits_apply():
-            return self._call_edited(None, args, kwargs)
+            compiled = self._compiled_edits
+            if compiled is None or compiled.edits != self._edits or not self._compile_by_default:
+                return self._call_edited(None, args, kwargs)
+            return compiled.call(self, args, kwargs)
         if self._compile_by_default and active_interleaver() is None:
             self._sync()
             return self._compiled_driver().call_plain(args, kwargs)
@@ -365,6 +375,7 @@ class NNsight(Editable):
         self._alias(self._rename, strict=False)
 
     _compiled: CompiledDriver | None
+    _compiled_edits: Any
     _edits: list[Edit]
     _rename: dict[str, str | Sequence[str]]
     _compile_by_default: bool

@@ -20,6 +20,7 @@ class Editable(Envoy):
     """The part of :class:`~.base.NNsight` that keeps edits."""
 
     _edits: list[Edit]
+    _compiled_edits: Any
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:
@@ -42,10 +43,26 @@ class Editable(Envoy):
         """Return a copy with edits of its own, which shares modules, weights and compiled graphs with this object."""
         edited = object.__new__(type(self))
         edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
-        edited.__dict__["_edits"] = [edit.of(edited) for edit in self._edits]
+        edited.__dict__.update(_edits=[edit.of(edited) for edit in self._edits], _compiled_edits=None)
         if self in self._tree.roots:  # one that stands for a part of a model is not
             edited._tree.roots.add(edited)
         return edited
+
+    @property
+    def params(self) -> Any:
+        """The tensors and floats that compiled edits take from outside, by name: a mutable mapping.
+
+        ``steered.params["alpha"] = 6.0``, or an edit in place of a tensor, takes effect at the next call; nothing is compiled for it.
+        Without compiled edits this is the attribute of the module, if it has one.
+        """
+        if self._compiled_edits is not None:
+            return self._compiled_edits.params
+        if hasattr(self._module, "params"):
+            return self._module.params
+        raise AttributeError(
+            "There are no compiled edits: a model has `params` once it has edits and `compile()` was called, as in "
+            "`with model.edit() as steered:` and `steered.compile()`."
+        )
 
     def apply(self, program: Any) -> Any:
         """Return a copy of this model that runs a :class:`nnsight.Program` in each of its traces and calls, as :meth:`edit` does.
@@ -122,7 +139,7 @@ class Editable(Envoy):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
         kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
-        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_path", "_aliases"}
+        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_compiled_edits", "_path", "_aliases"}
         state = {
             name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)
         }
@@ -143,7 +160,7 @@ def _rebuild(
 ) -> NNsight:
     """Return the wrapper that :meth:`NNsight.__reduce_ex__` took apart."""
     made = kind.__new__(kind)
-    made.__dict__.update(state, _compiled=None)
+    made.__dict__.update(state, _compiled=None, _compiled_edits=None)
     made._mount(module, envoys, compile_options)
     made.__dict__["_edits"] = state["_edits"](made)
     return made

@@ -50,8 +50,17 @@ class Inputs:
         """Return the values by name, where the model is, or ``anew``, was at the time of the latest call that asked."""
         if anew or self._placed is None:
             self.device = device_of(self._model._module)
-            self._placed = {name: value.to(self.device) for name, value in self.values.items()}
+            self._placed = None
+            placed = {name: value.to(self.device) for name, value in self.values.items()}
+            if any(placed[name] is not value for name, value in self.values.items()):
+                return placed  # copies, which would not follow an edit of the values
+            self._placed = placed
         return self._placed
+
+    def put(self, name: str, value: Any) -> torch.Tensor:
+        """Give the input ``name`` another value, from the next call on, and return it as a tensor; errors are those of :meth:`checked`."""
+        self.values[name], self._placed = self.checked(name, value), None
+        return self.values[name]
 
     def weights(self) -> list[torch.Tensor]:
         """Return the weights."""
@@ -85,11 +94,12 @@ class BoundProgram:
 
     Attributes:
         report: How the latest call ran.
+        inputs: The values of what it takes.
     """
 
     def __init__(self, job: Job, model: NNsight, inputs: Sequence[str]) -> None:
         self._job, self._model, self._names = job, model, tuple(inputs)
-        self._inputs = Inputs(job, model)
+        self.inputs = Inputs(job, model)
         self._runs: KnownRuns | None = None  # what is known of runs on the compiled model
         self._differentiates = any(node["do"] == "backward" for node in job.nodes)
         self.report = Report()
@@ -102,7 +112,7 @@ class BoundProgram:
             InvalidProgramError: If the program does not fit the input of the model.
             ExecutionFailedError: If the program fails while it runs.
         """
-        given = {name: self._inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
+        given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
         model, call = self._model, self._job.runs[0]["call"]
         generation: Any = Generation(model) if call == "generate" else None  # type: ignore[arg-type]
         driver = model._driver(False if self._differentiates else None, generation)
@@ -113,7 +123,7 @@ class BoundProgram:
         self, driver: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor], returns: bool = False
     ) -> tuple[Any, dict[str, Any]]:
         """Run ``driver`` on prepared arguments; return the output of the model, if ``returns``, and the saved values by name."""
-        inputs = self._inputs
+        inputs = self.inputs
         compiled = getattr(driver, "replays", None) is not None
         if compiled and self._runs is not None:
             tensors = [*({**inputs.placed(), **given} if given else inputs.placed()).values(), *inputs.weights()]

@@ -11,9 +11,10 @@ name in the block is an operand of a call of torch, as in ``alpha * hidden``; it
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,17 +33,18 @@ _Position = tuple[int | None, ...]
 
 
 class NamedInputs:
-    """The named values of one block while it is recorded.
+    """The named values of one block while it is recorded; a name that is among ``taken`` gets a number.
 
     Attributes:
         fixed: Names that cannot be inputs, and why.
     """
 
-    def __init__(self, block: Block, variables: dict[str, Any]) -> None:
+    def __init__(self, block: Block, variables: dict[str, Any], taken: Collection[str] = ()) -> None:
         used = names_of(block.code)[1] | set(block.shared)
         self._block = block
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._floats: dict[str, float] = {}
+        self._labels: dict[str, str] = {}  # of the variables
         self._made: dict[str, torch.Tensor] = {}  # the tensor of each float
         self._operands: dict[_Position, list[ast.Name]] | None = None
         self._lifted: set[ast.Name] = set()
@@ -51,10 +53,17 @@ class NamedInputs:
         for name, value in variables.items():
             if name not in used or not name.isidentifier():
                 continue
+            labels = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+            label = next(found for found in labels if found not in taken)
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-                self._tensors.setdefault(id(value), (name, value))
+                self._tensors.setdefault(id(value), (label, value))
             elif type(value) is float:
-                self._floats[name] = value
+                self._floats[name], self._labels[name] = value, label
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the user, and those made of floats, by name."""
+        return {name: tensor for name, tensor in self._tensors.values() if name not in self.fixed}
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Return the name of a tensor of the block's own, if it has one and may be an input."""
@@ -110,7 +119,7 @@ class NamedInputs:
             if operand.id not in self._made:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     made = self._made[operand.id] = torch.tensor(value, dtype=dtype)
-                self._tensors[id(made)] = operand.id, made
+                self._tensors[id(made)] = self._labels[operand.id], made
             return self._made[operand.id]
 
         return floats_as_tensors(name, args, kwargs, as_tensor) if operands else (args, kwargs)
@@ -133,7 +142,7 @@ class NamedInputs:
         for item in mentions:
             if item.id in self._floats and item not in self._lifted:
                 why = f"Python computes with the float, or does not come to it, in line {item.lineno}: use a tensor, as torch.tensor(4.0)"
-                self.fixed.setdefault(item.id, why)
+                self.fixed.setdefault(self._labels[item.id], why)
 
 
 def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:

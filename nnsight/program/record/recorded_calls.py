@@ -100,7 +100,6 @@ class NodeRecorder(TorchFunctionMode):
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self._for_others = for_others
-        self.inputs: NamedInputs | None = None  # of a program for others
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
         self._called: tuple[str, list[Any]] = "", []  # the function that the block calls, and the leaves of its arguments
         self._paused = False
@@ -110,6 +109,11 @@ class NodeRecorder(TorchFunctionMode):
         self._visits: list[Stop] = []
         self._storages: dict[int, StorageWeakRef] = {}
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
+
+    @property
+    def inputs(self) -> NamedInputs | None:
+        """The named inputs of the block whose turn it is, if the program is for others."""
+        return None
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 

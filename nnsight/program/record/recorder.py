@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ...tracing.saving import saves
 from ..counts import counts
 from ..format.errors import NotExpressibleError
 from ..format.operators import DRAWING
+from ..format.payload import Job
 from ..format.trees import write_tree
 from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
@@ -61,12 +62,32 @@ def record(tracer: Any, function: Callable[[], None], for_others: bool = False) 
     return recorder.finished(tracer)
 
 
+def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, str]]:
+    """Run the edits of the model of ``tracer`` on fakes, each as a block of a program for others.
+
+    Returns:
+        The program; the tensors that it takes by name, those of the user themselves; and why other names are no inputs.
+
+    Raises:
+        NotExpressibleError: If an edit needs values, or Python that a program cannot have.
+    """
+    recorder = Recorder(for_others=True)
+    recorder.run_edits(tracer)
+    recorder.prints.check()
+    job = pruned(recorder.runs, recorder.nodes, recorder._roots, {}, recorder.tensors)[0]
+    return job, {name: tensor for name, tensor in recorder.named.items() if name in job.tensors}, recorder.fixed
+
+
 class Recorder(NodeRecorder):
     """Records traces; ``running`` during each of them."""
 
     def __init__(self, for_others: bool = False) -> None:
         super().__init__(for_others)
         self._named = for_others
+        self._common: NamedInputs | None = None
+        self._inputs: dict[int, NamedInputs] = {}  # of blocks with variables of their own
+        self.fixed: dict[str, str] = {}  # names that are no inputs of the program, and why
+        self.named: dict[str, torch.Tensor] = {}  # the user's own tensors, and those made of floats
         self.running = False
         self._blocks: dict[Any, int] = {}
         self._barriers: dict[Any, int] = {}
@@ -78,28 +99,57 @@ class Recorder(NodeRecorder):
 
     def run_trace(self, tracer: Any, function: Callable[[], None]) -> None:
         """Run the block of ``tracer`` on fakes."""
+        if self._named:
+            self._common = NamedInputs(tracer.info, self._variables(tracer))
+        self._outer.update(self._outer_containers(tracer))
+        waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
+        self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
+        call = called_by(tracer)[0]
+        self._for_others = self._for_others or call == "generate"  # its end may come earlier than on fakes
+
+        def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.runs[-1].update(args=input_tree(args, self.tensors), kwargs=input_tree(kwargs, self.tensors))
+            self._samples = self._samples or samples(tracer._modules, call, kwargs)
+
+        self._run(tracer, note, lambda: InterleavingTracer.execute(tracer, function))
+
+    def run_edits(self, tracer: Any) -> None:
+        """Run the edits of the model of ``tracer`` on fakes, each as a block."""
+        for number, edit in enumerate(tracer._model._edits):
+            taken = {name for inputs in self._inputs.values() for name in inputs.tensors}
+            used = {name: edit.module_globals[name] for name in _looked_up(edit.block.code) if name in edit.module_globals}
+            variables = {**used, **dict(edit.scope.items())}
+            self._inputs[number] = NamedInputs(edit.block, variables, taken)
+            self._outer.update({f"{name} {number}": value for name, value in variables.items() if type(value) in (list, dict)})
+        before = {name: value.copy() for name, value in self._outer.items()}
+        try:
+            self._run(tracer, lambda args, kwargs: None, tracer.call_edited)
+        finally:
+            changed = [name for name, value in self._outer.items() if not _are_same(value, before[name])]
+            for name in changed:
+                held = self._outer[name]
+                held.clear()
+                held.update(before[name]) if isinstance(held, dict) else held.extend(before[name])
+        if changed:
+            raise NotExpressibleError(f"An edit changes `{changed[0].split()[0]}`, a list or dict from outside.")
+        self._finish_inputs()
+
+    def _run(self, tracer: Any, note: Callable[[Any, Any], None], run: Callable[[], Any]) -> None:
+        """Make the run of ``tracer`` on fakes; ``note`` is called with the prepared arguments."""
         call, root = called_by(tracer)
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
         counts["recordings"] += 1
-        self._for_others = self._for_others or call == "generate"  # its end may come earlier than on fakes
         root._sync()
         self._blocks = {}
         self._visits = []
 
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"
-            given = {"args": input_tree(args, self.tensors), "kwargs": input_tree(kwargs, self.tensors)}
-            self.runs[-1].update(call=call, **given)
-            self._samples = self._samples or samples(modules, call, kwargs)
+            note(args, kwargs)
             return self.model.run(modules, interleaver, call, args, kwargs)
 
         self.gradients.begin_run()
-        self.runs.append({})
-        if self._named:
-            self.inputs = NamedInputs(tracer.info, self._variables(tracer))
-        self._outer.update(self._outer_containers(tracer))
-        waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
-        self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
+        self.runs.append({"call": call, "args": {"list": []}, "kwargs": {"dict": []}})
         with quiet_fakes:
             self.model = fake_model_of(modules)
         with torch.no_grad(), quiet_fakes, self.mode:
@@ -109,7 +159,7 @@ class Recorder(NodeRecorder):
             self.running = True
             try:
                 with Operators(self), self, listening(self.prints):
-                    InterleavingTracer.execute(tracer, function)
+                    run()
             finally:
                 del tracer.make_mediator, tracer.make_interleaver
                 self.block, self.running = None, False
@@ -132,23 +182,30 @@ class Recorder(NodeRecorder):
             if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
                 values[name] = value
         self.prints.check()
-        if self.inputs is not None:
-            self.inputs.finish()
-            self._leave_unnamed(self.inputs.fixed)
+        self._finish_inputs()
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
         if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
             job.seed = drawn_seed()
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
-        return Recorded(job, values, known, tracer.scope, {} if self.inputs is None else self.inputs.fixed)
+        return Recorded(job, values, known, tracer.scope, self.fixed)
 
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
         return {name: value for name, value in self._variables(tracer).items() if type(value) in (list, dict)}
 
-    def _leave_unnamed(self, fixed: Iterable[str]) -> None:
-        """Give the constants with these names others, as they are no inputs."""
-        others = {name: f"#{len(self.tensors) + number}" for number, name in enumerate(fixed)}
+    @property
+    def inputs(self) -> NamedInputs | None:
+        """The named inputs of the block whose turn it is."""
+        return None if self.block is None else self._inputs.get(self.block, self._common)
+
+    def _finish_inputs(self) -> None:
+        """Give the constants that are no inputs names that are none."""
+        for inputs in (*self._inputs.values(), *([] if self._common is None else [self._common])):
+            inputs.finish()
+            self.fixed |= inputs.fixed
+            self.named |= inputs.tensors
+        others = {name: f"#{len(self.tensors) + number}" for number, name in enumerate(self.fixed)}
         self.tensors = {others.get(name, name): tensor for name, tensor in self.tensors.items()}
         for node in self.nodes:
             if node["do"] == "const":
@@ -287,6 +344,12 @@ class Recorder(NodeRecorder):
                 if tensor.untyped_storage()._cdata in given:
                     self.nodes[number]["shares"] = True
         return result
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two lists or dicts have the same objects in them."""
+    ones, others = ((list(item.items()) if isinstance(item, dict) else list(enumerate(item))) for item in (one, other))
+    return len(ones) == len(others) and all(a == c and b is d for (a, b), (c, d) in zip(ones, others, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)

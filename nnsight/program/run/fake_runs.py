@@ -204,6 +204,14 @@ def _weights_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from root.named_buffers(remove_duplicate=False)
 
 
+def input_key(args: Any, kwargs: Any) -> Any:
+    """Return what distinguishes arguments of a model by their sizes; ``None`` if they have other values than tensors and plain data."""
+    try:
+        return key_of((args, kwargs))
+    except TypeError:
+        return None
+
+
 def device_of(module: torch.nn.Module) -> torch.device:
     """Return the device of the input of a model."""
     tensor = next(iter(module.parameters()), None)

@@ -1,0 +1,129 @@
+"""Compiled edits: the edits of a model as one program, which its calls run instead of their Python."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from ..modeling.base import NNsight
+from ..modeling.tracing import ModelTracer
+from ..runtime.editing import Edit
+from ..runtime.errors import UncompiledWarning
+from ..tracing.errors import user_position_now
+from .bound import BoundProgram
+from .format.errors import InvalidProgramError, NotExpressibleError
+from .format.payload import Job
+from .record.recorder import record_edits
+from .run.fake_runs import input_key
+
+
+class Params(MutableMapping[str, torch.Tensor]):
+    """The tensors and floats that edits found outside, by name. A new value takes effect at the next call; nothing is compiled for it.
+
+    Floats are tensors without dimensions here. A tensor is the user's own: an edit of it in place takes effect, too.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+        self._given: dict[str, Any] = {}  # before the edits were recorded
+        self._fixed: dict[str, str] = {}
+        self._programs: list[BoundProgram] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._values[self._known(name)]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not self._programs:
+            self._given[name] = value
+            return
+        self._known(name)
+        for program in self._programs:
+            if name in program.inputs.values:
+                self._values[name] = program.inputs.put(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("A parameter of edits cannot be deleted: set it to another value.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._values))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _known(self, name: str) -> str:
+        if name in self._values:
+            return name
+        if not self._programs:
+            raise KeyError(f"`{name}`: the parameters are known after the first call of the model.")
+        why = self._fixed.get(name, "no call of torch in the edits uses a tensor or a float of this name from outside")
+        raise KeyError(f"`{name}` is no parameter of the edits: {why}. The parameters are {', '.join(self) or 'none'}.")
+
+    def add(self, program: BoundProgram, values: dict[str, torch.Tensor], fixed: dict[str, str]) -> None:
+        """Take the parameters of a program that has just been recorded."""
+        self._programs.append(program)
+        self._fixed |= fixed
+        for name, value in values.items():
+            self._values[name] = program.inputs.put(name, self._values.get(name, value))
+        given, self._given = self._given, {}
+        for name, value in given.items():
+            self[name] = value
+
+
+class CompiledEdits:
+    """The edits of one model as programs: one for all inputs, or one for each size of input if a block looks at sizes.
+
+    Attributes:
+        params: See :class:`Params`.
+        edits: The edits.
+    """
+
+    def __init__(self, model: NNsight) -> None:
+        self.params = Params()
+        self.edits: list[Edit] = list(model._edits)
+        self._general: BoundProgram | None = None
+        self._by_size: dict[Any, BoundProgram] = {}
+        self._python = False  # whether the edits run as Python after all
+
+    def call(self, model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``model``, compiled, with the program of its edits spliced into its graph; return what it returns."""
+        if self._python:
+            return model._call_edited(None, args, kwargs)
+        program = self._general
+        if program is None:
+            key = input_key(args, kwargs)
+            program = self._by_size.get(key) or self._recorded(model, args, kwargs, key)
+            if program is None:
+                return model._call_edited(None, args, kwargs)
+        return program.run(model._driver(None), args, kwargs, {}, returns=True)[0]
+
+    def _recorded(self, model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> BoundProgram | None:
+        """Record the edits for these arguments; return ``None`` if they cannot be a program."""
+        tracer = ModelTracer(lambda: model._driver(None), model._scanned, model, args, kwargs, None, model)
+        tracer._entered = True
+        try:
+            job, values, fixed = record_edits(tracer)
+        except (NotExpressibleError, InvalidProgramError) as error:
+            self._python = True
+            filename, line = user_position_now()
+            text = f"The edits of this compiled model run as Python in each call, because they cannot be a program: {error}"
+            warnings.warn_explicit(text, UncompiledWarning, filename, line)
+            return None
+        program = BoundProgram(job, model, sorted(values))
+        self.params.add(program, values, fixed)
+        if _looks_at_sizes(job):
+            self._by_size[key] = program
+        else:
+            self._general = program
+        return program
+
+
+def compiled_edits(model: NNsight) -> CompiledEdits:
+    """Return the compiled edits of a model that was asked to compile them."""
+    return CompiledEdits(model)
+
+
+def _looks_at_sizes(job: Job) -> bool:
+    return any(node["do"] == "size" for node in job.nodes)

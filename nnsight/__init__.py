@@ -29,6 +29,7 @@ __version__ = "0.9.0.dev0"
 provide(
     backend_for="nnsight.remote.client.remote_backend",
     call_edited="nnsight.fx.inlining",
+    baked_edits="nnsight.program.edits",
     compiled_edits="nnsight.program.edits",
     component_of="nnsight.modeling.component",
     model_key_of="nnsight.remote.protocol",

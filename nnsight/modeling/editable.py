@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..envoy.envoy import Envoy, EnvoyClasses
+from ..late_binding import late
 from ..runtime.editing import Edit, EditingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled
 
@@ -76,6 +77,31 @@ class Editable(Envoy):
             self._module.apply(program)
             return self
         return program.apply_to(self)
+
+    @uncompiled
+    def bake(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Return a copy of the module that has the edits as hooks: a plain ``torch.nn.Module``, which shares the weights with this one.
+
+        The tensors and floats that the edits take from outside are buffers of its submodule ``edits``, or parameters if they require
+        gradients. It works with ``torch.compile(fullgraph=True)``, ``torch.export.export`` and ``generate`` of transformers, and what
+        ``torch.export`` makes of it needs no nnsight.
+
+        Args:
+            *args: An example of the input, as for :meth:`trace`. Its values do not matter. Models of transformers need none.
+            **kwargs: Likewise, by name.
+
+        Raises:
+            ValueError: If the model has no edits, or there is no example.
+            NotExpressibleError: If an edit needs values, or Python that a program cannot have.
+            InvalidProgramError: If an edit has something that is no part of a model, such as gradients or prints.
+
+        Example:
+            >>> with model.edit() as steered:
+            ...     model.transformer.h[5].output[:, -1] += alpha * direction
+            >>> torch.export.export(steered.bake(), (ids,))
+        """
+        baked: torch.nn.Module = late("baked_edits")(self, args, kwargs)
+        return baked
 
     def clear_edits(self) -> None:
         """Forget the blocks of :meth:`edit`."""

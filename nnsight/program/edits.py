@@ -13,6 +13,7 @@ from ..modeling.tracing import ModelTracer
 from ..runtime.editing import Edit
 from ..runtime.errors import UncompiledWarning
 from ..tracing.errors import user_position_now
+from .baking import bake
 from .bound import BoundProgram
 from .format.errors import InvalidProgramError, NotExpressibleError
 from .format.payload import Job
@@ -101,10 +102,8 @@ class CompiledEdits:
 
     def _recorded(self, model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> BoundProgram | None:
         """Record the edits for these arguments; return ``None`` if they cannot be a program."""
-        tracer = ModelTracer(lambda: model._driver(None), model._scanned, model, args, kwargs, None, model)
-        tracer._entered = True
         try:
-            job, values, fixed = record_edits(tracer)
+            job, values, fixed = _record(model, args, kwargs)
         except (NotExpressibleError, InvalidProgramError) as error:
             self._python = True
             filename, line = user_position_now()
@@ -123,6 +122,32 @@ class CompiledEdits:
 def compiled_edits(model: NNsight) -> CompiledEdits:
     """Return the compiled edits of a model that was asked to compile them."""
     return CompiledEdits(model)
+
+
+def baked_edits(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
+    """Return the module of ``model`` with its edits baked in; see :meth:`.Editable.bake`."""
+    if not model._edits:
+        raise ValueError("This model has no edits to bake: `with model.edit() as edited:` puts them on a copy. Bake that one.")
+    if hasattr(model, "dispatch"):
+        model.dispatch()
+    model._sync()
+    if not args and not kwargs:
+        kwargs = dict(getattr(model._module, "dummy_inputs", None) or {})
+        if not kwargs:
+            raise ValueError("bake() needs an example of the input, as in `edited.bake(x)`, to know the sizes that the edits work on.")
+    args, kwargs = model._prepare_input(*args, **kwargs)[:2]
+    job, values, _ = _record(model, args, kwargs)
+    compiled = model._compiled_edits
+    if compiled is not None and compiled.edits == model._edits:
+        values = {name: compiled.params.get(name, value) for name, value in values.items()}
+    return bake(model._module, job, {**{name: tensor for name, tensor in job.tensors.items() if name not in values}, **values})
+
+
+def _record(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Job, dict[str, torch.Tensor], dict[str, str]]:
+    """Record the edits of a model for prepared arguments; see :func:`~nnsight.program.record.recorder.record_edits`."""
+    tracer = ModelTracer(lambda: model._driver(None), model._scanned, model, args, kwargs, None, model)
+    tracer._entered = True
+    return record_edits(tracer)
 
 
 def _looks_at_sizes(job: Job) -> bool:

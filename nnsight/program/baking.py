@@ -1,0 +1,286 @@
+"""Baking: the edits of a model as Python of its modules, which runs without this package.
+
+The nodes of a program that stand at one location become a function, which is a forward hook of the module there (or a pre-hook, for its
+input). The functions are text that is written from the nodes and compiled: it names operators of torch and nothing else, so
+``torch.compile`` and ``torch.export`` trace it like any hook. Values that a later location uses wait in a dict while the model runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import linecache
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .format.errors import InvalidProgramError
+from .format.nodes import Node
+from .format.operators import OPERATORS
+from .format.payload import Job
+from .format.trees import references
+
+#: Kinds of nodes that a hook cannot be.
+_REFUSED = {
+    "barrier": "blocks that wait for each other",
+    "stop": "`tracer.stop()`",
+    "requires_grad": "gradients",
+    "backward": "gradients",
+    "log": "`print`",
+}
+
+_numbers = itertools.count()
+
+
+class _Segment:
+    """The nodes of a block that run at one location."""
+
+    def __init__(self, site: str) -> None:
+        self.site = site
+        self.nodes: list[tuple[int, Node]] = []
+
+
+def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Return a copy of ``module`` that shares its weights and has the program ``job`` as hooks.
+
+    Args:
+        module: The model.
+        job: A program without saved values.
+        values: The tensors that it takes by name. They become buffers of the submodule ``edits`` of the copy, or parameters if they
+            require gradients.
+
+    Raises:
+        InvalidProgramError: If the program has something that is no part of a model, such as gradients or prints.
+    """
+    kept = [*module.parameters(), *module.buffers()]
+    baked = copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
+    edits = torch.nn.Module()
+    for name, tensor in values.items():
+        label = name if name.isidentifier() else f"constant_{name[1:]}"
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+            edits.register_parameter(label, torch.nn.Parameter(tensor))
+        else:
+            edits.register_buffer(label, tensor.detach())
+    holder = next(name for name in _names("edits") if not hasattr(baked, name))
+    baked.add_module(holder, edits)
+    state: dict[str, Any] = {}
+    baked.register_forward_pre_hook(lambda *_: state.clear())
+    for number, segment in enumerate(_segments(job)):
+        _hook(baked, edits, state, segment, _compiled(job, segment, number))
+    baked.register_forward_hook(lambda *_: state.clear())
+    return baked
+
+
+def _names(first: str) -> Iterator[str]:
+    yield first
+    yield from (f"{first}_{number}" for number in itertools.count(2))
+
+
+def _segments(job: Job) -> Iterator[_Segment]:
+    """Yield the segments of each block in order."""
+    for block in range(job.runs[0]["blocks"]):
+        waiting: list[tuple[int, Node]] = []  # nodes before the first location
+        segment: _Segment | None = None
+        for number, node in enumerate(job.nodes):
+            if node["block"] != block:
+                continue
+            why = _REFUSED.get(node["do"])
+            if why is not None:
+                raise InvalidProgramError(f"These edits cannot be baked: line {node.get('line', '?')} has {why}.")
+            if "site" in node and (segment is None or node["site"] != segment.site):
+                if node["at"] or "inside" in node or ".source." in node["site"] or node["site"] == "result":
+                    raise InvalidProgramError(
+                        f"These edits cannot be baked: line {node.get('line', '?')} is at `{node['site']}.i{node['at']}`, and only the "
+                        "first input and output of modules in each call of the model can have hooks."
+                    )
+                if segment is not None:
+                    yield segment
+                segment = _Segment(node["site"])
+                segment.nodes, waiting = waiting, []
+            (waiting if segment is None else segment.nodes).append((number, node))
+        if segment is not None:
+            yield segment
+
+
+def _hook(
+    root: torch.nn.Module, edits: torch.nn.Module, state: dict[str, Any], segment: _Segment, run: Callable[..., Any]
+) -> None:
+    """Let ``run`` change the values at the location of a segment, the first time in each call of ``root``."""
+    path, _, side = segment.site.rpartition(".")
+    name = path.partition(".")[2]
+    module, passed = root.get_submodule(name) if name else root, f"{segment.site} {next(_numbers)}"
+    skips = [node for _, node in segment.nodes if node["do"] == "skip"]
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if passed in state:
+            return None
+        state[passed] = True
+        return run((args, kwargs), root, edits, state)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if passed in state:
+            return None
+        state[passed] = True
+        return run(output, root, edits, state)
+
+    if side == "output":
+        module.register_forward_hook(after)
+        return
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    if skips:
+        forward, skipped = module.forward, f"skip {path}"
+
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            return state.pop(skipped) if skipped in state else forward(*args, **kwargs)
+
+        module.forward = skip
+
+
+# -- text of the functions ---------------------------------------------------------------------------------------------
+
+
+def _compiled(job: Job, segment: _Segment, number: int) -> Callable[..., Any]:
+    """Return the function ``(value, root, edits, state)`` of a segment, which returns the value as it leaves the location."""
+    text, filename = "\n".join(_lines(job, segment, number)) + "\n", f"<baked edits {next(_numbers)}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    names = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors, "check": _check}
+    exec(compile(text, filename, "exec"), names)  # written here, from a checked program
+    made: Callable[..., Any] = names["edit"]  # type: ignore[assignment]
+    return made
+
+
+def _lines(job: Job, segment: _Segment, number: int) -> Iterator[str]:
+    here = {node for node, _ in segment.nodes}
+    later = {used for other, node in enumerate(job.nodes) if other not in here for used, _ in references(node)}
+    used = {ref for _, node in segment.nodes for ref, _ in references(node)}
+    yield "def edit(value, root, edits, state):"
+    yield f"    # at {segment.site}"
+    yield "    device = device_of(value)"
+    for earlier in sorted(used - here):
+        yield f"    v{earlier} = state['v{earlier}']"
+    line = None
+    for node_number, node in segment.nodes:
+        if node.get("line") != line:
+            line = node.get("line")
+            yield f"    # line {line}"
+        yield from (f"    {text}" for text in _statement(job, node_number, node))
+    for kept in sorted(here & later):
+        yield f"    state['v{kept}'] = v{kept}"
+    yield "    return value"
+
+
+def _statement(job: Job, number: int, node: Node) -> list[str]:
+    def text(tree: Any) -> str:
+        return _text(job, tree)
+
+    match node["do"]:
+        case "const":
+            name = node["tensor"]
+            return [f"v{number} = edits.{name if name.isidentifier() else f'constant_{name[1:]}'}"]
+        case "weight":
+            path, _, attribute = node["name"].rpartition(".")
+            return [f"v{number} = root{_getter(path)}.{attribute}"]
+        case "read":
+            copied = ".clone()" if node.get("copy") else ""
+            return [f"v{number} = leaf(value, {node['leaf']}){copied}"]
+        case "write":
+            if node.get("in_place"):
+                source, output = node["value"]["ref"]
+                follows = [f"v{source} = old"] if output == 0 and job.nodes[source]["do"] == "read" else []
+                return [f"old = leaf(value, {node['leaf']})", f"old.copy_({text(node['value'])})", *follows]
+            return [f"value = with_leaf(value, {node['leaf']}, {text(node['value'])})"]
+        case "skip":
+            path = node["site"].rpartition(".")[0]
+            return [f"state[{f'skip {path}'!r}] = {text(node['value'])}"]
+        case "size":
+            return [f"check({text(node['value'])}, {node['dim']}, {node['size']})"]
+        case "apply":
+            args, kwargs = text(node["args"]), text(node["kwargs"])
+            path = node["module"].partition(".")[2]
+            copied = f"; v{number} = [item.clone() for item in v{number}]" if node.get("copy") else ""
+            return [f"v{number} = tensors(root{_getter(path)}.forward(*{args}, **{kwargs})){copied}"]
+    parts = [text(item) for item in node["args"]] + [f"{key}={text(item)}" for key, item in node.get("kwargs", {}).items()]
+    return [f"v{number} = torch.ops.{node['name']}({', '.join(parts)})"]
+
+
+def _getter(path: str) -> str:
+    return f".get_submodule({path!r})" if path else ""
+
+
+def _text(job: Job, tree: Any) -> str:
+    """Return an argument as Python."""
+    if type(tree) is list:
+        return f"[{', '.join(_text(job, item) for item in tree)}]"
+    if type(tree) is not dict:
+        return repr(tree)
+    ((kind, content),) = tree.items()
+    match kind:
+        case "ref":
+            node, output = content
+            return f"v{node}[{output}]" if _returns_several(job.nodes[node]) else f"v{node}"
+        case "list":
+            return _text(job, content)
+        case "tuple":
+            return f"({''.join(f'{_text(job, item)}, ' for item in content)})"
+        case "dict":
+            return "{" + ", ".join(f"{key!r}: {_text(job, item)}" for key, item in content) + "}"
+        case "float":
+            return f"float({content!r})"
+        case "dtype":
+            return f"torch.{content}"
+        case "device":
+            return "device"
+        case "layout" | "memory_format":
+            return f"torch.{content}"
+    return repr(content)
+
+
+def _returns_several(node: Node) -> bool:
+    if node["do"] == "apply":
+        return True
+    if node["do"] != "op":
+        return False
+    returned = OPERATORS[node["name"]]._schema.returns
+    return len(returned) > 1 or "[]" in str(returned[0].type)
+
+
+# -- what the functions call -------------------------------------------------------------------------------------------
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__name__.endswith("Cache")
+
+
+def _leaf(value: Any, number: int) -> Any:
+    """Return leaf ``number`` of a nested value."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if number == 0 and isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
+        return value[0]
+    return pytree.tree_leaves(value, is_leaf=_is_cache)[number]
+
+
+def _with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` as leaf ``number``."""
+    if isinstance(value, torch.Tensor):
+        return new
+    if number == 0 and type(value) is tuple and value and isinstance(value[0], torch.Tensor):
+        return (new, *value[1:])
+    leaves, structure = pytree.tree_flatten(value, is_leaf=_is_cache)
+    leaves[number] = new
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _tensors(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value, is_leaf=_is_cache)
+
+
+def _device_of(value: Any) -> torch.device | None:
+    return next((item.device for item in _tensors(value) if isinstance(item, torch.Tensor)), None)
+
+
+def _check(tensor: torch.Tensor, dim: int, size: int) -> None:
+    if tensor.shape[dim] != size:
+        raise ValueError(f"The edits were recorded where dimension {dim} was {size}, and looked at that; here it is {tensor.shape[dim]}.")

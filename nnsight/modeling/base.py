@@ -109,7 +109,8 @@ class NNsight(Editable):
             self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
         if self._edits:
-            self.__dict__["_compiled_edits"] = late("compiled_edits")(self)
+            compiled = late("compiled_edits")(self)
+            self.__dict__.update(_compiled_edits=compiled, params=compiled.params)
 
     @overload
     def trace(self, *args: Any, trace: Literal[False], **kwargs: Any) -> Any: ...

@@ -22,6 +22,9 @@ class Editable(Envoy):
 
     _edits: list[Edit]
     _compiled_edits: Any
+    #: The tensors and floats that compiled edits take from outside, by name: a mutable mapping. ``steered.params["alpha"] = 6.0``, or an
+    #: edit in place of a tensor, takes effect at the next call; nothing is compiled for it. There is none before :meth:`.NNsight.compile`.
+    params: Any
 
     @uncompiled
     def edit(self, *, inplace: bool = False) -> EditingTracer:
@@ -45,25 +48,10 @@ class Editable(Envoy):
         edited = object.__new__(type(self))
         edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
         edited.__dict__.update(_edits=[edit.of(edited) for edit in self._edits], _compiled_edits=None)
+        edited.__dict__.pop("params", None)
         if self in self._tree.roots:  # one that stands for a part of a model is not
             edited._tree.roots.add(edited)
         return edited
-
-    @property
-    def params(self) -> Any:
-        """The tensors and floats that compiled edits take from outside, by name: a mutable mapping.
-
-        ``steered.params["alpha"] = 6.0``, or an edit in place of a tensor, takes effect at the next call; nothing is compiled for it.
-        Without compiled edits this is the attribute of the module, if it has one.
-        """
-        if self._compiled_edits is not None:
-            return self._compiled_edits.params
-        if hasattr(self._module, "params"):
-            return self._module.params
-        raise AttributeError(
-            "There are no compiled edits: a model has `params` once it has edits and `compile()` was called, as in "
-            "`with model.edit() as steered:` and `steered.compile()`."
-        )
 
     def apply(self, program: Any) -> Any:
         """Return a copy of this model that runs a :class:`nnsight.Program` in each of its traces and calls, as :meth:`edit` does.
@@ -82,8 +70,8 @@ class Editable(Envoy):
     def bake(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Return a copy of the module that has the edits as hooks: a plain ``torch.nn.Module``, which shares the weights with this one.
 
-        The tensors and floats that the edits take from outside are buffers of its submodule ``edits``, or parameters if they require
-        gradients. It works with ``torch.compile(fullgraph=True)``, ``torch.export.export`` and ``generate`` of transformers, and what
+        The tensors and floats that the edits take from outside are buffers of it, or parameters if they require gradients: ``edit_alpha``
+        for ``alpha``. It works with ``torch.compile(fullgraph=True)``, ``torch.export.export`` and ``generate`` of transformers, and what
         ``torch.export`` makes of it needs no nnsight.
 
         Args:
@@ -165,7 +153,7 @@ class Editable(Envoy):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
         kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
-        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_compiled_edits", "_path", "_aliases"}
+        own = {"_module", "_tree", "_children", "_envoys", "_version", "_compiled", "_compiled_edits", "params", "_path", "_aliases"}
         state = {
             name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)
         }

@@ -48,34 +48,33 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
     Args:
         module: The model.
         job: A program without saved values.
-        values: The tensors that it takes by name. They become buffers of the submodule ``edits`` of the copy, or parameters if they
-            require gradients.
+        values: The tensors that it takes by name. They become buffers of the copy, or parameters if they require gradients:
+            ``edit_alpha`` for ``alpha``.
 
     Raises:
         InvalidProgramError: If the program has something that is no part of a model, such as gradients or prints.
     """
     kept = [*module.parameters(), *module.buffers()]
     baked = copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
-    edits = torch.nn.Module()
+    names = {}
     for name, tensor in values.items():
-        label = name if name.isidentifier() else f"constant_{name[1:]}"
+        names[name] = _free_name(baked, f"edit_{name if name.isidentifier() else f'constant_{name[1:]}'}")
         if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
-            edits.register_parameter(label, torch.nn.Parameter(tensor))
+            baked.register_parameter(names[name], torch.nn.Parameter(tensor))
         else:
-            edits.register_buffer(label, tensor.detach())
-    holder = next(name for name in _names("edits") if not hasattr(baked, name))
-    baked.add_module(holder, edits)
+            baked.register_buffer(names[name], tensor.detach())
     state: dict[str, Any] = {}
     baked.register_forward_pre_hook(lambda *_: state.clear())
-    for number, segment in enumerate(_segments(job)):
-        _hook(baked, edits, state, segment, _compiled(job, segment, number))
+    for segment in _segments(job):
+        _hook(baked, state, segment, _compiled(job, segment, names))
     baked.register_forward_hook(lambda *_: state.clear())
     return baked
 
 
-def _names(first: str) -> Iterator[str]:
-    yield first
-    yield from (f"{first}_{number}" for number in itertools.count(2))
+def _free_name(module: torch.nn.Module, first: str) -> str:
+    """Return ``first``, with a number if the module has an attribute of this name."""
+    names = itertools.chain([first], (f"{first}_{number}" for number in itertools.count(2)))
+    return next(name for name in names if not hasattr(module, name))
 
 
 def _segments(job: Job) -> Iterator[_Segment]:
@@ -104,9 +103,7 @@ def _segments(job: Job) -> Iterator[_Segment]:
             yield segment
 
 
-def _hook(
-    root: torch.nn.Module, edits: torch.nn.Module, state: dict[str, Any], segment: _Segment, run: Callable[..., Any]
-) -> None:
+def _hook(root: torch.nn.Module, state: dict[str, Any], segment: _Segment, run: Callable[..., Any]) -> None:
     """Let ``run`` change the values at the location of a segment, the first time in each call of ``root``."""
     path, _, side = segment.site.rpartition(".")
     name = path.partition(".")[2]
@@ -117,13 +114,13 @@ def _hook(
         if passed in state:
             return None
         state[passed] = True
-        return run((args, kwargs), root, edits, state)
+        return run((args, kwargs), root, state)
 
     def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if passed in state:
             return None
         state[passed] = True
-        return run(output, root, edits, state)
+        return run(output, root, state)
 
     if side == "output":
         module.register_forward_hook(after)
@@ -141,21 +138,21 @@ def _hook(
 # -- text of the functions ---------------------------------------------------------------------------------------------
 
 
-def _compiled(job: Job, segment: _Segment, number: int) -> Callable[..., Any]:
-    """Return the function ``(value, root, edits, state)`` of a segment, which returns the value as it leaves the location."""
-    text, filename = "\n".join(_lines(job, segment, number)) + "\n", f"<baked edits {next(_numbers)}>"
+def _compiled(job: Job, segment: _Segment, names: dict[str, str]) -> Callable[..., Any]:
+    """Return the function ``(value, root, state)`` of a segment, which returns the value as it leaves the location."""
+    text, filename = "\n".join(_lines(job, segment, names)) + "\n", f"<baked edits {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    names = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors, "check": _check}
-    exec(compile(text, filename, "exec"), names)  # written here, from a checked program
-    made: Callable[..., Any] = names["edit"]  # type: ignore[assignment]
+    known = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors, "check": _check}
+    exec(compile(text, filename, "exec"), known)  # written here, from a checked program
+    made: Callable[..., Any] = known["edit"]  # type: ignore[assignment]
     return made
 
 
-def _lines(job: Job, segment: _Segment, number: int) -> Iterator[str]:
+def _lines(job: Job, segment: _Segment, names: dict[str, str]) -> Iterator[str]:
     here = {node for node, _ in segment.nodes}
     later = {used for other, node in enumerate(job.nodes) if other not in here for used, _ in references(node)}
     used = {ref for _, node in segment.nodes for ref, _ in references(node)}
-    yield "def edit(value, root, edits, state):"
+    yield "def edit(value, root, state):"
     yield f"    # at {segment.site}"
     yield "    device = device_of(value)"
     for earlier in sorted(used - here):
@@ -165,20 +162,19 @@ def _lines(job: Job, segment: _Segment, number: int) -> Iterator[str]:
         if node.get("line") != line:
             line = node.get("line")
             yield f"    # line {line}"
-        yield from (f"    {text}" for text in _statement(job, node_number, node))
+        yield from (f"    {text}" for text in _statement(job, node_number, node, names))
     for kept in sorted(here & later):
         yield f"    state['v{kept}'] = v{kept}"
     yield "    return value"
 
 
-def _statement(job: Job, number: int, node: Node) -> list[str]:
+def _statement(job: Job, number: int, node: Node, names: dict[str, str]) -> list[str]:
     def text(tree: Any) -> str:
         return _text(job, tree)
 
     match node["do"]:
         case "const":
-            name = node["tensor"]
-            return [f"v{number} = edits.{name if name.isidentifier() else f'constant_{name[1:]}'}"]
+            return [f"v{number} = root.{names[node['tensor']]}"]
         case "weight":
             path, _, attribute = node["name"].rpartition(".")
             return [f"v{number} = root{_getter(path)}.{attribute}"]

@@ -94,7 +94,8 @@ class RecordingMediator(compat.Mediator):
         self._position = user_position_now(skip=TORCH)
 
     def skip(self, location: str, value: Any) -> None:
-        super().skip(location, value)
+        with self._recorder.paused():
+            super().skip(location, value)
         assert self._location is not None
         self._recorder.skip(self._location, self._occurrence, value, bool(self.loops))
 

@@ -11,6 +11,7 @@ changed the copy. With the copy it keeps the values at its locations (:mod:`~nns
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
 from .likeness import describe, key_of
-from .occurrences import FreshFakes, Occurrence, observed, replay
+from .occurrences import FreshFakes, Occurrence, observed, replay, tensors_at
 
 if TYPE_CHECKING:
     from .costs import Costs
@@ -190,12 +191,17 @@ class FakeModel:
             del self.root.__dict__["forward"]
 
     def faked(self, value: Any) -> Any:
-        """Return ``value`` with new fakes in place of its tensors."""
+        """Return ``value`` with new fakes in place of its tensors, and copies of its caches, which the run fills."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
 
-        return pytree.tree_map_only(torch.Tensor, fake, value)
+        def leaf(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                return fake(item)
+            return copy.deepcopy(item, {id(held): fake(held) for held in tensors_at(item)}) if is_carrier(item) else item
+
+        return pytree.tree_map(leaf, value, is_leaf=is_carrier)
 
 
 def _weights_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import nnsight
 from nnsight import NNsight, Program
 from nnsight.remote import ExecutionFailedError, InvalidProgramError
 
-from .remoting import Catch
+from ..remote.remoting import Catch
 
 PROMPT = "The Eiffel Tower is in the city of"
 

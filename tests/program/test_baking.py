@@ -1,0 +1,188 @@
+"""Baked edits: a plain module that torch compiles and exports, with the result of the edits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nnsight import NNsight
+from nnsight.remote import InvalidProgramError, NotExpressibleError
+
+from .test_bound import stack
+
+
+class Logits(nn.Module):
+    """A model that takes ids and returns logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
+
+
+@pytest.fixture(scope="module")
+def steered(model: Any) -> Any:
+    direction, alpha = torch.randn(model.config.n_embd, generator=torch.Generator().manual_seed(1)), 2.0
+    with model.edit() as steered:
+        early = model.transformer.h[0].output
+        model.transformer.h[1].output[:, -1] += alpha * direction + early.mean(1)
+        model.transformer.h[2].mlp.output = model.transformer.h[2].mlp.output * 0.5
+    return steered
+
+
+@pytest.fixture(scope="module")
+def baked(steered: Any) -> nn.Module:
+    return steered.bake()
+
+
+def ids(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 1000, (rows, length))
+
+
+SIZES = [(1, 5), (2, 8), (3, 5)]
+
+
+def test_a_baked_module_computes_what_the_edits_compute(steered: Any, baked: nn.Module) -> None:
+    assert type(baked) is type(steered._module)
+    for size in SIZES:
+        given = ids(*size)
+        torch.testing.assert_close(baked(given).logits, steered(given).logits)
+
+
+def test_it_shares_the_weights_and_has_the_inputs_as_buffers(model: Any, baked: nn.Module) -> None:
+    ours, theirs = dict(baked.named_parameters()), dict(model._module.named_parameters())
+    assert ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
+    assert sorted(name for name, _ in baked.named_buffers() if name.startswith("edit_")) == ["edit_alpha", "edit_direction"]
+
+
+def test_it_compiles_as_one_graph(steered: Any, baked: nn.Module) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(baked, fullgraph=True, backend="aot_eager")
+    for size in (*SIZES, *SIZES):
+        given = ids(*size)
+        torch.testing.assert_close(compiled(given).logits, steered(given).logits, rtol=1e-5, atol=1e-5)
+    baked.edit_alpha.fill_(0.0)
+    try:
+        given = ids(2, 8)
+        torch.testing.assert_close(compiled(given).logits, baked(given).logits, rtol=1e-5, atol=1e-5)
+    finally:
+        baked.edit_alpha.fill_(2.0)
+
+
+def test_it_generates(steered: Any, baked: nn.Module) -> None:
+    given = ids(1, 6)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        expected = baked.generate(given, **options)
+        static = baked.generate(given, cache_implementation="static", **options)
+        by_hand = given
+        for _ in range(5):
+            by_hand = torch.cat([by_hand, steered(by_hand).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(expected, static)
+    assert expected.shape == by_hand.shape
+
+
+def test_it_exports_for_any_batch_and_length(steered: Any, baked: nn.Module) -> None:
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(Logits(baked), (ids(2, 7),), dynamic_shapes={"ids": {0: batch, 1: length}})
+    for size in SIZES:
+        given = ids(*size)
+        torch.testing.assert_close(exported.module()(given), steered(given).logits, rtol=1e-5, atol=1e-5)
+
+
+RUN = """
+import sys
+sys.modules["nnsight"] = None  # an import of it fails
+import torch
+ids, expected = torch.load(sys.argv[2])
+found = torch._inductor.aoti_load_package(sys.argv[1])(ids)
+torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+print("same")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_runs_without_nnsight(steered: Any, baked: nn.Module, tmp_path: Path) -> None:
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
+    with torch.no_grad():
+        exported = torch.export.export(Logits(baked), (ids(2, 7),), dynamic_shapes={"ids": {0: batch, 1: length}})
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "steered.pt2"))
+        given = ids(3, 9)
+        torch.save((given, steered(given).logits), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", RUN, package, str(tmp_path / "expected.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.strip() == "same", done.stderr[-2000:]
+
+
+def test_a_llama_with_skips_weights_and_applied_modules() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, vocab_size=50)
+    net = LlamaForCausalLM(config).eval()
+    model: Any = NNsight(net)
+    example = torch.randint(0, 50, (1, 5))
+    with model.edit() as edited:
+        model.model.layers[0].skip(model.model.layers[0].input * 2)
+        hidden = model.model.layers[1].output
+        model.model.layers[1].output = model.model.norm(hidden) + model.model.embed_tokens.weight.mean()
+    baked = edited.bake(example)
+    for given in (example, torch.randint(0, 50, (2, 7))):
+        torch.testing.assert_close(baked(given, use_cache=False).logits, edited(given, use_cache=False).logits)
+
+
+def test_a_direction_is_trained_in_a_baked_module() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model: Any = NNsight(net)
+    direction = nn.Parameter(torch.zeros(6))
+    with model.edit() as edited:
+        model[1].output += direction
+    baked = edited.bake(x)
+    optimizer = torch.optim.SGD([baked.edit_direction], lr=0.1)
+    losses = []
+    for _ in range(5):
+        loss = baked(x).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
+@pytest.mark.parametrize("kind", ["print", "stop", "value", "none", "no example"])
+def test_what_cannot_be_baked_is_refused(kind: str) -> None:
+    model: Any = NNsight(stack())
+    x: Any = torch.randn(3, 6)
+    error: Any = InvalidProgramError
+    message = r"cannot be baked: line \d+ has"
+    edited = model
+    if kind == "print":
+        with model.edit() as edited:
+            print(model[1].output.sum())
+    elif kind == "stop":
+        error, message = ValueError, r"An edit called `tracer.stop\(\)`"
+        with model.edit() as (tracer, edited):
+            model[1].output[:] = 0.0
+            tracer.stop()
+    elif kind == "value":
+        error, message = NotExpressibleError, "needs values"
+        with model.edit() as edited:
+            if model[1].output.sum() > 0:
+                model[2].output[:] = 0.0
+    elif kind == "none":
+        error, message = ValueError, "has no edits to bake"
+    else:
+        error, message = ValueError, "needs an example of the input"
+        with model.edit() as edited:
+            model[1].output[:] = 0.0
+    with pytest.raises(error, match=message):
+        edited.bake(*([] if kind == "no example" else [x]))

@@ -1,0 +1,215 @@
+"""Programs bound to a model: named inputs, gradients, other sizes, and no Python of the program on a compiled model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nnsight import NNsight, Program, fx
+from nnsight.remote import InvalidProgramError
+
+from ..conftest import Hooks
+
+ALPHA = 4.0
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+
+
+def recorded(model: NNsight, x: torch.Tensor, direction: torch.Tensor) -> Program:
+    alpha, scale = ALPHA, 0.5
+    with model.trace(x, remote="program") as tracer:
+        model[1].output[:, 0] *= scale
+        model[1].output[:] += alpha * direction
+        hidden = model[2].output.save()
+        out = model[3].output.save()
+    return tracer.program
+
+
+def expected(net: nn.Module, x: torch.Tensor, direction: torch.Tensor, alpha: Any = ALPHA) -> dict[str, torch.Tensor]:
+    def edit(value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        value[:, 0] *= 0.5
+        return value + alpha * direction
+
+    hooks = Hooks(net).output("1", edit)
+    out = hooks.output("2", hooks.keep("hidden"))(x)
+    return {"hidden": hooks.seen["hidden"], "out": out}
+
+
+@pytest.fixture(params=["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def compile(request: pytest.FixtureRequest) -> Any:
+    return False if request.param == "eager" else {"backend": request.param}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_values_of_inputs_are_those_of_each_call(compile: Any, grad: bool) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net, compile=compile)
+    program = recorded(model, x, direction)
+    assert sorted(program.inputs) == ["alpha", "direction", "scale"]
+    bound = program.bind(model, inputs=["alpha", "direction"])
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(bound(x), expected(net, x, direction))
+        for rows in (3, 5, 7, 5):
+            y, other = torch.randn(rows, 6), torch.randn(6)
+            found = bound(y, alpha=float(rows), direction=other)
+            torch.testing.assert_close(found, expected(net, y, other, rows), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(bound(x), expected(net, x, direction), rtol=1e-5, atol=1e-5)
+
+
+def test_a_call_on_a_compiled_model_runs_the_lowered_graph_alone() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net, compile={"backend": "aot_eager"})
+    bound = recorded(model, x, direction).bind(model, inputs=["alpha"])
+    bound(x)
+    fx.counters.reset()
+    for alpha in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(bound(x, alpha=alpha), expected(net, x, direction, alpha))
+        assert bound.report.replayed and bound.report.spliced
+    assert (fx.counters.captures, fx.counters.recordings, fx.counters.compiles) == (0, 0, 0)
+
+
+def test_calls_on_inputs_are_part_of_the_graph() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net, compile={"backend": "aot_eager"})
+    bound = recorded(model, x, direction).bind(model, inputs=["alpha"])
+    bound(x)
+    bound(x)
+    assert "mul" in bound.report.code.partition("add_")[0]
+
+
+def test_gradients_flow_to_the_given_values(compile: Any) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net, compile=compile)
+    bound = recorded(model, x, direction).bind(model, inputs=["direction"])
+    ours, theirs = direction.clone().requires_grad_(), direction.clone().requires_grad_()
+    for _ in range(2):
+        bound(x, direction=ours)["out"].square().sum().backward()
+        expected(net, x, theirs)["out"].square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_an_input_that_is_edited_in_place_by_its_owner_is_read_anew(compile: Any) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net, compile=compile)
+    bound = recorded(model, x, direction).bind(model, inputs=["direction"])
+    given = direction.clone()
+    for _ in range(3):
+        torch.testing.assert_close(bound(x, direction=given), expected(net, x, given), rtol=1e-5, atol=1e-5)
+        given += 1.0
+
+
+def test_the_input_of_the_model_as_an_input_of_the_program(compile: Any) -> None:
+    net, x = stack(), torch.randn(6, 6)
+    model = NNsight(net, compile=compile)
+    with model.trace(x, remote="program") as tracer:
+        model[0].input[:] += 1.0
+        model[1].output += x
+        out = model[3].output.save()
+    bound = tracer.program.bind(model, inputs=["x"])
+
+    def by_hand(given: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        given = given.clone()
+        given += 1.0
+        hidden = net[1](net[0](given))
+        return net[3](net[2](hidden + other))
+
+    other = torch.randn(6, 6)
+    for _ in range(3):
+        torch.testing.assert_close(bound(x.clone(), x=other)["out"], by_hand(x, other))
+
+
+def test_a_language_model_takes_prompts(model: Any) -> None:
+    direction, alpha = torch.randn(model.config.n_embd), 2.0
+    with model.trace("The Eiffel Tower is in", remote="program") as tracer:
+        model.transformer.h[1].output[:, -1] += alpha * direction
+        logits = model.lm_head.output[:, -1].save()
+    bound = tracer.program.bind(model, inputs=["alpha"])
+    for prompt, strength in (("Hello there, my dear", 1.0), (["one", "two and three"], 3.0)):
+        with model.trace(prompt):
+            model.transformer.h[1].output[:, -1] += strength * direction
+            logits = model.lm_head.output[:, -1].save()
+        torch.testing.assert_close(bound(prompt, alpha=strength)["logits"], logits)
+
+
+# -- what is an input ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_float_that_python_computes_with_is_no_input() -> None:
+    net, x, alpha = stack(), torch.randn(3, 6), 0.25
+    model = NNsight(net)
+    with model.trace(x, remote="program") as tracer:
+        hidden = model[1].output
+        model[1].output = alpha * hidden + (1 - alpha) * hidden.mean()
+        out = model[3].output.save()
+    assert not tracer.program.inputs
+    with pytest.raises(InvalidProgramError, match=r"`alpha` is no input of this program: Python computes with the float.* in line \d+"):
+        tracer.program.bind(model, inputs=["alpha"])
+    assert tracer.program.run(model, x).keys() == {"out"}
+
+
+def test_a_tensor_whose_value_python_uses_is_no_input() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net)
+    with model.trace(x, remote="program") as tracer:
+        unit = direction / direction.norm()
+        strength = unit.abs().max().item()
+        model[1].output[:] += strength * unit
+        out = model[3].output.save()
+    with pytest.raises(InvalidProgramError, match=r"`direction` is no input of this program: Python uses its value in line \d+"):
+        tracer.program.bind(model, inputs=["direction"])
+    unit = direction / direction.norm()
+    found = tracer.program.run(model, x)["out"]
+    torch.testing.assert_close(found, Hooks(net).output("1", lambda value: value + unit.abs().max() * unit)(x))
+
+
+def test_what_is_computed_from_an_input_alone_follows_it(compile: Any) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net, compile=compile)
+    with model.trace(x, remote="program") as tracer:
+        unit = direction / direction.norm()
+        model[1].output[:] += unit
+        out = model[3].output.save()
+    bound, other = tracer.program.bind(model, inputs=["direction"]), torch.randn(6)
+    for given in (direction, other, 3 * other):
+        reference = Hooks(net).output("1", lambda value, given=given: value + given / given.norm())(x)
+        torch.testing.assert_close(bound(x, direction=given)["out"], reference)
+
+
+def test_inputs_survive_a_file(tmp_path: Any) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net)
+    recorded(model, x, direction).save(tmp_path / "program.safetensors")
+    loaded = Program.load(tmp_path / "program.safetensors")
+    bound = loaded.bind(model, inputs=["alpha", "direction"])
+    torch.testing.assert_close(bound(x, alpha=1.0), expected(net, x, direction, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"direction": torch.zeros(6, dtype=torch.float64)}, "torch.float32 with 1 dimensions, and is given torch.float64"),
+        ({"direction": torch.zeros(1, 6)}, "with 1 dimensions, and is given torch.float32 with 2"),
+        ({"direction": 2.0}, "is given float"),
+        ({"alpha": "a lot"}, "is given str"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net)
+    bound = recorded(model, x, direction).bind(model, inputs=["alpha", "direction"])
+    with pytest.raises(TypeError, match=message):
+        bound(x, **given)
+
+
+def test_a_name_that_is_no_input() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net)
+    with pytest.raises(InvalidProgramError, match="`beta` is no input.*Its inputs are alpha, direction, scale"):
+        recorded(model, x, direction).bind(model, inputs=["beta"])

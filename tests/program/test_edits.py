@@ -1,0 +1,192 @@
+"""Compiled edits: one program for all calls, with parameters; the result is that of the edits as Python."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from nnsight import NNsight, UncompiledWarning, fx
+
+from .test_bound import stack
+
+ALPHA = 4.0
+LIST: list[torch.Tensor] = []
+
+
+def edited(model: Any, direction: torch.Tensor) -> Any:
+    alpha = ALPHA
+    with model.edit() as steered:
+        model[1].output[:] += alpha * direction
+    return steered
+
+
+def by_hand(net: nn.Module, x: torch.Tensor, direction: torch.Tensor, alpha: float = ALPHA) -> torch.Tensor:
+    out: torch.Tensor = net[3](net[2](net[1](net[0](x)) + alpha * direction))
+    return out
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_parameters_take_effect_at_the_next_call(grad: bool) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    steered = edited(NNsight(net), direction)
+    steered.compile(backend="aot_eager")
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(steered(x), by_hand(net, x, direction))
+        assert list(steered.params) == ["alpha", "direction"]
+        fx.counters.reset()
+        for alpha in (6.0, 0.5):
+            steered.params["alpha"] = alpha
+            torch.testing.assert_close(steered(x), by_hand(net, x, direction, alpha))
+        direction += 1.0
+        torch.testing.assert_close(steered(x), by_hand(net, x, direction, 0.5))
+        steered.params["direction"] = other = torch.randn(6)
+        torch.testing.assert_close(steered(x), by_hand(net, x, other, 0.5))
+        assert (fx.counters.captures, fx.counters.recordings, fx.counters.compiles) == (0, 0, 0)
+
+
+def test_no_python_of_an_edit_runs_once_it_is_known() -> None:
+    net, x, calls = stack(), torch.randn(3, 6), []
+
+    def doubled(value: torch.Tensor) -> torch.Tensor:
+        calls.append(value.shape)
+        return 2 * value
+
+    model = NNsight(net)
+    with model.edit() as steered:
+        model[1].output = doubled(model[1].output)
+    steered.compile(backend="aot_eager")
+    for rows in (3, 3, 5, 7):
+        y = torch.randn(rows, 6)
+        torch.testing.assert_close(steered(y), net[3](net[2](2 * net[1](net[0](y)))))
+    assert len(calls) == 1
+    torch.testing.assert_close(steered(x).shape, (3, 6))
+
+
+def test_gradients_flow_to_parameters_and_weights() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    direction = torch.randn(6, requires_grad=True)
+    steered = edited(NNsight(net), direction)
+    steered.compile(backend="aot_eager")
+    for _ in range(2):
+        steered(x).square().sum().backward()
+    ours, weight = direction.grad.clone(), net[0].weight.grad.clone()
+    direction.grad = net[0].weight.grad = None
+    for _ in range(2):
+        by_hand(net, x, direction).square().sum().backward()
+    torch.testing.assert_close(ours, direction.grad)
+    torch.testing.assert_close(weight, net[0].weight.grad)
+
+
+def test_values_set_before_the_first_call_count() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    steered = edited(NNsight(net), direction)
+    steered.compile(backend="aot_eager")
+    with pytest.raises(KeyError, match="known after the first call"):
+        steered.params["alpha"]
+    steered.params["alpha"] = 1.0
+    torch.testing.assert_close(steered(x), by_hand(net, x, direction, 1.0))
+    with pytest.raises(KeyError, match="`beta` is no parameter of the edits.*alpha, direction"):
+        steered.params["beta"] = 1.0
+
+
+def test_two_edits_with_variables_of_one_name() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    first, second = torch.randn(6), torch.randn(6)
+    model = NNsight(net)
+
+    def add(target: Any, layer: int, direction: torch.Tensor) -> Any:
+        with target.edit() as result:
+            target[layer].output[:] += direction
+        return result
+
+    steered = add(add(model, 1, first), 2, second)
+    steered.compile(backend="aot_eager")
+    expected = net[3](net[2](net[1](net[0](x)) + first) + second)
+    torch.testing.assert_close(steered(x), expected)
+    assert list(steered.params) == ["direction", "direction_2"]
+    steered.params["direction_2"] = torch.zeros(6)
+    torch.testing.assert_close(steered(x), net[3](net[2](net[1](net[0](x)) + first)))
+
+
+def test_an_edit_that_looks_at_sizes_is_recorded_for_each(model: Any) -> None:
+    with model.edit() as sized:
+        hidden = model.transformer.h[1].output
+        hidden[:, hidden.shape[1] // 2] = 0.0
+    with model.edit() as plain:
+        hidden = model.transformer.h[1].output
+        hidden[:, hidden.shape[1] // 2] = 0.0
+    sized.compile(backend="aot_eager")
+    for length in (5, 8, 5, 11):
+        ids = torch.randint(0, 1000, (1, length))
+        torch.testing.assert_close(sized(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_a_decode_with_a_cache(model: Any, begun: bool) -> None:
+    direction = torch.randn(model.config.n_embd)
+    with model.edit() as steered:
+        model.transformer.h[1].output[:, -1] += direction
+    with model.edit() as plain:
+        model.transformer.h[1].output[:, -1] += direction
+    steered.compile(backend="aot_eager")
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    ids = torch.randint(0, 1000, (2, 6))
+    if begun:
+        for cache in caches:
+            plain(ids[:, :3], past_key_values=cache, use_cache=True)
+    for step in range(4):
+        given = ids if step == 0 else ids[:, step : step + 1]
+        found, expected = (
+            one(given, past_key_values=cache, use_cache=True).logits for one, cache in zip((steered, plain), caches, strict=True)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["value", "list"])
+def test_an_edit_that_cannot_be_a_program_runs_as_python_and_says_so(kind: str) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+    LIST.clear()
+    if kind == "value":
+        with model.edit() as steered:
+            if model[1].output.norm() > 0:
+                model[2].output[:] = 1.0
+    else:
+        with model.edit() as steered:
+            LIST.append(model[1].output)
+            model[2].output[:] = 1.0
+    steered.compile(backend="aot_eager")
+    with pytest.warns(UncompiledWarning, match="run as Python in each call, because they cannot be a program"):
+        found = steered(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(steered(x), found)
+    torch.testing.assert_close(found, net[3](torch.ones(3, 6)))
+    assert len(LIST) == (2 if kind == "list" else 0)
+    assert all(type(item) is torch.Tensor for item in LIST)
+
+
+def test_edits_that_come_later_run_too() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    steered = edited(NNsight(net), direction)
+    steered.compile(backend="aot_eager")
+    steered(x)
+    with steered.edit(inplace=True):
+        steered[2].output[:] = 0.0
+    torch.testing.assert_close(steered(x), net[3](torch.zeros(3, 6)))
+    steered.clear_edits()
+    torch.testing.assert_close(steered(x), net(x))
+
+
+def test_params_of_a_module_that_has_some() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(AttributeError, match="has no attribute `params`"):
+        NNsight(net).params  # noqa: B018
+    net.params = {"of": "the module"}
+    assert NNsight(net).params == {"of": "the module"}

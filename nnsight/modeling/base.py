@@ -125,6 +125,7 @@ class NNsight(Editable):
         blocking: bool = True,
         scan: bool = False,
         validate: bool = False,
+        program: bool = False,
         fn: Callable[..., Any] | None = None,
         tracer_cls: type[InterleavingTracer] | None = None,
         trace: Literal[True] = True,
@@ -141,6 +142,7 @@ class NNsight(Editable):
         blocking: bool = True,
         scan: bool = False,
         validate: bool = False,
+        program: bool = False,
         fn: Callable[..., Any] | None = None,
         tracer_cls: type[InterleavingTracer] | None = None,
         trace: bool = True,
@@ -161,6 +163,7 @@ class NNsight(Editable):
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
                 other objects of yours, and what it prints, happens twice.
+            program: Record the block as a program, which is ``tracer.program`` afterwards (docs/programs.md), and run that.
             fn: A function to call instead of the model; it can call the model, or modules of it, any number of times.
             tracer_cls: Class of the tracer: a subclass of :class:`InterleavingTracer`.
             trace: ``False`` calls the model with the input as a trace prepares it: ``logits = model.trace(prompt, trace=False).logits``.
@@ -170,7 +173,7 @@ class NNsight(Editable):
             The tracer; ``tracer.report`` tells how the trace ran. With ``trace=False`` what the model returns.
         """
         if not trace:
-            if any((compile is not None, backend, remote, not blocking, scan, validate, fn, tracer_cls)):
+            if any((compile is not None, backend, remote, not blocking, scan, validate, program, fn, tracer_cls)):
                 raise ValueError("trace(trace=False) is a plain call of the model: it takes the input alone.")
             self._driver(None)  # a lazy model loads, before its input goes to where it is
             args, kwargs = self._prepare_input(*args, **kwargs)[:2]
@@ -182,6 +185,8 @@ class NNsight(Editable):
         traced = self if fn is None else TracedFunction(self, fn)
         if remote is not False or not blocking:
             backend = self._remote_backend(remote, backend, blocking)
+        if program:
+            backend = self._program_backend(traced, backend)
         return self._tracer(traced, args, kwargs, compile, backend, tracer_cls, scan=scan, validate=validate)
 
     def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
@@ -193,6 +198,14 @@ class NNsight(Editable):
         if session_backend.get() is not None:
             raise ValueError("The session around this trace runs remotely: leave out remote= here.")
         made: Backend = late("backend_for")(self, remote, backend, blocking)
+        return made
+
+    @staticmethod
+    def _program_backend(traced: Any, backend: Backend | None) -> Backend:
+        """Return the backend of a trace with ``program=True`` that calls ``traced``."""
+        if backend is not None:
+            raise ValueError("program=True runs in this process: leave out remote= and backend=, or program=True.")
+        made: Backend = late("program_trace")(traced)
         return made
 
     def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:

@@ -141,6 +141,7 @@ class LanguageModel(TextInput, MetaMixin):
         blocking: bool = True,
         scan: bool = False,
         validate: bool = False,
+        program: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Generate text: as a context manager with a block that runs along, as a plain call without.
@@ -156,6 +157,7 @@ class LanguageModel(TextInput, MetaMixin):
             blocking: Likewise.
             scan: Likewise. On fakes as many tokens are made as there may be.
             validate: Likewise.
+            program: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
         Returns:
@@ -166,9 +168,11 @@ class LanguageModel(TextInput, MetaMixin):
         generation = Generation(self)
         backend = self._remote_backend(remote, backend, blocking)
         if calls_for_with(sys._getframe(1)):
+            if program:
+                backend = self._program_backend(generation, backend)
             return self._tracer(generation, inputs, kwargs, compile, backend, scan=scan, validate=validate)
-        if scan or validate:
-            raise ValueError("generate(scan=..., validate=...) needs a block: `with model.generate(...) as tracer:`.")
+        if scan or validate or program:
+            raise ValueError("generate(scan=..., validate=..., program=...) needs a block: `with model.generate(...) as tracer:`.")
         if remote is not False:
             raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
         return self._run_plainly(generation, inputs, kwargs)

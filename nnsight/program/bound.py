@@ -97,9 +97,10 @@ class BoundProgram:
         inputs: The values of what it takes.
     """
 
-    def __init__(self, job: Job, model: NNsight, inputs: Sequence[str]) -> None:
+    def __init__(self, job: Job, model: NNsight, inputs: Sequence[str], values: dict[str, torch.Tensor] | None = None) -> None:
         self._job, self._model, self._names = job, model, tuple(inputs)
         self.inputs = Inputs(job, model)
+        self.inputs.values |= values or {}
         self._runs: KnownRuns | None = None  # what is known of runs on the compiled model
         self._differentiates = any(node["do"] == "backward" for node in job.nodes)
         self.report = Report()
@@ -134,27 +135,30 @@ class BoundProgram:
         report = self.report = Report()
         constants = {**inputs.placed(anew=True), **{name: value.to(inputs.device) for name, value in given.items()}}
         if not compiled:
-            return self._interpret(driver, args, kwargs, constants, report, returns, None)
+            output, saves, made = self.interpret(driver, args, kwargs, constants, report, returns)
+            return output, values_of(saves, made)
         if self._runs is None:
             from ..fx.replay.known_runs import KnownRuns
 
             self._runs = KnownRuns()
         tensors = [*constants.values(), *inputs.weights()]
         with self._runs.written_down() as journal:
-            output, saved = self._interpret(driver, args, kwargs, constants, report, returns, journal)
+            output, saves, made = self.interpret(driver, args, kwargs, constants, report, returns, journal)
+            saved = values_of(saves, made)
             self._runs.learn(driver, journal, saved, tensors, report)
         return output, saved
 
-    def _interpret(
+    def interpret(
         self,
         driver: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         constants: dict[str, torch.Tensor],
         report: Report,
-        returns: bool,
-        journal: Any,
-    ) -> tuple[Any, dict[str, Any]]:
+        returns: bool = False,
+        journal: Any = None,
+    ) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+        """Run the nodes one by one; return the output of the model, the trees of the saved values, and the tensors in them."""
         job = replace(self._job, tensors=constants)
         interpreter = _Interpreter(self._model, job, Limits(seconds=float("inf")))
         interpreter.on_log = print
@@ -178,8 +182,7 @@ class BoundProgram:
         with torch.enable_grad() if self._differentiates else contextlib.nullcontext():
             run_blocks(interleaver, [interpreter], call)
         tensors = Tensors()
-        saved = values_of(interpreter.saved(tensors.tree), tensors)
-        return output[0] if output else None, saved
+        return output[0] if output else None, interpreter.saved(tensors.tree), tensors
 
 
 def check_names(job: Job, names: Sequence[str], fixed: dict[str, str]) -> None:

@@ -110,8 +110,9 @@ class CompiledEdits:
             text = f"The edits of this compiled model run as Python in each call, because they cannot be a program: {error}"
             warnings.warn_explicit(text, UncompiledWarning, filename, line)
             return None
-        program = BoundProgram(job, model, sorted(values))
-        self.params.add(program, values, fixed)
+        named = {name: tensor for name, tensor in values.items() if name.isidentifier()}
+        program = BoundProgram(job, model, sorted(named), values)
+        self.params.add(program, named, fixed)
         if _looks_at_sizes(job):
             self._by_size[key] = program
         else:
@@ -139,8 +140,8 @@ def baked_edits(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     job, values, _ = _record(model, args, kwargs)
     compiled = model._compiled_edits
     if compiled is not None and compiled.edits == model._edits:
-        values = {name: compiled.params.get(name, value) for name, value in values.items()}
-    return bake(model._module, job, {**{name: tensor for name, tensor in job.tensors.items() if name not in values}, **values})
+        values = {name: compiled.params.get(name, value) if name.isidentifier() else value for name, value in values.items()}
+    return bake(model._module, job, values)
 
 
 def _record(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Job, dict[str, torch.Tensor], dict[str, str]]:

@@ -26,7 +26,7 @@ class Recorded:
     """A recorded block: the job to run, and the saved values to fill with its results, which have fakes for tensors.
 
     ``known`` has each fake with its node and output, by its identity; a fake that is alive keeps its identity. ``fixed`` says why names
-    are no inputs of the program.
+    are no inputs of the program. ``arguments`` are those of the model in the latest run, and ``tensors`` what the program takes by name.
     """
 
     job: Job
@@ -34,6 +34,8 @@ class Recorded:
     known: dict[int, tuple[torch.Tensor, int, int]]
     scope: Any
     fixed: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[Any, dict[str, Any]] = ((), {})
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     _found: dict[tuple[int, int], Any] = field(default_factory=dict)
     _done: dict[int, Any] = field(default_factory=dict)
 
@@ -47,7 +49,10 @@ class Recorded:
         Lists and dicts that the user saved are filled in place. Other names are bound in the block's scope, unless the ``with`` statement
         has ended, as it has for a job that was not waited for.
         """
-        found, tensors = unpack_results(results)
+        return self.fill(*unpack_results(results))
+
+    def fill(self, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """As :meth:`bind`, from the trees of the saved values and the tensors in them."""
         for name, tree in self.job.saves.items():
             for (kind, content), (other, result) in zip(leaves(tree), leaves(found.get(name)), strict=False):
                 if kind == "ref":

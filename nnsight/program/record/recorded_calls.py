@@ -95,6 +95,7 @@ class NodeRecorder(TorchFunctionMode):
         self.nodes: list[Node] = []
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
+        self.originals: dict[str, tuple[torch.Tensor, int]] = {}  # what constants are copies of, with its version then
         self.mode = fake_mode()
         self.block: int | None = None
         self.gradients = Gradients(self)
@@ -175,6 +176,7 @@ class NodeRecorder(TorchFunctionMode):
         if not name or name in self.tensors:
             name = f"#{len(self.tensors)}"
         self.tensors[name] = copied
+        self.originals[name] = tensor, tensor._version
         self._constants[tensor] = (tensor._version, fake)
         self._refs[fake] = (self.emit("const", tensor=name), 0)
         if tensor.requires_grad and not self.gradients.running:

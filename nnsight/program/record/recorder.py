@@ -75,7 +75,7 @@ def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, s
     recorder.run_edits(tracer)
     recorder.prints.check()
     job = pruned(recorder.runs, recorder.nodes, recorder._roots, {}, recorder.tensors)[0]
-    return job, {name: tensor for name, tensor in recorder.named.items() if name in job.tensors}, recorder.fixed
+    return job, recorder.taken_by(job), recorder.fixed
 
 
 class Recorder(NodeRecorder):
@@ -87,7 +87,7 @@ class Recorder(NodeRecorder):
         self._common: NamedInputs | None = None
         self._inputs: dict[int, NamedInputs] = {}  # of blocks with variables of their own
         self.fixed: dict[str, str] = {}  # names that are no inputs of the program, and why
-        self.named: dict[str, torch.Tensor] = {}  # the user's own tensors, and those made of floats
+        self.arguments: tuple[Any, dict[str, Any]] = (), {}  # of the latest run
         self.running = False
         self._blocks: dict[Any, int] = {}
         self._barriers: dict[Any, int] = {}
@@ -145,6 +145,7 @@ class Recorder(NodeRecorder):
 
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"
+            self.arguments = args, kwargs
             note(args, kwargs)
             return self.model.run(modules, interleaver, call, args, kwargs)
 
@@ -169,6 +170,11 @@ class Recorder(NodeRecorder):
                 node["block"] = len(self._blocks)
         self.runs[-1]["blocks"] = len(self._blocks) + 1
 
+    def taken_by(self, job: Job) -> dict[str, torch.Tensor]:
+        """Return the tensors that a program takes by name: the user's own, unless the block has edited one in place."""
+        found = {name: self.originals.get(name, (tensor, -1)) for name, tensor in job.tensors.items()}
+        return {name: tensor if tensor._version == version else job.tensors[name] for name, (tensor, version) in found.items()}
+
     def number_of(self, mediator: Any) -> int:
         """Return the number of a block in its run."""
         return self._blocks.setdefault(mediator, len(self._blocks))
@@ -188,7 +194,7 @@ class Recorder(NodeRecorder):
         if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
             job.seed = drawn_seed()
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
-        return Recorded(job, values, known, tracer.scope, self.fixed)
+        return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, self.taken_by(job))
 
     def _outer_containers(self, tracer: Any) -> dict[str, Any]:
         """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
@@ -204,9 +210,9 @@ class Recorder(NodeRecorder):
         for inputs in (*self._inputs.values(), *([] if self._common is None else [self._common])):
             inputs.finish()
             self.fixed |= inputs.fixed
-            self.named |= inputs.tensors
         others = {name: f"#{len(self.tensors) + number}" for number, name in enumerate(self.fixed)}
         self.tensors = {others.get(name, name): tensor for name, tensor in self.tensors.items()}
+        self.originals = {others.get(name, name): tensor for name, tensor in self.originals.items()}
         for node in self.nodes:
             if node["do"] == "const":
                 node["tensor"] = others.get(node["tensor"], node["tensor"])

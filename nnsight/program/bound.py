@@ -16,7 +16,7 @@ from ..runtime.report import Report
 from .format.errors import InvalidProgramError
 from .format.limits import Limits
 from .format.nodes import Node
-from .format.payload import Job
+from .format.payload import Job, inputs_of
 from .format.results import Tensors, values_of
 from .run.execution import run_blocks
 from .run.fake_runs import device_of
@@ -194,9 +194,3 @@ def check_names(job: Job, names: Sequence[str], fixed: dict[str, str]) -> None:
         why = fixed.get(name, "no call of torch in the block uses a tensor or a float of this name from outside")
         has = f"Its inputs are {', '.join(sorted(there))}." if there else "It has no inputs."
         raise InvalidProgramError(f"`{name}` is no input of this program: {why}. {has}")
-
-
-def inputs_of(job: Job) -> dict[str, torch.Tensor]:
-    """Return the named inputs of a program, with the values that they had in the recording."""
-    used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
-    return {name: job.tensors[name] for name in sorted(used) if name.isidentifier()}

@@ -6,22 +6,22 @@ model, and operators of a fixed table. So loading one runs nothing, and ``print`
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..modeling.base import NNsight
-from .bound import BoundProgram, check_names, inputs_of
-from .format.limits import Limits
-from .format.payload import Job, decode, encode
-from .format.trees import references
-from .run.interpreter import Interpreter
+from .bound import BoundProgram, check_names
+from .format.payload import Job, decode, encode, inputs_of
+from .format.trees import references, with_references
+from .run.interpreter import ProgramBlock
 from .run.validation import check_parts
 
 
@@ -51,6 +51,7 @@ class Program:
         used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
         self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
         self._fixed = fixed or {}
+        self._parts: tuple[Program, ...] = ()  # the programs that it was put together from
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -73,10 +74,54 @@ class Program:
         return json.dumps(self._job.content(), indent=1)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and encode(self._job) == encode(other._job)
+        return isinstance(other, Program) and self._meaning() == other._meaning()
 
     def __hash__(self) -> int:
-        return hash(encode(self._job))
+        return hash(self._meaning())
+
+    def _meaning(self) -> bytes:
+        """Return what the program does, whatever the user's lines and the names of its inputs, as bytes."""
+        names: dict[str, int] = {}
+        nodes = [{key: value for key, value in node.items() if key != "line"} for node in self._job.nodes]
+        for node in nodes:
+            if node["do"] == "const":
+                node["tensor"] = names.setdefault(node["tensor"], len(names))
+        tensors = [self._job.tensors[name].contiguous() for name in names]
+        described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
+        text = json.dumps([self._job.runs, nodes, self._job.saves, described]).encode()
+        return b"".join([text, *(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)])
+
+    def then(self, other: Program) -> Program:
+        """Return a program that does what this one does and then, at each location, what ``other`` does.
+
+        An input that both have under one name is one input if it has the same value in both; else that of ``other`` gets a number.
+
+        Raises:
+            ValueError: If one is for ``trace`` and the other for ``generate``, or both save a value under one name.
+        """
+        first, second = self._job, other._job
+        if first.runs[0]["call"] != second.runs[0]["call"]:
+            raise ValueError("One of these programs was recorded in `model.trace(...)`, and the other in `model.generate(...)`.")
+        twice = first.saves.keys() & second.saves.keys()
+        if twice:
+            raise ValueError(f"Both programs save a value as `{min(twice)}`: save one of them under another name.")
+        tensors, names = dict(first.tensors), {}
+        for name, tensor in second.tensors.items():
+            labels = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+            names[name] = next(label for label in labels if label not in tensors or _equal(tensors[label], tensor))
+            tensors[names[name]] = tensor
+        nodes, saves = with_references(
+            [second.nodes, second.saves], lambda node, output: {"ref": [node + len(first.nodes), output]}
+        )
+        blocks = first.runs[0]["blocks"]
+        moved = [
+            {**node, "block": node["block"] + blocks, **({"tensor": names[node["tensor"]]} if node["do"] == "const" else {})}
+            for node in nodes
+        ]
+        run = {**first.runs[0], "blocks": blocks + second.runs[0]["blocks"]}
+        made = Program(Job([run], [*first.nodes, *moved], {**first.saves, **saves}, tensors), {**other._fixed, **self._fixed})
+        made._parts = (*(self._parts or (self,)), *(other._parts or (other,)))
+        return made
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
@@ -129,7 +174,7 @@ class Program:
         check_parts(self._job, model)
         return BoundProgram(self._job, model, inputs)
 
-    def block_for(self, model: NNsight) -> Callable[[], None]:
+    def block_for(self, model: NNsight) -> ProgramBlock:
         """Return a function that runs this program in a block of ``model``.
 
         Raises:
@@ -141,19 +186,15 @@ class Program:
             raise ValueError("A program with several invokes belongs to their inputs, so it cannot be applied to others.")
         check_parts(job, model)
 
-        def run_block() -> None:
-            interpreter = Interpreter(model, job, Limits(seconds=float("inf")))
-            interpreter.on_log = print
-            interpreter.place_constants()
-            interpreter.run_nodes(list(enumerate(job.nodes)))
-
-        return run_block
+        return ProgramBlock(model, job)
 
     def apply_to(self, model: NNsight) -> Any:
         """Return a copy of ``model`` that runs this program in each of its traces and calls, as ``model.edit()`` does with a block."""
-        run_program = self.block_for(model)
-        with model.edit() as edited:
-            run_program()
+        edited: Any = model
+        for part in self._parts or (self,):
+            run_program = part.block_for(model)
+            with edited.edit() as edited:
+                run_program()
         return edited
 
     # -- text and pictures -----------------------------------------------------------------------------------------
@@ -194,6 +235,10 @@ class Program:
     def _repr_svg_(self) -> str | None:
         """Return the picture for notebooks; without graphviz they show text."""
         return None if shutil.which("dot") is None else self.draw()
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _title(node: dict[str, Any]) -> str:

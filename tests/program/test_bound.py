@@ -213,3 +213,43 @@ def test_a_name_that_is_no_input() -> None:
     model = NNsight(net)
     with pytest.raises(InvalidProgramError, match="`beta` is no input.*Its inputs are alpha, direction, scale"):
         recorded(model, x, direction).bind(model, inputs=["beta"])
+
+
+# -- composition -----------------------------------------------------------------------------------------------------------------
+
+
+def shift(model: NNsight, x: torch.Tensor, layer: int, by: torch.Tensor) -> Program:
+    with model.trace(x, remote="program") as tracer:
+        model[layer].output[:] += by
+    return tracer.program
+
+
+def test_programs_are_equal_by_what_they_do() -> None:
+    model, x, by = NNsight(stack()), torch.randn(3, 6), torch.randn(6)
+    with model.trace(x, remote="program") as tracer:
+        other_name = by.clone()
+
+        model[1].output[:] += other_name
+    one, again, other = shift(model, x, 1, by), shift(model, torch.randn(5, 6), 1, by.clone()), shift(model, x, 2, by)
+    assert one == again and hash(one) == hash(again)
+    assert one != other and one != shift(model, x, 1, 2 * by)
+    assert len(tracer.program.inputs) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_program_after_the_other(compiled: bool) -> None:
+    net, x, first, second = stack(), torch.randn(3, 6), torch.randn(6), torch.randn(6)
+    model = NNsight(net, compile={"backend": "aot_eager"} if compiled else False)
+    with model.trace(x, remote="program") as tracer:
+        model[1].output *= 2.0
+        out = model[3].output.save()  # noqa: F841
+    both = shift(model, x, 2, second).then(shift(model, x, 1, first)).then(tracer.program)
+    assert sorted(both.inputs) == ["by", "by_2"]
+    expected = net[3](net[2](2.0 * (net[1](net[0](x)) + first)) + second)
+    bound = both.bind(model, inputs=["by", "by_2"])
+    for _ in range(3):
+        torch.testing.assert_close(bound(x)["out"], expected)
+    torch.testing.assert_close(bound(x, by=torch.zeros(6))["out"], net[3](net[2](2.0 * (net[1](net[0](x)) + first))))
+    torch.testing.assert_close(model.apply(both)(x), expected)
+    with pytest.raises(ValueError, match="Both programs save a value as `out`"):
+        both.then(tracer.program)

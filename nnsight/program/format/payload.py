@@ -76,6 +76,12 @@ def fact(job: Job, name: Hashable, find: Callable[[], Fact]) -> Fact:
     return found
 
 
+def inputs_of(job: Job) -> dict[str, torch.Tensor]:
+    """Return the named inputs of a program, with the values that they had in the recording; other constants have names that are none."""
+    used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
+    return {name: job.tensors[name] for name in sorted(used) if name.isidentifier()}
+
+
 def encode(job: Job) -> bytes:
     """Return ``job`` as a payload: one safetensors file."""
     return pack(job.content(), job.tensors)

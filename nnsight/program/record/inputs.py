@@ -27,6 +27,7 @@ from ...fx.recording.numbers import floats_as_tensors
 from ...tracing import Block
 from ...tracing.block import names_of
 from ...tracing.errors import is_internal, user_position_now
+from ..run.interpreter import ProgramBlock
 from .refusals import TORCH
 
 _Position = tuple[int | None, ...]
@@ -34,6 +35,8 @@ _Position = tuple[int | None, ...]
 
 class NamedInputs:
     """The named values of one block while it is recorded; a name that is among ``taken`` gets a number.
+
+    A block may be a program that was recorded before, which it calls: its ``inputs`` are named values too.
 
     Attributes:
         fixed: Names that cannot be inputs, and why.
@@ -50,6 +53,9 @@ class NamedInputs:
         self._lifted: set[ast.Name] = set()
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor, frozenset[str]]] = {}  # fake, value, names it was computed from
         self.fixed: dict[str, str] = {}
+        for value in list(variables.values()):
+            if isinstance(value, ProgramBlock):
+                variables, used = {**variables, **value.inputs}, used | value.inputs.keys()
         for name, value in variables.items():
             if name not in used or not name.isidentifier():
                 continue

@@ -150,14 +150,16 @@ def test_blocks_have_known_languages_and_links_lead_somewhere() -> None:
 
 @pytest.mark.usefixtures("_plain_torch", "_quick_backend")
 @pytest.mark.parametrize("path", RUNNING, ids=map(name_of, DOCUMENTS))
-def test_code_runs_and_prints_what_is_said(path: Path, tmp_path: Path) -> None:
+def test_code_runs_and_prints_what_is_said(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where documents write files
     run_document(path.read_text(encoding="utf-8"), tmp_path / f"{path.stem}.py", COSTLY.get(path.name))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_plain_torch")
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem in COMPILING], ids=name_of)
-def test_code_runs_with_the_backends_it_names(path: Path, tmp_path: Path) -> None:
+def test_code_runs_with_the_backends_it_names(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     run_document(path.read_text(encoding="utf-8"), tmp_path / f"{path.stem}.py")
 
 

@@ -239,7 +239,7 @@ def _returns_several(node: Node) -> bool:
     if node["do"] != "op":
         return False
     returned = OPERATORS[node["name"]]._schema.returns
-    return len(returned) > 1 or "[]" in str(returned[0].type)
+    return len(returned) > 1 or str(returned[0].type).startswith("List")
 
 
 # -- what the functions call -------------------------------------------------------------------------------------------

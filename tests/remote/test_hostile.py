@@ -341,7 +341,8 @@ aten.repeat_interleave.Tensor aten._local_scalar_dense.default aten.item.default
 aten.copy.out aten.add aten.add.default add torch.add aten.__class__.default aten.add.__class__ aten.add.Tensor.__call__ os.system
 builtins.eval.default prims.add.default prim.print.default aten.data.default aten.set_data.default aten.requires_grad_.default
 aten.record_stream.default aten.pin_memory.default aten.is_pinned.default aten.linalg_svd.default aten.linalg_inv.default
-aten.einsum.default aten._to_cpu.default aten.sparse_coo_tensor.size aten.to_sparse.default aten._foobar.baz aten.sym_size.int
+aten.linalg_multi_dot.default aten.one_hot.default aten._to_cpu.default aten.sparse_coo_tensor.size aten.to_sparse.default
+aten._foobar.baz aten.sym_size.int
 aten.view.dtype aten.masked_scatter.default aten.bincount.default aten._assert_async.msg aten._print.default
 inductor.resize_storage_bytes_.default
 c10d.broadcast_.default quantized.add.default aten.quantize_per_tensor.default aten.swap.default aten.detach_.default aten.squeeze_.dim
@@ -394,6 +395,16 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "layout": lambda: applied(X, name="aten._to_copy.default", layout={"layout": "sparse_coo"}),
     "memory format": lambda: applied(X, name="aten.clone.default", memory_format={"memory_format": "channels_last_3d"}),
     "dropout": lambda: applied(X, X, X, None, 0.5, name="aten.scaled_dot_product_attention.default"),
+    "an equation that is code": lambda: einsum("__import__('os')", X, X),
+    "an equation of any length": lambda: einsum(",".join("a" * 200), *[X] * 200),
+    "an equation that does not fit": lambda: einsum("ab,bc->ac", X, X),
+    "an equation of one tensor": lambda: einsum("abc->cba", X),
+    "an equation of none": lambda: einsum(","),
+    "a path outside of the tensors": lambda: einsum("abc,abc,abc->a", X, X, X, path=[0, 9, 0, 1]),
+    "a path before the tensors": lambda: einsum("abc,abc,abc->a", X, X, X, path=[-5, 1, 0, 1]),
+    "a path that is too short": lambda: einsum("abc,abc,abc->a", X, X, X, path=[0]),
+    "a copy that is no boolean": lambda: computed({**op("aten.relu.default", X), "copy": "x"}),
+    "an interpolation that does not exist": lambda: applied(X, 0.5, interpolation={"str": "__class__"}, name="aten.quantile.scalar"),
     "itself": lambda: applied(X, ref(1)),
     "the future": lambda: applied(X, ref(2)),
     "a cycle": lambda: sent(op("aten.relu.default", ref(1)), op("aten.relu.default", ref(0))),
@@ -411,6 +422,10 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "name a list": lambda: computed(node("op", name=["aten.relu.default"], args=[X])),
     "name null": lambda: computed(node("op", name=None, args=[X])),
 }
+
+
+def einsum(equation: str, *tensors: Any, **kwargs: Any) -> bytes:
+    return applied({"str": equation}, list(tensors), name="aten.einsum.default", **kwargs)
 
 
 def plain_nested(depth: int) -> Any:
@@ -461,6 +476,14 @@ ALIASES: dict[str, Callable[[], Any]] = {
     "a part of a split weight": lambda: views(WEIGHT, ("aten.split.Tensor", 2), output=1),
     "a row of an unbound weight": lambda: views(WEIGHT, ("aten.unbind.int",), output=2),
     "a part of a weight of given sizes": lambda: views(WEIGHT, ("aten.split_with_sizes.default", [1, 3]), output=1),
+    "a reshaped weight": lambda: views(WEIGHT, ("aten.reshape.default", [-1])),
+    "a flattened weight": lambda: views(WEIGHT, ("aten.flatten.using_ints",)),
+    "an unflattened weight": lambda: views(WEIGHT, ("aten.unflatten.int", 0, [2, 2])),
+    "a contiguous weight": lambda: views(WEIGHT, ("aten.contiguous.default",)),
+    "a chunk of a weight": lambda: views(WEIGHT, ("aten.chunk.default", 2), output=1),
+    "a broadcast weight": lambda: views(WEIGHT, ("aten.broadcast_to.default", [1, 4, 4])),
+    "a weight with moved dimensions": lambda: views(WEIGHT, ("aten.movedim.int", 0, 1), ("aten.narrow.default", 0, 0, 1)),
+    "a reshaped activation": lambda: views(read(), ("aten.reshape.default", [-1])),
     "a view of an activation": lambda: views(read(), ("aten.select.int", 0, 0)),
     "a view of a constant": lambda: views(CONST, ("aten.t.default",)),
     "copying into a weight": lambda: sent(WEIGHT, op("aten.zeros_like.default", ref(0)), op("aten.copy_.default", ref(0), ref(1))),
@@ -518,6 +541,23 @@ SIZES: dict[str, Callable[[], Any]] = {
     "a large expansion, copied": lambda: computed(op("aten.expand.default", X, [2**24, 3, 4]), op("aten.clone.default", ref(1))),
     "a large expansion, summed": lambda: computed(op("aten.expand.default", X, [2**50, 3, 4]), op("aten.sum.default", ref(1))),
     "a repetition": lambda: computed(op("aten.repeat.default", X, [2**30, 1, 1])),
+    "a repetition of entries": lambda: computed(op("aten.repeat_interleave.self_int", X, 2**40)),
+    "tiles": lambda: computed(op("aten.tile.default", X, [2**40])),
+    "an outer product": lambda: computed(op("aten.arange.default", 2**20), op("aten.outer.default", ref(1), ref(1))),
+    "a large copy by reshaping": lambda: computed(
+        op("aten.broadcast_to.default", X, [2**40, 3, 4]), op("aten.reshape.default", ref(1), [-1])
+    ),
+    "a large product on the way to a number": lambda: computed(
+        op("aten.ones.default", [2**14]), op("aten.einsum.default", {"str": "a,b,ab->"}, [ref(1), ref(1), ref(2)]),
+    ),
+    "a product that is large on the way": lambda: computed(
+        op("aten.ones.default", [2**14]), op("aten.einsum.default", {"str": "a,b,c->"}, [ref(1), ref(1), ref(1)], path=[0, 1, 0, 1]),
+        op("aten.einsum.default", {"str": "a,b,c->abc"}, [ref(1), ref(1), ref(1)]), op("aten.sum.default", ref(3)),
+    ),
+    "much work in a composite": lambda: computed(op("aten.ones.default", [8, 1000, 1000]), op("aten.matmul.default", ref(1), ref(1))),
+    "many parts": lambda: computed(op("aten.tensor_split.sections", X, sections=2**40)),
+    "many rows": lambda: computed(op("aten.zeros.default", [2**23]), op("aten.unbind.int", ref(1))),
+    "many parts of one entry": lambda: computed(op("aten.zeros.default", [2**23]), op("aten.split.Tensor", ref(1), 1)),
     "a long range": lambda: computed(op("aten.arange.default", 10**15)),
     "an endless range": lambda: computed(op("aten.arange.start_step", 0, 10, 0)),
     "a range to infinity": lambda: computed(op("aten.arange.default", {"float": "inf"})),
@@ -573,6 +613,10 @@ INDICES: dict[str, Callable[[], Any]] = {
     "index_copy": lambda: computed(CONST, op("aten.index_copy.default", X, 0, ref(1), X), c=torch.tensor([-9])),
     "index_fill": lambda: computed(CONST, op("aten.index_fill.int_Scalar", X, 0, ref(1), 1.0), c=BAD),
     "take": lambda: computed(CONST, op("aten.take.default", X, ref(1)), c=BAD),
+    "take_along_dim": lambda: computed(CONST, op("aten.take_along_dim.default", X, ref(1), 2), c=torch.full((1, 3, 4), 4)),
+    "cross_entropy": lambda: computed(
+        CONST, op("aten.select.int", X, 0, 0), op("aten.cross_entropy_loss.default", ref(2), ref(1)), c=torch.tensor([0, 1, 9])
+    ),
     "nll_loss": lambda: computed(
         CONST,
         op("aten.select.int", X, 0, 0),

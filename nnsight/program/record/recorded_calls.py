@@ -21,8 +21,8 @@ from ...modeling.scanning import fake_mode
 from ...tracing.errors import user_position_now
 from ..format.errors import NotExpressibleError
 from ..format.nodes import Node, why_not, write_argument
-from ..format.operators import NAMES, OPERATORS, is_in_place, is_view
-from ..format.sizes import SIZE_METHODS, Shape, plain, takes_sizes
+from ..format.operators import NAMES, is_in_place, is_view
+from ..format.sizes import SIZE_METHODS, Shape, division, plain, takes_sizes
 from ..run.fake_runs import FakeModel
 from .printing import Prints
 from .recorded_gradients import Gradients
@@ -107,6 +107,7 @@ class NodeRecorder(TorchFunctionMode):
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
         self._visits: list[Stop] = []
         self._storages: dict[int, StorageWeakRef] = {}
+        self._copied: dict[int, torch.Tensor] = {}  # results of operators that give views of these tensors for other sizes
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
 
     # -- nodes -----------------------------------------------------------------------------------------------------
@@ -247,9 +248,8 @@ class NodeRecorder(TorchFunctionMode):
         if edits_in_place(function) and kwargs.get("out") is not None:
             raise refused("`out=` cannot be sent: use the result.")
         try:
-            if function is _ATTENTION:
-                return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
-            return function(*args, **kwargs)
+            with torch._C._AutoDispatchBelowAutograd():  # above, torch decomposes composite operators
+                return function(*args, **kwargs)
         except DataDependentOutputException as error:
             raise refused(why_demand(name)) from error
         except DynamicOutputShapeException as error:
@@ -330,7 +330,6 @@ class NodeRecorder(TorchFunctionMode):
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
             raise refused(f"{why[0].upper()}{why[1:]}.")
-        root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]
             given = {key: argument for key, argument in kwargs.items() if argument is not None}
@@ -343,9 +342,14 @@ class NodeRecorder(TorchFunctionMode):
             self._edit(args[0])
         with self.paused():
             result = operator(*args, **kwargs)
-        if is_view(name) or is_in_place(name):
-            root = self._roots[self._refs[args[0]][0]]
-        number = self.emit("op", root, name=name, args=written, **({"kwargs": named} if named else {}))
+            if result is args[0] and is_view(name):  # for other sizes it is a copy
+                result = torch.ops.aten.alias.default(result)
+        root = self._roots[self._refs[args[0]][0]] if is_view(name) or is_in_place(name) else None
+        lent = root is not None and self.nodes[root]["do"] != "op"  # its memory is not of the program
+        copied = lent and is_view(name) and not _share_memory(args[0], result)
+        number = self.emit("op", None if copied else root, name=name, args=written, **({"kwargs": named} if named else {}))
+        if copied:
+            self._copied[number] = args[0]
         if not is_in_place(name):
             for output, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
                 if isinstance(tensor, torch.Tensor):
@@ -355,8 +359,10 @@ class NodeRecorder(TorchFunctionMode):
     def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
         """Record the sizes that decide which operators torch makes of a call of the block."""
         function, given = self._called
-        several = str(OPERATORS[name]._schema.returns[0].type).startswith("List")  # as many as there are rows
-        if several or takes_sizes(function, name, args, given):
+        divided = division(name, args, {})
+        if divided is not None:  # so many results are part of the program
+            self._look(args[0], range(args[0].dim())[divided[0]])
+        if takes_sizes(function, name, args, given):
             for tensor in (*args, *given):
                 if isinstance(tensor, FakeTensor):
                     for dim in range(tensor.dim()):
@@ -370,6 +376,10 @@ class NodeRecorder(TorchFunctionMode):
         if node["do"] in ("const", "weight"):
             what = "a weight" if node["do"] == "weight" else "a tensor of your own"
             raise refused(f"The block edits {what} in place with values of the model; `.clone()` it first.")
+        if root in self._copied:  # for other sizes, torch edits what it is a view of
+            node["copy"] = True
+            for dim in range(self._copied[root].dim()) if self._for_others else ():
+                self._look(self._copied[root], dim)
         if node["do"] == "apply":
             if node.get("shares"):
                 raise refused(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
@@ -398,6 +408,12 @@ class NodeRecorder(TorchFunctionMode):
 @functools.cache
 def _returns_tensors(operator: Any) -> bool:
     return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
+
+
+def _share_memory(tensor: torch.Tensor, result: Any) -> bool:
+    """Whether the result of an operator that gives views of ``tensor``, or copies, is a view."""
+    first = result if isinstance(result, torch.Tensor) else next(iter(result), tensor)
+    return first.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...runtime.rows.fakes import Guesses
 from ..format.errors import require
 from ..format.limits import Limits
 from ..format.nodes import Node
+from ..format.operators import is_in_place
 from ..format.payload import Job
 from .fake_runs import FakeModel
 from .interpreter import Interpreter
@@ -28,13 +30,18 @@ class Costs(Guesses):
         super().__init__()
         self.flops, self.of_model, self._limit = 0, 0, limit
         self.begun: list[int] = []  # the operations before each token of a generation
+        self.on_made: Callable[[torch.Tensor], None] | None = None  # called with each tensor that an operator of a program makes
         self.on_step: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = active_interleaver()
         of_block = run is not None and run.current is not None
         result = func(*args, **(kwargs or {})) if of_block else super().__torch_dispatch__(func, types, args, kwargs)
-        flops = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        flops = sum(leaf.numel() for leaf in made)
+        if self.on_made is not None:  # also what a composite operator makes on the way
+            for leaf in made:
+                self.on_made(leaf)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
@@ -59,9 +66,9 @@ class Costs(Guesses):
 class Rehearsal(Interpreter):
     """A job on fakes: counts the bytes of all tensors that it ``made``, and refuses writes to memory that outlives the run."""
 
-    def __init__(self, model: NNsight, job: Job, limits: Limits, fakes: FakeModel) -> None:
+    def __init__(self, model: NNsight, job: Job, limits: Limits, fakes: FakeModel, costs: Costs) -> None:
         super().__init__(model, job, limits)
-        self.fakes, self.device = fakes, fakes.device
+        self.fakes, self.device, self._costs = fakes, fakes.device, costs
         self.constants = {name: fakes.faked(tensor) for name, tensor in job.tensors.items()}
         self.check_write = self._check_write
         self._kept = fakes.storages() | {tensor.untyped_storage()._cdata for tensor in self.constants.values()}
@@ -73,16 +80,28 @@ class Rehearsal(Interpreter):
         return self.fakes.by_name[name]
 
     def done(self, node: Node, arguments: Any, result: Any) -> None:
-        """Count the results of a node, and refuse those that are too large."""
+        """Count the results of a module, and check where an operator wrote."""
+        if node["do"] == "op":
+            if is_in_place(node["name"]):
+                self._check_write(arguments[0][0])
+            return
         for leaf in pytree.tree_leaves(result):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            size = leaf.numel() * leaf.element_size()
-            name, most = node.get("name", node["do"]), self.limits.tensor_bytes
-            require(size <= most, f"`{name}` makes a tensor of {size} bytes; the limit is {most}.")
-            self._count(size)
-        if node["do"] == "op" and node["name"].split(".")[1].endswith("_"):
-            self._check_write(arguments[0][0])
+            if isinstance(leaf, torch.Tensor):
+                self._measure(node["do"], leaf)
+
+    def _operate(self, number: int, node: Node) -> None:
+        self._costs.on_made = functools.partial(self._measure, node["name"])
+        try:
+            super()._operate(number, node)
+        finally:
+            self._costs.on_made = None
+
+    def _measure(self, name: str, tensor: torch.Tensor) -> None:
+        """Count a tensor that an operator or a module makes, and refuse one that is too large."""
+        self.check_time()
+        size, most = tensor.numel() * tensor.element_size(), self.limits.tensor_bytes
+        require(size <= most, f"`{name}` makes a tensor of {size} bytes; the limit is {most}.")
+        self._count(size)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd keeps for a backward pass."""

@@ -50,6 +50,11 @@ def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any,
     yield given["index"], size, negative
 
 
+def _along_dim(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    source, dim = given["self"], given.get("dim")
+    yield given["indices"], source.numel() if dim is None else source.shape[dim], False
+
+
 def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
     source, dim = given["self"], 0
     for index in given["indices"]:
@@ -67,11 +72,11 @@ def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
 def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
     target, source = given["target"], given["self"]
     target = getattr(target, CONSTANT, target)
-    if isinstance(target, torch.Tensor) and source.dim():
+    if isinstance(target, torch.Tensor) and source.dim() and not target.is_floating_point():  # which are probabilities
         if isinstance(target, FakeTensor):
             return
         with unset_fake_temporarily():
-            kept = target.masked_fill(target == given["ignore_index"], 0)
+            kept = target.masked_fill(target == given.get("ignore_index", -100), 0)
         yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
 
 
@@ -85,6 +90,7 @@ _INDEXED: dict[str, Callable[[dict[str, Any]], Iterable[tuple[Any, int, bool]]]]
     ),
     **dict.fromkeys("index index_put index_put_".split(), _advanced),
     "embedding": lambda given: [(given["indices"], given["weight"].shape[0], False)],
+    "take_along_dim": _along_dim,
     "take": lambda given: [(given["index"], given["self"].numel(), True)],
-    "nll_loss_forward": _classes,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_nd", "cross_entropy_loss"), _classes),
 }

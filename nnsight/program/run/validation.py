@@ -256,8 +256,8 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     with quiet_fakes:
         fakes = fake_model_of(model._tree)
     costs = Costs(limits.flops)
-    with quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:
-        rehearsal = Rehearsal(model, job, limits, fakes)
+    with torch.inference_mode(False), quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:  # where composites decompose
+        rehearsal = Rehearsal(model, job, limits, fakes, costs)
         for name in _index_constants(job):
             setattr(rehearsal.constants[name], CONSTANT, job.tensors[name])
         modes.enter_context(torch.set_grad_enabled(rehearsal.differentiates))

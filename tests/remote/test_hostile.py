@@ -336,14 +336,14 @@ aten.as_strided.default aten.as_strided_.default aten.as_strided_copy.default at
 aten.set_.source_Storage aten.resize_.default aten.resize_as_.default aten.from_file.default aten.rand.default aten.rand_like.default
 aten.randn.default aten.randint.low aten.randperm.default
 aten.dropout.default
-aten.native_dropout.default aten.nonzero.default aten.masked_select.default aten.unique_dim.default aten._unique2.default
-aten.repeat_interleave.Tensor aten._local_scalar_dense.default aten.item.default aten.equal.default aten.add.out aten.mm.out
+aten.native_dropout.default aten.combinations.default aten.nonzero_numpy.default aten._unique.default aten.histogramdd.default
+aten._local_scalar_dense.default aten.item.default aten.equal.default aten.add.out aten.mm.out
 aten.copy.out aten.add aten.add.default add torch.add aten.__class__.default aten.add.__class__ aten.add.Tensor.__call__ os.system
 builtins.eval.default prims.add.default prim.print.default aten.data.default aten.set_data.default aten.requires_grad_.default
 aten.record_stream.default aten.pin_memory.default aten.is_pinned.default aten.linalg_svd.default aten.linalg_inv.default
 aten.linalg_multi_dot.default aten.one_hot.default aten._to_cpu.default aten.sparse_coo_tensor.size aten.to_sparse.default
 aten._foobar.baz aten.sym_size.int
-aten.view.dtype aten.masked_scatter.default aten.bincount.default aten._assert_async.msg aten._print.default
+aten.view.dtype aten.masked_scatter.default aten.unique_dim_consecutive.default aten._assert_async.msg aten._print.default
 inductor.resize_storage_bytes_.default
 c10d.broadcast_.default quantized.add.default aten.quantize_per_tensor.default aten.swap.default aten.detach_.default aten.squeeze_.dim
 """.split()
@@ -579,7 +579,26 @@ SIZES: dict[str, Callable[[], Any]] = {
         op("aten.bmm.default", ref(1), ref(2)),
     ),
     "a large result": lambda: computed(op("aten.zeros.default", [2**19])),
-    "a mask that selects": lambda: computed(op("aten.gt.Scalar", X, 0), op("aten.index.Tensor", X, [ref(1)])),
+    "a mask that may select more than a result may have": lambda: computed(
+        op("aten.ones.default", [2**19]), op("aten.gt.Scalar", ref(1), 5), op("aten.index.Tensor", ref(1), [ref(2)])
+    ),
+    "masks for too many dimensions": lambda: computed(op("aten.gt.Scalar", X, 0), op("aten.index.Tensor", X, [ref(1)] * 3)),
+    "places of places": lambda: computed(op("aten.nonzero.default", X), *[op("aten.nonzero.default", ref(n + 1)) for n in range(50)]),
+    "places of many": lambda: computed(op("aten.ones.default", [2**20, 1, 1, 1, 1]), op("aten.nonzero.default", ref(1))),
+    "places on the way": lambda: computed(
+        op("aten.ones.default", [2**20, 1, 1, 1, 1, 1, 1, 1, 1]), op("aten.gt.Scalar", ref(1), 0),
+        *[op("aten.index.Tensor", ref(1), [ref(2)]) for _ in range(4)],
+    ),
+    "a product with all places": lambda: computed(
+        op("aten.ones.default", [2**14]), op("aten.nonzero.default", ref(1)), op("aten.mul.Tensor", ref(1), ref(2))
+    ),
+    "a large selection": lambda: computed(
+        op("aten.zeros.default", [2**20, 1]), op("aten.zeros.default", [1, 2**20]), op("aten.gt.Scalar", ref(2), 0),
+        op("aten.masked_select.default", ref(1), ref(3)),
+    ),
+    "repeats of any size": lambda: computed(CONST, op("aten.repeat_interleave.Tensor", ref(1), output_size=2**40), c=torch.tensor([1])),
+    "many counts": lambda: computed(CONST, op("aten.bincount.default", ref(1), None, 2**40), c=torch.tensor([1])),
+    "unique rows of no dimension": lambda: computed(op("aten.unique_dim.default", X, 9)),
     "indices of floats": lambda: computed(op("aten.index.Tensor", X, [X])),
     "indices of NaN": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=torch.tensor([float("nan")])),
     "gathering by floats": lambda: computed(op("aten.gather.default", X, 0, X)),
@@ -697,6 +716,25 @@ def test_a_bad_index_that_is_computed_fails_before_it_is_used() -> None:
         op("aten.index_select.default", X, 2, ref(3)),
     )  # fmt: skip
     with pytest.raises(ExecutionFailedError, match=r"index_select.*points outside"):
+        execute_payload(MODEL, payload, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "values", "reason"),
+    [
+        ("repeat_interleave.Tensor", {}, [2**40], "a result of size"),
+        ("repeat_interleave.Tensor", {}, [2**62] * 4, "a result of size"),  # whose sum is zero in 64 bits
+        ("repeat_interleave.Tensor", {}, [2**15] * 4, "a result of size 131072"),
+        ("repeat_interleave.Tensor", {"output_size": 1}, [5, 5], "a result of size 10"),
+        ("repeat_interleave.Tensor", {"output_size": 20}, [5, 5], "a result of size 10"),
+        ("repeat_interleave.Tensor", {}, [-5, 5], "negative"),
+        ("bincount.default", {}, [2**40], "a result of size"),
+        ("bincount.default", {}, [-1], "non-negative"),
+    ],
+)
+def test_a_result_is_not_larger_than_was_counted(name: str, kwargs: Any, values: list[int], reason: str) -> None:
+    payload = computed(CONST, op(f"aten.{name}", ref(1), **kwargs), c=torch.tensor(values))
+    with pytest.raises(ExecutionFailedError, match=reason):
         execute_payload(MODEL, payload, LIMITS)
 
 

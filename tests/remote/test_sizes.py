@@ -268,3 +268,121 @@ def test_composite_operators_consist_of_allowed_ones_and_make_new_memory(net: NN
         "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.nll_loss2d_forward.default", "aten.diagonal_copy.default",
         "aten.squeeze_.dim", "aten.transpose_.default", "aten.unsqueeze_.default",
     }  # fmt: skip
+
+
+# -- sizes that depend on values ---------------------------------------------------------------------------------------
+
+SELECTED: dict[str, Callable[[Any], Any]] = {
+    "mask": lambda h: h[h > 0.1],
+    "mean of a mask": lambda h: h[h > 0.1].mean(),
+    "rows": lambda h: h[h[..., 0] > 0] @ W,
+    "mask of a dimension": lambda h: h[..., torch.tensor([True, False] * 4)],
+    "nonzero": lambda h: h.gt(0.1).nonzero(),
+    "nonzero as a tuple": lambda h: h.gt(0.1).nonzero(as_tuple=True)[2],
+    "nonzero of nonzero": lambda h: h[h > 0.1].gt(0.3).nonzero(),
+    "where": lambda h: h[:, torch.where(h[0, :, 0] > 0)[0]],
+    "squeezed": lambda h: h[:, (h[0, :, 0] > 0).nonzero().squeeze(-1)].sum(1),
+    "masked_select": lambda h: torch.masked_select(h, h[0, 0] > 0),
+    "argwhere": lambda h: torch.argwhere(h > 0.1),
+    "unique": lambda h: torch.unique(h.argmax(-1)),
+    "unique with counts": lambda h: torch.unique(h.argmax(-1), return_inverse=True, return_counts=True),
+    "unique rows": lambda h: torch.unique(h.round(), dim=1, return_inverse=True),
+    "unique_consecutive": lambda h: torch.unique_consecutive(h.argmax(-1), return_counts=True),
+    "bincount": lambda h: torch.bincount(h.argmax(-1).flatten()),
+    "bincount with weights": lambda h: torch.bincount(h.argmax(-1).flatten(), h[..., 0].flatten(), minlength=20),
+    "repeat_interleave": lambda h: h.repeat_interleave(h[0, :, 0].gt(0).long(), dim=1),
+    "cat": lambda h: torch.cat([h[h > 0.1], h[h < 0]]).sort().values,
+    "two of one mask": lambda h: (h[h > 0.1] * h.abs()[h > 0.1]).sum(),
+    "comparison": lambda h: (h[h > 0.1] > 0.5).sum(),
+    "written back": lambda h: h.clone().index_put_((h > 0.1,), h[h > 0.1] * 2),
+    "in place": lambda h: h[h > 0.1].add_(1).std(),
+    "width": lambda h: h[h[..., 0] > 0].sum(0) / h[h[..., 0] > 0].shape[-1],
+    "composites": lambda h: F.layer_norm(h[h[..., 0] > 0], (8,)).reshape(-1, 2, 4).softmax(-1),
+    "similarity": lambda h: F.cosine_similarity(h[h[..., 0] > 0], V, dim=-1),
+    "einsum": lambda h: torch.einsum("nd,de->ne", h[h[..., 0] > 0], W),
+    "topk": lambda h: h[h > -100].topk(2).values,
+    "ones": lambda h: torch.ones_like(h[h > 0.1]).sum() + h[h > 0.1].quantile(0.5),
+}
+
+
+@pytest.mark.parametrize("of", SELECTED.values(), ids=SELECTED)
+def test_a_selection_by_values_is_that_of_an_eager_block(net: NNsight, of: Any) -> None:
+    program = recorded(net, of, 2, 3)
+    compiled = NNsight(net._module, compile={"backend": "eager"})
+    with net.trace(of_size(2, 3), remote="local"):
+        found = of(net.first.output).save()
+    torch.testing.assert_close(found, eager(net, of, 2, 3))
+    for size in [(2, 3), (1, 6)]:
+        expected = eager(net, of, *size)
+        torch.testing.assert_close(program.run(net, of_size(*size))["found"], expected)
+        torch.testing.assert_close(program.run(compiled, of_size(*size))["found"], expected)
+
+
+def test_a_module_is_applied_to_selected_rows(net: NNsight) -> None:
+    def of(h: Any) -> Any:
+        return net.second(h[h[..., 0] > 0])
+
+    torch.testing.assert_close(recorded(net, of, 2, 3).run(net, of_size(1, 6))["found"], eager(net, of, 1, 6))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h: len(h[h > 0.1]),
+        lambda h: h.sum() / h[h > 0.1].shape[0],
+        lambda h: h if h[h > 0.1].numel() else -h,
+        lambda h: [row for row in h[h > 0.1]],  # noqa: C416 - the loop is the question
+        lambda h: h[h > 0.1].shape == (3,),
+        lambda h: torch.zeros(h[h > 0.1].shape),
+        lambda h: h.reshape(h[h > 0.1].size()),
+        lambda h: torch.arange(h[h > 0.1].size(0)),
+        lambda h: h[h > 0.1].split(2),
+        lambda h: torch.randn_like(h[h > 0.1]),
+        lambda h: F.pad(h[h > 0.1], (0, 1)),
+        lambda h: F.kl_div(h[h[..., 0] > 0], h[h[..., 0] > 0], reduction="batchmean"),
+    ],
+)
+@pytest.mark.parametrize("where", ["local", "program"])
+def test_a_size_that_depends_on_values_is_not_read(net: NNsight, of: Any, where: str) -> None:
+    refused = pytest.raises(NotExpressibleError, match=r"test_sizes.py:\d+: .* size that depends on values")
+    with refused, net.trace(of_size(2, 3), remote=where):
+        of(net.first.output)
+
+
+def test_what_depends_on_values_in_size_does_not_go_into_the_model(net: NNsight) -> None:
+    refused = pytest.raises(NotExpressibleError, match=r"test_sizes.py:\d+: .* size that depends on values|whose size depends on values")
+    with refused, net.trace(of_size(2, 3), remote="local"):
+        hidden = net.first.output
+        net.first.output = hidden[hidden[..., 0] > 0]
+    with refused, net.trace(of_size(2, 3), remote="local"):
+        hidden = net.first.output
+        net.second.skip(hidden[hidden[..., 0] > 0])
+
+
+def test_a_size_that_would_have_to_be_known_is_refused_before_the_model_runs(net: NNsight) -> None:
+    with pytest.raises(InvalidProgramError, match="checked as the largest possible one"), net.trace(of_size(2, 3), remote="local"):
+        hidden = net.first.output
+        found = (hidden[hidden > 0.1] + torch.ones(2)).save()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda h: h[h > 0.1].mean(),
+        lambda h: torch.masked_select(h, h > 0.1).pow(2).sum(),
+        lambda h: (h[h[..., 0] > 0] @ W).softmax(-1).std(),
+        lambda h: h.clone().index_put((h > 0,), h[h > 0] * 2).pow(2).sum(),
+        lambda h: h[0, 0].repeat_interleave(h[0, 0].gt(0).long()).pow(2).sum(),
+    ],
+)
+def test_gradients_flow_through_selections(net: NNsight, loss: Any) -> None:
+    def run(size: tuple[int, int], **where: Any) -> Any:
+        with net.trace(of_size(*size), **where) as tracer:
+            hidden = net.first.output
+            with loss(hidden).backward():
+                gradient = hidden.grad.save()
+        return tracer.program if where else gradient
+
+    program = run((2, 3), remote="program")
+    for size in [(2, 3), (1, 6)]:
+        torch.testing.assert_close(program.run(net, of_size(*size))["gradient"], run(size))

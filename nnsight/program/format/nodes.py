@@ -113,8 +113,6 @@ _DENIED = {
     "resize_": "it gives uninitialised memory",
     "rand": "it draws from the random numbers of the server",
     "from_file": "it reads files",
-    "nonzero": "the size of its result depends on values",
-    "masked_select": "the size of its result depends on values",
     "_local_scalar_dense": "it gives a value to Python",
 }
 

@@ -1,9 +1,9 @@
 """The operators that programs may use: a fixed table of names.
 
 The name of an operator is looked up in this table and nowhere else. Missing on purpose: uninitialised memory (``empty``,
-``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, results
-whose size depends on values (``nonzero``, masks that select), values for Python (``_local_scalar_dense``), ``out=`` arguments, and
-decompositions without a counter of their cost. Arguments that are strings have lists of allowed values.
+``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, values for
+Python (``_local_scalar_dense``), ``out=`` arguments, and decompositions without a counter of their cost. Arguments that are strings have
+lists of allowed values.
 
 Composite operators, such as ``matmul`` and ``reshape``, are in the table if torch makes other operators of them for other sizes: a node
 of the composite is right for all sizes. They consist of allowed operators, and make new memory unless they are listed as views. Such a
@@ -68,7 +68,8 @@ index.Tensor index_select.default gather.default embedding.default scatter.src s
 scatter.reduce scatter.value_reduce scatter_reduce.two index_put.default index_add.default index_copy.default
 index_fill.int_Scalar index_fill.int_Tensor take.default tril.default triu.default
 slice_scatter.default select_scatter.default diagonal_scatter.default searchsorted.Tensor searchsorted.Scalar
-bucketize.Tensor
+bucketize.Tensor nonzero.default masked_select.default _unique2.default unique_dim.default unique_consecutive.default
+bincount.default repeat_interleave.Tensor
 """
 
 _SHAPES = """

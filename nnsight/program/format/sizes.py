@@ -5,6 +5,9 @@ size that the block reads, and that a function of torch computes with or makes a
 records its value. A run with another size is refused with the user's line; its results would be wrong. Composite operators of the table
 (``matmul``, ``reshape``) are recorded as they are, so what torch does with sizes in them needs no such node.
 
+A size that depends on values, as that of ``hidden[hidden > 0]``, is an unknown of torch, a ``SymInt``, in every recording. A block that
+reads it is refused.
+
 A :class:`Shape` notes which of its sizes are read: ``hidden.shape[-1]`` fixes the width of the model and no length of a prompt.
 """
 
@@ -65,6 +68,16 @@ class Shape(tuple[int, ...]):
 
     def __hash__(self) -> int:
         return hash(self.all())
+
+
+def has_unknown_size(tensor: torch.Tensor) -> bool:
+    """Whether a size of a fake depends on values."""
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def known_dims(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a fake whose sizes depend on no values."""
+    return [dim for dim, size in enumerate(tensor.shape) if not isinstance(size, torch.SymInt)]
 
 
 def _looking(name: str) -> Any:

@@ -18,15 +18,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
+from ...runtime.rows.fakes import result_of_size
 from ...tracing.errors import user_position_now
 from ..format.errors import NotExpressibleError
 from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, is_in_place, is_view
-from ..format.sizes import SIZE_METHODS, Shape, division, plain, takes_sizes
+from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, plain, takes_sizes
 from ..run.fake_runs import FakeModel
 from .printing import Prints
 from .recorded_gradients import Gradients
-from .refusals import TORCH, here, position_of_block, refused, why_demand
+from .refusals import TORCH, WITHOUT_SIZE, here, position_of_block, refused, why_demand
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -107,6 +108,7 @@ class NodeRecorder(TorchFunctionMode):
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
         self._visits: list[Stop] = []
         self._storages: dict[int, StorageWeakRef] = {}
+        self._unknown: Any = None  # knows the relations between sizes that depend on values
         self._copied: dict[int, torch.Tensor] = {}  # results of operators that give views of these tensors for other sizes
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
 
@@ -204,7 +206,7 @@ class NodeRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.listens:
             return function(*args, **kwargs)
-        if self._for_others:
+        if self._for_others or self._unknown is not None:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
         name = getattr(function, "__name__", "")
         if function in METADATA or name in SIZE_METHODS:
@@ -227,6 +229,8 @@ class NodeRecorder(TorchFunctionMode):
             raise refused(why_demand(name))
         if function in DRAWN_LIKE:
             like = args[0]
+            for dim in range(like.dim()):
+                self._look(like, dim)
             with _disable_current_modes():  # here and now
                 drawn = torch.empty(like.shape, dtype=like.dtype)
                 return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
@@ -250,33 +254,39 @@ class NodeRecorder(TorchFunctionMode):
         try:
             with torch._C._AutoDispatchBelowAutograd():  # above, torch decomposes composite operators
                 return function(*args, **kwargs)
-        except DataDependentOutputException as error:
+        except RuntimeError as error:
+            self.refuse(error, name)
+            raise
+
+    def refuse(self, error: RuntimeError, name: str) -> None:
+        """Raise a refusal if ``error`` says that ``name`` needs values."""
+        if isinstance(error, DataDependentOutputException):
             raise refused(why_demand(name)) from error
-        except DynamicOutputShapeException as error:
-            raise refused(
-                f"The size of what `{name}` returns depends on values, as where a mask selects. "
-                "Use `torch.where`, or multiply by the mask."
-            ) from error
+        if self._unknown is not None and ("data-dependent" in str(error) or "SymInt" in str(error)):
+            raise refused(f"`{name.strip('_')}` needs a size that depends on values. {WITHOUT_SIZE}") from error
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a fact about a tensor, and record which sizes it has in it."""
-        found, name = function(*args, **kwargs), getattr(function, "__name__", "")
         tensor, *rest = (*args, *kwargs.values())
-        if not self._for_others or not isinstance(tensor, FakeTensor):
-            return found
-        if isinstance(found, torch.Size):
-            return Shape(found, functools.partial(self._look, tensor))
-        if name == "__len__":
-            self._look(tensor, 0)
-        elif name == "size":
-            self._look(tensor, range(tensor.dim())[rest[0]])
-        elif name in SIZE_METHODS or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
-            Shape(tensor.size(), functools.partial(self._look, tensor)).all()
-        return found
+        if not isinstance(tensor, FakeTensor) or not (self._for_others or has_unknown_size(tensor)):
+            return function(*args, **kwargs)
+        name, look = getattr(function, "__name__", ""), functools.partial(self._look, tensor)
+        if name == "size" and rest:
+            look(range(tensor.dim())[rest[0]])
+        elif name == "__len__" and tensor.dim():
+            look(0)
+        elif (name in SIZE_METHODS and name != "size") or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            Shape(tensor.size(), look).all()
+        found = function(*args, **kwargs)
+        return Shape(found, look) if isinstance(found, torch.Size) else found
 
     @unseen
     def _look(self, tensor: torch.Tensor, dim: int) -> None:
-        """Record that a size of a value is read."""
+        """Record that a size of a value is read, or refuse it."""
+        if isinstance(tensor.shape[dim], torch.SymInt):
+            raise refused(f"Python reads a size that depends on values, and they are where the model runs. {WITHOUT_SIZE}")
+        if not self._for_others:
+            return
         node, output = self._refs.get(tensor, (None, 0))
         if node is None or (node, output, dim) in self._looked:
             return
@@ -303,7 +313,7 @@ class NodeRecorder(TorchFunctionMode):
             if any(isinstance(item, torch.Tensor) for item in index):
                 return index
             with _disable_current_modes():
-                return torch.tensor(index)
+                index = torch.tensor(index)
         own = isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor)
         if own and index.dim() == 0 and index.dtype in _INTEGERS:
             with _disable_current_modes():
@@ -335,13 +345,18 @@ class NodeRecorder(TorchFunctionMode):
             given = {key: argument for key, argument in kwargs.items() if argument is not None}
             named = {key: write_argument(argument, self.reference) for key, argument in given.items()}
         except TypeError as error:
+            if any(isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))):
+                raise refused(f"`{self._called[0]}` computes with a size that depends on values. {WITHOUT_SIZE}") from error
             raise refused(f"`{name}` has an argument that cannot be sent: {error}.") from error
         if self._for_others:
             self._look_for_torch(name, args)
         if is_in_place(name):
             self._edit(args[0])
         with self.paused():
-            result = operator(*args, **kwargs)
+            try:
+                result = operator(*args, **kwargs)
+            except DynamicOutputShapeException:
+                result = result_of_size(operator, args, kwargs, self._unknown_size)
             if result is args[0] and is_view(name):  # for other sizes it is a copy
                 result = torch.ops.aten.alias.default(result)
         root = self._roots[self._refs[args[0]][0]] if is_view(name) or is_in_place(name) else None
@@ -356,6 +371,15 @@ class NodeRecorder(TorchFunctionMode):
                     self._refs[tensor] = (number, output)
         return result
 
+    def _unknown_size(self, most: int) -> Any:
+        """Return the size of a dimension that depends on values: torch computes with it as an unknown."""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
+
+        self._unknown = self._unknown or ShapeEnv()
+        size = self._unknown.create_unbacked_symint()
+        torch._check(size >= 0)
+        return size
+
     def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
         """Record the sizes that decide which operators torch makes of a call of the block."""
         function, given = self._called
@@ -365,7 +389,7 @@ class NodeRecorder(TorchFunctionMode):
         if takes_sizes(function, name, args, given):
             for tensor in (*args, *given):
                 if isinstance(tensor, FakeTensor):
-                    for dim in range(tensor.dim()):
+                    for dim in known_dims(tensor):
                         self._look(tensor, dim)
 
     def _edit(self, tensor: torch.Tensor) -> None:

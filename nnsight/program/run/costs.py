@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ...modeling.base import NNsight
 from ...runtime.interleaver import active_interleaver
-from ...runtime.rows.fakes import Guesses
+from ...runtime.rows.fakes import Guesses, result_of_size
 from ..format.errors import require
 from ..format.limits import Limits
 from ..format.nodes import Node
@@ -24,19 +25,41 @@ from .interpreter import Interpreter
 
 
 class Costs(Guesses):
-    """Counts the operations of a run on fakes, and guesses where the model asks for values."""
+    """Counts the operations of a run on fakes, and guesses where the model asks for values.
+
+    A result of a program whose size depends on values has the largest possible one.
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.flops, self.of_model, self._limit = 0, 0, limit
+        self.selects = False  # whether a size of the program depends on values
         self.begun: list[int] = []  # the operations before each token of a generation
         self.on_made: Callable[[torch.Tensor], None] | None = None  # called with each tensor that an operator of a program makes
         self.on_step: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = active_interleaver()
+        run, kwargs = active_interleaver(), kwargs or {}
         of_block = run is not None and run.current is not None
-        result = func(*args, **(kwargs or {})) if of_block else super().__torch_dispatch__(func, types, args, kwargs)
+        in_pass = torch._C._current_graph_task_id() >= 0 and not self.made  # so the sizes are those of the program, too
+        guesses = super().__torch_dispatch__
+        try:
+            result = func(*args, **kwargs) if of_block or in_pass else guesses(func, types, args, kwargs)
+        except DynamicOutputShapeException:
+            with self:
+                largest = result_of_size(func, args, kwargs, lambda most: most) if of_block or in_pass else None
+            if largest is None:
+                raise
+            self.selects = self.selects or of_block
+            return largest
+        except DataDependentOutputException:
+            if of_block:
+                raise
+            result = guesses(func, types, args, kwargs)
+        self._count(func, args, kwargs, result, of_model=not of_block)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, of_model: bool) -> None:
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         flops = sum(leaf.numel() for leaf in made)
         if self.on_made is not None:  # also what a composite operator makes on the way
@@ -45,9 +68,8 @@ class Costs(Guesses):
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
-                flops += int(count(*args, **(kwargs or {}), out_val=result))
-        self.add(flops, of_model=not of_block)
-        return result
+                flops += int(count(*args, **kwargs, out_val=result))
+        self.add(flops, of_model)
 
     def begin_step(self) -> None:
         """Note that a generation begins with a token."""

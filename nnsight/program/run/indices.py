@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from ...runtime.rows.fakes import MOST_COUNTED
 from ..format.errors import InvalidProgramError
 
 #: Attribute of the fake of a constant: its values, where they are indices.
@@ -15,16 +16,20 @@ CONSTANT = "_nnsight_constant"
 
 
 def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if an operator would read or write outside of its tensor.
+    """Raise if an operator would read or write outside of its tensor, or make a tensor of any size.
 
     Raises:
         IndexError: If an index is out of range.
+        ValueError: If numbers that are counted, or repeats, are too large.
         InvalidProgramError: If indices are of a type that cannot index.
     """
-    rule = _INDEXED.get(operator._schema.name.removeprefix("aten::"))
+    name = operator._schema.name.removeprefix("aten::")
+    rule = _INDEXED.get(name)
+    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    if name in ("bincount", "repeat_interleave"):
+        _check_count(name, given)
     if rule is None:
         return
-    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
     for index, size, negative in rule(given):
         if isinstance(index, torch.Tensor):
             _check_range(index, size, negative)
@@ -42,6 +47,19 @@ def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
         low, high = (int(bound) for bound in torch.aminmax(values))
     if high >= size or low < (-size if negative else 0):
         raise IndexError(f"an index points outside of its tensor: from {low} to {high}, for a size of {size}")
+
+
+def _check_count(name: str, given: dict[str, Any]) -> None:
+    """Raise if the result would be larger than the rehearsal has counted."""
+    values = given["self"] if name == "bincount" else given["repeats"]
+    if not isinstance(values, torch.Tensor) or isinstance(values, FakeTensor) or values.numel() == 0:
+        return
+    most, size = max(given.get("minlength", 0), MOST_COUNTED), int(values.max()) + 1
+    wanted = given.get("output_size")
+    if name == "repeat_interleave" and size <= most:
+        size = int(values.sum())
+    if size > most or wanted not in (None, size):
+        raise ValueError(f"a result of size {size}; its arguments allow {wanted or most} in a program")
 
 
 def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:

@@ -269,7 +269,8 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
         except (InvalidProgramError, EarlyStopException, KeyboardInterrupt, SystemExit):
             raise
         except ExecutionFailedError as error:
-            raise InvalidProgramError(str(error)) from error
+            hint = ". A size that depends on values is checked as the largest possible one" if costs.selects else ""
+            raise InvalidProgramError(f"{error}{hint}") from error
         except BaseException as error:
             raise InvalidProgramError(f"The job does not run on this model: {type(error).__name__}: {error}") from error
         sizes: list[int] = []

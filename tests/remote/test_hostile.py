@@ -585,6 +585,10 @@ SIZES: dict[str, Callable[[], Any]] = {
     "masks for too many dimensions": lambda: computed(op("aten.gt.Scalar", X, 0), op("aten.index.Tensor", X, [ref(1)] * 3)),
     "places of places": lambda: computed(op("aten.nonzero.default", X), *[op("aten.nonzero.default", ref(n + 1)) for n in range(50)]),
     "places of many": lambda: computed(op("aten.ones.default", [2**20, 1, 1, 1, 1]), op("aten.nonzero.default", ref(1))),
+    "places of an edit": lambda: computed(
+        op("aten.zeros.default", [2**20, 1, 1, 1, 1, 1, 1, 1]), op("aten.gt.Scalar", ref(1), 0),
+        *[op("aten.index_put_.default", ref(1), [ref(2)], 0.0) for _ in range(5)],
+    ),
     "places on the way": lambda: computed(
         op("aten.ones.default", [2**20, 1, 1, 1, 1, 1, 1, 1, 1]), op("aten.gt.Scalar", ref(1), 0),
         *[op("aten.index.Tensor", ref(1), [ref(2)]) for _ in range(4)],
@@ -716,6 +720,13 @@ def test_a_bad_index_that_is_computed_fails_before_it_is_used() -> None:
         op("aten.index_select.default", X, 2, ref(3)),
     )  # fmt: skip
     with pytest.raises(ExecutionFailedError, match=r"index_select.*points outside"):
+        execute_payload(MODEL, payload, LIMITS)
+
+
+@pytest.mark.parametrize("q", [2.0, -0.5, float("nan")])
+def test_a_quantile_is_that_of_a_fraction(q: float) -> None:
+    payload = computed(CONST, op("aten.quantile.default", X, ref(1)), c=torch.tensor([0.5, q]))
+    with pytest.raises(ExecutionFailedError, match="between 0 and 1"):
         execute_payload(MODEL, payload, LIMITS)
 
 

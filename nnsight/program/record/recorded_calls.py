@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, plain, takes_sizes
 from ..run.fake_runs import FakeModel
+from .memory import share_memory, stretch
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import TORCH, WITHOUT_SIZE, here, position_of_block, refused, why_demand
@@ -143,7 +144,7 @@ class NodeRecorder(TorchFunctionMode):
     def _check_fresh(self, tensor: torch.Tensor) -> None:
         """Raise if the memory of ``tensor`` was edited through a copy."""
         edits = self._stale.get(self._roots[self._refs[tensor][0]], ())
-        low, high = _stretch(tensor) if edits else (0, 0)
+        low, high = stretch(tensor) if edits else (0, 0)
         for start, end, message in edits:
             if start < high and low < end:
                 raise NotExpressibleError(message)
@@ -229,8 +230,7 @@ class NodeRecorder(TorchFunctionMode):
             raise refused(why_demand(name))
         if function in DRAWN_LIKE:
             like = args[0]
-            for dim in range(like.dim()):
-                self._look(like, dim)
+            self._look_all(like)
             with _disable_current_modes():  # here and now
                 drawn = torch.empty(like.shape, dtype=like.dtype)
                 return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
@@ -292,6 +292,10 @@ class NodeRecorder(TorchFunctionMode):
             return
         self._looked.add((node, output, dim))
         self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
+
+    def _look_all(self, tensor: torch.Tensor, dims: Iterable[int] | None = None) -> None:
+        for dim in range(tensor.dim()) if dims is None else dims:
+            self._look(tensor, dim)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -361,7 +365,7 @@ class NodeRecorder(TorchFunctionMode):
                 result = torch.ops.aten.alias.default(result)
         root = self._roots[self._refs[args[0]][0]] if is_view(name) or is_in_place(name) else None
         lent = root is not None and self.nodes[root]["do"] != "op"  # its memory is not of the program
-        copied = lent and is_view(name) and not _share_memory(args[0], result)
+        copied = lent and is_view(name) and not share_memory(args[0], result)
         number = self.emit("op", None if copied else root, name=name, args=written, **({"kwargs": named} if named else {}))
         if copied:
             self._copied[number] = args[0]
@@ -389,8 +393,7 @@ class NodeRecorder(TorchFunctionMode):
         if takes_sizes(function, name, args, given):
             for tensor in (*args, *given):
                 if isinstance(tensor, FakeTensor):
-                    for dim in known_dims(tensor):
-                        self._look(tensor, dim)
+                    self._look_all(tensor, known_dims(tensor))
 
     def _edit(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is edited in place, or refuse it."""
@@ -402,8 +405,7 @@ class NodeRecorder(TorchFunctionMode):
             raise refused(f"The block edits {what} in place with values of the model; `.clone()` it first.")
         if root in self._copied:  # for other sizes, torch edits what it is a view of
             node["copy"] = True
-            for dim in range(self._copied[root].dim()) if self._for_others else ():
-                self._look(self._copied[root], dim)
+            self._look_all(self._copied[root])
         if node["do"] == "apply":
             if node.get("shares"):
                 raise refused(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
@@ -426,23 +428,9 @@ class NodeRecorder(TorchFunctionMode):
                     f"A value that shares memory with `{node['site']}` was edited in place there, and is used before the model goes on. "
                     "`.clone()` it first."
                 )
-                self._stale.setdefault(other, []).append((*_stretch(tensor), message))
+                self._stale.setdefault(other, []).append((*stretch(tensor), message))
 
 
 @functools.cache
 def _returns_tensors(operator: Any) -> bool:
     return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
-
-
-def _share_memory(tensor: torch.Tensor, result: Any) -> bool:
-    """Whether the result of an operator that gives views of ``tensor``, or copies, is a view."""
-    first = result if isinstance(result, torch.Tensor) else next(iter(result), tensor)
-    return first.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-
-
-def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of the memory of a tensor, and the byte after the last."""
-    with torch._C.DisableTorchFunction():
-        start = int(tensor.storage_offset())
-        length = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
-        return start * tensor.element_size(), (start + max(length, 0)) * tensor.element_size()

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...modeling.base import NNsight
 from ...runtime.interleaver import active_interleaver
-from ...runtime.rows.fakes import Guesses, result_of_size
+from ...runtime.rows.fakes import Guesses, places, result_of_size
 from ..format.errors import require
 from ..format.limits import Limits
 from ..format.nodes import Node
@@ -106,6 +106,10 @@ class Rehearsal(Interpreter):
         if node["do"] == "op":
             if is_in_place(node["name"]):
                 self._check_write(arguments[0][0])
+            if node["name"].startswith("aten.index_put"):
+                args, kwargs = arguments
+                for index in args[1] if len(args) > 1 else kwargs["indices"]:
+                    places(index, lambda most: most)  # are counted as they are made
             return
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

@@ -20,7 +20,7 @@ def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Non
 
     Raises:
         IndexError: If an index is out of range.
-        ValueError: If numbers that are counted, or repeats, are too large.
+        ValueError: If numbers that are counted, or repeats, are too large, or a quantile is none.
         InvalidProgramError: If indices are of a type that cannot index.
     """
     name = operator._schema.name.removeprefix("aten::")
@@ -28,6 +28,8 @@ def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Non
     given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
     if name in ("bincount", "repeat_interleave"):
         _check_count(name, given)
+    elif name in ("quantile", "nanquantile"):
+        _check_fraction(given["q"])
     if rule is None:
         return
     for index, size, negative in rule(given):
@@ -47,6 +49,12 @@ def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
         low, high = (int(bound) for bound in torch.aminmax(values))
     if high >= size or low < (-size if negative else 0):
         raise IndexError(f"an index points outside of its tensor: from {low} to {high}, for a size of {size}")
+
+
+def _check_fraction(q: Any) -> None:
+    """Raise if a quantile is that of no fraction: kernels of a GPU make an index of it."""
+    if isinstance(q, torch.Tensor) and not isinstance(q, FakeTensor) and not bool(((q >= 0) & (q <= 1)).all()):
+        raise ValueError("a quantile of something that is not between 0 and 1")
 
 
 def _check_count(name: str, given: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ def result_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], siz
         case "masked_select":
             return first.new_empty((size(torch.broadcast_tensors(first, given["mask"])[0].numel()),))
         case "index":
-            return func(first, [place for index in given["indices"] for place in _places(index, size)])
+            return func(first, [place for index in given["indices"] for place in places(index, size)])
         case "bincount":
             most = size(max(given["minlength"], MOST_COUNTED))
             return integers(most) if given["weights"] is None else first.new_empty((most,), dtype=torch.float64)
@@ -143,8 +143,8 @@ def result_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], siz
     return None
 
 
-def _places(index: torch.Tensor | None, size: Callable[[int], Any]) -> list[torch.Tensor | None]:
-    """Return what indexes as a condition does."""
+def places(index: torch.Tensor | None, size: Callable[[int], Any]) -> list[torch.Tensor | None]:
+    """Return the indices that are made of an index: several of a condition, each of ``size(largest)`` entries."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     count = size(index.numel())

@@ -27,6 +27,7 @@ from nnsight.remote import (
     decode_results,
     encode,
     execute_payload,
+    validate,
 )
 
 
@@ -712,6 +713,20 @@ def test_the_payload_that_the_hostile_ones_are_made_of_is_accepted() -> None:
     results = decode_results(execute_payload(MODEL, computed(op("aten.mul.Tensor", X, 2.0)), LIMITS))
     hidden = MODEL._module.first(MODEL._module.embed(IDS))
     assert torch.equal(results["x"], hidden.detach() * 2.0)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_composite_operator_costs_what_its_parts_cost(inference: bool) -> None:
+    made = op("aten.ones.default", [8, 100, 100])
+    with torch.inference_mode(inference):
+        whole = validate(decode(computed(made, op("aten.matmul.default", ref(1), ref(1)))), MODEL, LIMITS)
+        parts = validate(decode(computed(made, op("aten.bmm.default", ref(1), ref(1)))), MODEL, LIMITS)
+        nodes = op("aten.ones.default", [1000]), op("aten.outer.default", ref(1), ref(1))
+        three = op("aten.einsum.default", {"str": "a,b,ab->"}, [ref(1), ref(1), ref(2)])
+        summed = validate(decode(computed(*nodes, three)), MODEL, LIMITS)
+    assert whole.flops >= parts.flops > 2 * 8 * 100**3
+    assert whole.tensor_bytes >= parts.tensor_bytes >= 2 * 8 * 100**2 * 4
+    assert summed.tensor_bytes > 2 * 1000**2 * 4  # the product, and what the equation makes on the way
 
 
 def test_a_bad_index_that_is_computed_fails_before_it_is_used() -> None:

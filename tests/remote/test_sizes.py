@@ -90,6 +90,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "tile": lambda h: h.tile(1, 2, 1),
     "repeat": lambda h: h.repeat(1, 2, 1),
     "repeat_interleave": lambda h: h.repeat_interleave(3, dim=1),
+    "squeeze": lambda h: h.sum(-1, keepdim=True).squeeze(-1),
     "softmax": lambda h: h.softmax(-1) + F.softmax(h, dim=1),
     "log_softmax": lambda h: F.log_softmax(h, dim=-1),
     "layer_norm": lambda h: F.layer_norm(h, (8,), V, V),
@@ -149,6 +150,8 @@ def test_composite_operators_run_on_a_compiled_model(net: NNsight, name: str) ->
         lambda h: F.kl_div(h.log_softmax(-1), h.softmax(-1), reduction="batchmean"),
         lambda h: torch.stack(h.chunk(2, dim=1)[:1]).sum(2),
         lambda h: h.mean(1) * len(h.split(2, dim=1)),
+        lambda h: h.squeeze(0)[..., -1, :],
+        lambda h: h.sum(-1, keepdim=True).squeeze().sum(-1),
     ],
 )
 def test_a_size_that_python_reads_belongs_to_the_program(net: NNsight, of: Any) -> None:

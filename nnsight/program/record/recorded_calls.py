@@ -390,6 +390,9 @@ class NodeRecorder(TorchFunctionMode):
         divided = division(name, args, {})
         if divided is not None:  # so many results are part of the program
             self._look(args[0], range(args[0].dim())[divided[0]])
+        if name.startswith("aten.squeeze."):  # so is the number of dimensions
+            named = pytree.tree_leaves(args[1:]) or known_dims(args[0])
+            self._look_all(args[0], {dim % args[0].dim() for dim in named if args[0].dim()}.intersection(known_dims(args[0])))
         if takes_sizes(function, name, args, given):
             for tensor in (*args, *given):
                 if isinstance(tensor, FakeTensor):

@@ -29,8 +29,9 @@ the node's position in the list, so a reference can point backwards only.
 Every node may have ``line``, the user's, for messages. ``loop`` says that the block waits for ``site`` in a loop over occurrences,
 which may be fewer than in the recording.
 
-Memory is tracked by schemas. The result of an operator is *owned* by the program; a view, which shares memory with its first argument,
-is owned if that is. Operators in place write to owned memory only. Activations change by ``write`` alone, and weights never.
+Memory is tracked by schemas. The result of an operator is *owned* by the program; a view, which may share memory with its first argument,
+is owned if that is, or with ``copy``. Operators in place write to owned memory only. Activations change by ``write`` alone, and weights
+never.
 """
 
 from __future__ import annotations

@@ -567,9 +567,14 @@ class Mistakes(Models):
             if self.model[0].output.sum() > 0:
                 self.model[2].output[:] = 0
 
-    def mask_sent(self) -> None:
+    def size_of_a_selection(self) -> None:
         with self.sent():
-            self.model[0].output[self.model[0].output > 0].save()
+            len(self.model[0].output[self.model[0].output > 0])
+
+    def selection_of_known_size(self) -> None:
+        with self.sent():
+            found = (self.model[0].output[self.model[0].output > 0] + torch.ones(2)).save()
+        print(found)
 
     def bare_pass_sent(self) -> None:
         with self.sent():

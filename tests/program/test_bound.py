@@ -242,7 +242,7 @@ def test_one_program_after_the_other(compiled: bool) -> None:
     model = NNsight(net, compile={"backend": "aot_eager"} if compiled else False)
     with model.trace(x, remote="program") as tracer:
         model[1].output *= 2.0
-        out = model[3].output.save()  # noqa: F841
+        out = model[3].output.save()
     both = shift(model, x, 2, second).then(shift(model, x, 1, first)).then(tracer.program)
     assert sorted(both.inputs) == ["by", "by_2"]
     expected = net[3](net[2](2.0 * (net[1](net[0](x)) + first)) + second)

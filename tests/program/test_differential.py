@@ -1,14 +1,16 @@
 """Random blocks as programs: recorded and run, read from a file, bound, as compiled edits and baked, they do what the block does.
 
-Each block is text, of statements that are drawn for a few locations. The reference is the eager trace, which the fuzzer compares with hooks.
+Each block is text, of statements that are drawn for a few locations. The reference is the eager trace, which the fuzzer compares with
+hooks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ STATEMENTS = [
     "{at} = F.layer_norm({at}, ({width},)) + alpha * vector",
     "{at} = {at} - ({at} @ unit).unsqueeze(-1) * unit",
     "{at} = {at} * torch.sigmoid({at}).detach()",
-    "{at} = {at}.clone().clamp(-alpha, alpha)" if False else "{at} = {at}.clamp(-1.0, 1.0)",
+    "{at} = {at}.clamp(-1.0, 1.0)",
     "{at}[:, :, 0].mul_(2.0)",
     "{at} = torch.cat([{at}[..., :2], {at}[..., 2:] * scale], -1)",
     "{at} = {at}.softmax(-1) * {at}.norm(dim=-1, keepdim=True)",
@@ -48,7 +50,7 @@ STATEMENTS = [
 SAVES = ["kept{n} = {at}.save()", "kept{n} = {at}.mean(1).save()", "kept{n} = ({at} @ unit).save()", "pass"]
 
 WIDTH = 16
-CASES = int(os.environ.get("NNSIGHT_PROGRAM_CASES", 6))
+CASES = int(os.environ.get("NNSIGHT_PROGRAM_CASES", "4"))
 
 
 def models() -> dict[str, tuple[torch.nn.Module, list[str], str]]:
@@ -127,21 +129,28 @@ def check(kind: str, seed: int, folder: Path, backend: str) -> None:
     steered.compile(backend=backend)
     for size, other in (((2, 6), seed), ((3, 9), seed + 1), ((1, 4), seed + 2), ((2, 6), seed + 1)):
         y, values = torch.randint(0, 50, size), world(other)
-        expected = plain(eager, y, values)
+        expected = plain(eager, y, {name: values[name] if name in inputs else w[name] for name in w})
         given = {name: values[name] for name in inputs}
         for one in bound:
-            try:
-                same(one(y, **given), {**expected, **({} if all(values[n] == w[n] for n in ("alpha", "scale") if n not in inputs) else {})})
-            except InvalidProgramError as error:  # the program is for one size
-                assert "looked at dimension" in str(error) and size != (2, 6)
+            with fitting(size):
+                same(one(y, **given), expected)
         here = plain(eager, y, w)["logits"]
         torch.testing.assert_close(steered(y).logits, here, rtol=1e-4, atol=1e-4)
-        try:
+        with fitting(size):
             torch.testing.assert_close(baked(y).logits, here, rtol=1e-4, atol=1e-4)
-        except ValueError as error:
-            assert "looked at" in str(error) and size != (2, 6)
 
 
+@contextlib.contextmanager
+def fitting(size: tuple[int, int]) -> Iterator[None]:
+    """Let a program that looked at a size refuse another one than that of its recording."""
+    try:
+        yield
+    except (InvalidProgramError, ValueError) as error:
+        if "looked at" not in str(error) or size == (2, 6):
+            raise
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("seed", range(CASES))
 def test_a_drawn_block_does_the_same_in_each_form(kind: str, seed: int, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from nnsight.remote import (
     decode_results,
     encode,
     execute_payload,
+    validate,
 )
 
 
@@ -336,13 +337,14 @@ aten.as_strided.default aten.as_strided_.default aten.as_strided_copy.default at
 aten.set_.source_Storage aten.resize_.default aten.resize_as_.default aten.from_file.default aten.rand.default aten.rand_like.default
 aten.randn.default aten.randint.low aten.randperm.default
 aten.dropout.default
-aten.native_dropout.default aten.nonzero.default aten.masked_select.default aten.unique_dim.default aten._unique2.default
-aten.repeat_interleave.Tensor aten._local_scalar_dense.default aten.item.default aten.equal.default aten.add.out aten.mm.out
+aten.native_dropout.default aten.combinations.default aten.nonzero_numpy.default aten._unique.default aten.histogramdd.default
+aten._local_scalar_dense.default aten.item.default aten.equal.default aten.add.out aten.mm.out
 aten.copy.out aten.add aten.add.default add torch.add aten.__class__.default aten.add.__class__ aten.add.Tensor.__call__ os.system
 builtins.eval.default prims.add.default prim.print.default aten.data.default aten.set_data.default aten.requires_grad_.default
 aten.record_stream.default aten.pin_memory.default aten.is_pinned.default aten.linalg_svd.default aten.linalg_inv.default
-aten.einsum.default aten._to_cpu.default aten.sparse_coo_tensor.size aten.to_sparse.default aten._foobar.baz aten.sym_size.int
-aten.view.dtype aten.masked_scatter.default aten.bincount.default aten._assert_async.msg aten._print.default
+aten.linalg_multi_dot.default aten.one_hot.default aten._to_cpu.default aten.sparse_coo_tensor.size aten.to_sparse.default
+aten._foobar.baz aten.sym_size.int
+aten.view.dtype aten.masked_scatter.default aten.unique_dim_consecutive.default aten._assert_async.msg aten._print.default
 inductor.resize_storage_bytes_.default
 c10d.broadcast_.default quantized.add.default aten.quantize_per_tensor.default aten.swap.default aten.detach_.default aten.squeeze_.dim
 """.split()
@@ -394,6 +396,16 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "layout": lambda: applied(X, name="aten._to_copy.default", layout={"layout": "sparse_coo"}),
     "memory format": lambda: applied(X, name="aten.clone.default", memory_format={"memory_format": "channels_last_3d"}),
     "dropout": lambda: applied(X, X, X, None, 0.5, name="aten.scaled_dot_product_attention.default"),
+    "an equation that is code": lambda: einsum("__import__('os')", X, X),
+    "an equation of any length": lambda: einsum(",".join("a" * 200), *[X] * 200),
+    "an equation that does not fit": lambda: einsum("ab,bc->ac", X, X),
+    "an equation of one tensor": lambda: einsum("abc->cba", X),
+    "an equation of none": lambda: einsum(","),
+    "a path outside of the tensors": lambda: einsum("abc,abc,abc->a", X, X, X, path=[0, 9, 0, 1]),
+    "a path before the tensors": lambda: einsum("abc,abc,abc->a", X, X, X, path=[-5, 1, 0, 1]),
+    "a path that is too short": lambda: einsum("abc,abc,abc->a", X, X, X, path=[0]),
+    "a copy that is no boolean": lambda: computed({**op("aten.relu.default", X), "copy": "x"}),
+    "an interpolation that does not exist": lambda: applied(X, 0.5, interpolation={"str": "__class__"}, name="aten.quantile.scalar"),
     "itself": lambda: applied(X, ref(1)),
     "the future": lambda: applied(X, ref(2)),
     "a cycle": lambda: sent(op("aten.relu.default", ref(1)), op("aten.relu.default", ref(0))),
@@ -411,6 +423,10 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "name a list": lambda: computed(node("op", name=["aten.relu.default"], args=[X])),
     "name null": lambda: computed(node("op", name=None, args=[X])),
 }
+
+
+def einsum(equation: str, *tensors: Any, **kwargs: Any) -> bytes:
+    return applied({"str": equation}, list(tensors), name="aten.einsum.default", **kwargs)
 
 
 def plain_nested(depth: int) -> Any:
@@ -461,6 +477,14 @@ ALIASES: dict[str, Callable[[], Any]] = {
     "a part of a split weight": lambda: views(WEIGHT, ("aten.split.Tensor", 2), output=1),
     "a row of an unbound weight": lambda: views(WEIGHT, ("aten.unbind.int",), output=2),
     "a part of a weight of given sizes": lambda: views(WEIGHT, ("aten.split_with_sizes.default", [1, 3]), output=1),
+    "a reshaped weight": lambda: views(WEIGHT, ("aten.reshape.default", [-1])),
+    "a flattened weight": lambda: views(WEIGHT, ("aten.flatten.using_ints",)),
+    "an unflattened weight": lambda: views(WEIGHT, ("aten.unflatten.int", 0, [2, 2])),
+    "a contiguous weight": lambda: views(WEIGHT, ("aten.contiguous.default",)),
+    "a chunk of a weight": lambda: views(WEIGHT, ("aten.chunk.default", 2), output=1),
+    "a broadcast weight": lambda: views(WEIGHT, ("aten.broadcast_to.default", [1, 4, 4])),
+    "a weight with moved dimensions": lambda: views(WEIGHT, ("aten.movedim.int", 0, 1), ("aten.narrow.default", 0, 0, 1)),
+    "a reshaped activation": lambda: views(read(), ("aten.reshape.default", [-1])),
     "a view of an activation": lambda: views(read(), ("aten.select.int", 0, 0)),
     "a view of a constant": lambda: views(CONST, ("aten.t.default",)),
     "copying into a weight": lambda: sent(WEIGHT, op("aten.zeros_like.default", ref(0)), op("aten.copy_.default", ref(0), ref(1))),
@@ -518,6 +542,23 @@ SIZES: dict[str, Callable[[], Any]] = {
     "a large expansion, copied": lambda: computed(op("aten.expand.default", X, [2**24, 3, 4]), op("aten.clone.default", ref(1))),
     "a large expansion, summed": lambda: computed(op("aten.expand.default", X, [2**50, 3, 4]), op("aten.sum.default", ref(1))),
     "a repetition": lambda: computed(op("aten.repeat.default", X, [2**30, 1, 1])),
+    "a repetition of entries": lambda: computed(op("aten.repeat_interleave.self_int", X, 2**40)),
+    "tiles": lambda: computed(op("aten.tile.default", X, [2**40])),
+    "an outer product": lambda: computed(op("aten.arange.default", 2**20), op("aten.outer.default", ref(1), ref(1))),
+    "a large copy by reshaping": lambda: computed(
+        op("aten.broadcast_to.default", X, [2**40, 3, 4]), op("aten.reshape.default", ref(1), [-1])
+    ),
+    "a large product on the way to a number": lambda: computed(
+        op("aten.ones.default", [2**14]), op("aten.einsum.default", {"str": "a,b,ab->"}, [ref(1), ref(1), ref(2)]),
+    ),
+    "a product that is large on the way": lambda: computed(
+        op("aten.ones.default", [2**14]), op("aten.einsum.default", {"str": "a,b,c->"}, [ref(1), ref(1), ref(1)], path=[0, 1, 0, 1]),
+        op("aten.einsum.default", {"str": "a,b,c->abc"}, [ref(1), ref(1), ref(1)]), op("aten.sum.default", ref(3)),
+    ),
+    "much work in a composite": lambda: computed(op("aten.ones.default", [8, 1000, 1000]), op("aten.matmul.default", ref(1), ref(1))),
+    "many parts": lambda: computed(op("aten.tensor_split.sections", X, sections=2**40)),
+    "many rows": lambda: computed(op("aten.zeros.default", [2**23]), op("aten.unbind.int", ref(1))),
+    "many parts of one entry": lambda: computed(op("aten.zeros.default", [2**23]), op("aten.split.Tensor", ref(1), 1)),
     "a long range": lambda: computed(op("aten.arange.default", 10**15)),
     "an endless range": lambda: computed(op("aten.arange.start_step", 0, 10, 0)),
     "a range to infinity": lambda: computed(op("aten.arange.default", {"float": "inf"})),
@@ -539,7 +580,30 @@ SIZES: dict[str, Callable[[], Any]] = {
         op("aten.bmm.default", ref(1), ref(2)),
     ),
     "a large result": lambda: computed(op("aten.zeros.default", [2**19])),
-    "a mask that selects": lambda: computed(op("aten.gt.Scalar", X, 0), op("aten.index.Tensor", X, [ref(1)])),
+    "a mask that may select more than a result may have": lambda: computed(
+        op("aten.ones.default", [2**19]), op("aten.gt.Scalar", ref(1), 5), op("aten.index.Tensor", ref(1), [ref(2)])
+    ),
+    "masks for too many dimensions": lambda: computed(op("aten.gt.Scalar", X, 0), op("aten.index.Tensor", X, [ref(1)] * 3)),
+    "places of places": lambda: computed(op("aten.nonzero.default", X), *[op("aten.nonzero.default", ref(n + 1)) for n in range(50)]),
+    "places of many": lambda: computed(op("aten.ones.default", [2**20, 1, 1, 1, 1]), op("aten.nonzero.default", ref(1))),
+    "places of an edit": lambda: computed(
+        op("aten.zeros.default", [2**20, 1, 1, 1, 1, 1, 1, 1]), op("aten.gt.Scalar", ref(1), 0),
+        *[op("aten.index_put_.default", ref(1), [ref(2)], 0.0) for _ in range(5)],
+    ),
+    "places on the way": lambda: computed(
+        op("aten.ones.default", [2**20, 1, 1, 1, 1, 1, 1, 1, 1]), op("aten.gt.Scalar", ref(1), 0),
+        *[op("aten.index.Tensor", ref(1), [ref(2)]) for _ in range(4)],
+    ),
+    "a product with all places": lambda: computed(
+        op("aten.ones.default", [2**14]), op("aten.nonzero.default", ref(1)), op("aten.mul.Tensor", ref(1), ref(2))
+    ),
+    "a large selection": lambda: computed(
+        op("aten.zeros.default", [2**20, 1]), op("aten.zeros.default", [1, 2**20]), op("aten.gt.Scalar", ref(2), 0),
+        op("aten.masked_select.default", ref(1), ref(3)),
+    ),
+    "repeats of any size": lambda: computed(CONST, op("aten.repeat_interleave.Tensor", ref(1), output_size=2**40), c=torch.tensor([1])),
+    "many counts": lambda: computed(CONST, op("aten.bincount.default", ref(1), None, 2**40), c=torch.tensor([1])),
+    "unique rows of no dimension": lambda: computed(op("aten.unique_dim.default", X, 9)),
     "indices of floats": lambda: computed(op("aten.index.Tensor", X, [X])),
     "indices of NaN": lambda: computed(CONST, op("aten.index.Tensor", X, [ref(1)]), c=torch.tensor([float("nan")])),
     "gathering by floats": lambda: computed(op("aten.gather.default", X, 0, X)),
@@ -573,6 +637,10 @@ INDICES: dict[str, Callable[[], Any]] = {
     "index_copy": lambda: computed(CONST, op("aten.index_copy.default", X, 0, ref(1), X), c=torch.tensor([-9])),
     "index_fill": lambda: computed(CONST, op("aten.index_fill.int_Scalar", X, 0, ref(1), 1.0), c=BAD),
     "take": lambda: computed(CONST, op("aten.take.default", X, ref(1)), c=BAD),
+    "take_along_dim": lambda: computed(CONST, op("aten.take_along_dim.default", X, ref(1), 2), c=torch.full((1, 3, 4), 4)),
+    "cross_entropy": lambda: computed(
+        CONST, op("aten.select.int", X, 0, 0), op("aten.cross_entropy_loss.default", ref(2), ref(1)), c=torch.tensor([0, 1, 9])
+    ),
     "nll_loss": lambda: computed(
         CONST,
         op("aten.select.int", X, 0, 0),
@@ -647,12 +715,52 @@ def test_the_payload_that_the_hostile_ones_are_made_of_is_accepted() -> None:
     assert torch.equal(results["x"], hidden.detach() * 2.0)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_composite_operator_costs_what_its_parts_cost(inference: bool) -> None:
+    made = op("aten.ones.default", [8, 100, 100])
+    with torch.inference_mode(inference):
+        whole = validate(decode(computed(made, op("aten.matmul.default", ref(1), ref(1)))), MODEL, LIMITS)
+        parts = validate(decode(computed(made, op("aten.bmm.default", ref(1), ref(1)))), MODEL, LIMITS)
+        nodes = op("aten.ones.default", [1000]), op("aten.outer.default", ref(1), ref(1))
+        three = op("aten.einsum.default", {"str": "a,b,ab->"}, [ref(1), ref(1), ref(2)])
+        summed = validate(decode(computed(*nodes, three)), MODEL, LIMITS)
+    assert whole.flops >= parts.flops > 2 * 8 * 100**3
+    assert whole.tensor_bytes >= parts.tensor_bytes >= 2 * 8 * 100**2 * 4
+    assert summed.tensor_bytes > 2 * 1000**2 * 4  # the product, and what the equation makes on the way
+
+
 def test_a_bad_index_that_is_computed_fails_before_it_is_used() -> None:
     payload = computed(
         op("aten.argmax.default", X), op("aten.add.Scalar", ref(1), 10**6), op("aten.unsqueeze.default", ref(2), 0),
         op("aten.index_select.default", X, 2, ref(3)),
     )  # fmt: skip
     with pytest.raises(ExecutionFailedError, match=r"index_select.*points outside"):
+        execute_payload(MODEL, payload, LIMITS)
+
+
+@pytest.mark.parametrize("q", [2.0, -0.5, float("nan")])
+def test_a_quantile_is_that_of_a_fraction(q: float) -> None:
+    payload = computed(CONST, op("aten.quantile.default", X, ref(1)), c=torch.tensor([0.5, q]))
+    with pytest.raises(ExecutionFailedError, match="between 0 and 1"):
+        execute_payload(MODEL, payload, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "values", "reason"),
+    [
+        ("repeat_interleave.Tensor", {}, [2**40], "a result of size"),
+        ("repeat_interleave.Tensor", {}, [2**62] * 4, "a result of size"),  # whose sum is zero in 64 bits
+        ("repeat_interleave.Tensor", {}, [2**15] * 4, "a result of size 131072"),
+        ("repeat_interleave.Tensor", {"output_size": 1}, [5, 5], "a result of size 10"),
+        ("repeat_interleave.Tensor", {"output_size": 20}, [5, 5], "a result of size 10"),
+        ("repeat_interleave.Tensor", {}, [-5, 5], "negative"),
+        ("bincount.default", {}, [2**40], "a result of size"),
+        ("bincount.default", {}, [-1], "non-negative"),
+    ],
+)
+def test_a_result_is_not_larger_than_was_counted(name: str, kwargs: Any, values: list[int], reason: str) -> None:
+    payload = computed(CONST, op(f"aten.{name}", ref(1), **kwargs), c=torch.tensor(values))
+    with pytest.raises(ExecutionFailedError, match=reason):
         execute_payload(MODEL, payload, LIMITS)
 
 

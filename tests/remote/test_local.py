@@ -324,7 +324,7 @@ REFUSED: dict[Callable[[Any], Any], str] = {
     lambda model: model.transformer.h[0].output.mean().item(): "`item` needs values",
     lambda model: model.transformer.h[0].output.numpy(): "`numpy` needs values",
     lambda model: model.transformer.wte.weight[model.lm_head.output[0, -1].argmax()]: "needs values",
-    lambda model: (hidden := model.transformer.h[0].output)[hidden > 0]: "depends on values",
+    lambda model: len((hidden := model.transformer.h[0].output)[hidden > 0]): "depends on values",
     lambda model: torch.bernoulli(model.transformer.h[0].output.sigmoid(), generator=torch.Generator()): "A generator of your own cannot",
     lambda model: torch.linalg.svd(model.transformer.h[0].output): "no operator",
     lambda model: model.transformer.h[0].output.register_hook(print): "`register_hook` cannot be sent",

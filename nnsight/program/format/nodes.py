@@ -9,7 +9,7 @@ the node's position in the list, so a reference can point backwards only.
                    tensor in that leaf, if it is a cache; ``copy``: a copy of it
 ``const``          the tensor ``tensor`` of the container
 ``weight``         the parameter or buffer ``name`` of the model
-``op``             the operator ``name`` of the table, applied to ``args`` and ``kwargs``
+``op``             the operator ``name`` of the table, applied to ``args`` and ``kwargs``; ``copy``: a copy of its result
 ``apply``          the module ``module``, applied to ``args`` and ``kwargs``; ``copy``: copies of what it returns
 ``write``          ``value`` takes the place of tensor ``leaf`` at ``site``; ``in_place``: its values do, in the memory of
                    that tensor
@@ -29,14 +29,15 @@ the node's position in the list, so a reference can point backwards only.
 Every node may have ``line``, the user's, for messages. ``loop`` says that the block waits for ``site`` in a loop over occurrences,
 which may be fewer than in the recording.
 
-Memory is tracked by schemas. The result of an operator is *owned* by the program; a view, which shares memory with its first argument,
-is owned if that is. Operators in place write to owned memory only. Activations change by ``write`` alone, and weights never.
+Memory is tracked by schemas. The result of an operator is *owned* by the program; a view, which may share memory with its first argument,
+is owned if that is, or with ``copy``. Operators in place write to owned memory only. Activations change by ``write`` alone, and weights
+never.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,7 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "read": ({"site", "at", "leaf"}, {"inside", "copy", "loop"}),
     "const": ({"tensor"}, set()),
     "weight": ({"name"}, set()),
-    "op": ({"name", "args"}, {"kwargs"}),
+    "op": ({"name", "args"}, {"kwargs", "copy"}),
     "apply": ({"module", "args", "kwargs"}, {"copy"}),
     "write": ({"site", "at", "leaf", "value"}, {"inside", "in_place", "loop"}),
     "skip": ({"site", "at", "value"}, {"loop"}),
@@ -113,8 +114,6 @@ _DENIED = {
     "resize_": "it gives uninitialised memory",
     "rand": "it draws from the random numbers of the server",
     "from_file": "it reads files",
-    "nonzero": "the size of its result depends on values",
-    "masked_select": "the size of its result depends on values",
     "_local_scalar_dense": "it gives a value to Python",
 }
 
@@ -194,7 +193,8 @@ class _Checker:
         blocks = self._job.runs[node["run"]]["blocks"]
         match node["do"]:
             case "op":
-                return self._check_op(node)
+                owned = self._check_op(node)
+                return owned or bool(node.get("copy"))
             case "const":
                 known = type(node["tensor"]) is str and node["tensor"] in self._job.tensors
                 require(known, "the container has no such tensor")
@@ -263,6 +263,8 @@ class _Checker:
                 self._check_argument(given[argument.name], str(argument.real_type), allowed, argument.name)
             else:
                 require(argument.has_default_value(), f"`{name}` lacks its argument `{argument.name}`")
+        several = base != "einsum" or len(given["tensors"]) > 1
+        require(several, "`einsum` of one tensor may be a view of it; it has to be sent as `permute`, `diagonal` and `sum`")
         drops = base == "scaled_dot_product_attention" and given.get("dropout_p", 0.0) != 0.0
         require(not drops, "`dropout_p` draws from the random numbers of the server; it has to be 0")
         if not is_in_place(name) and not is_view(name):
@@ -276,7 +278,7 @@ class _Checker:
             )
         return owned
 
-    def _check_argument(self, value: Any, kind: str, strings: frozenset[str], name: str) -> None:
+    def _check_argument(self, value: Any, kind: str, strings: Container[str], name: str) -> None:
         self._budget.spend(0)
         if kind.startswith("Optional["):
             if value is None:
@@ -312,14 +314,14 @@ def check_references(tree: Any, nodes: list[Node]) -> None:
         require(nodes[node]["do"] not in _EFFECTS, f"it refers to node {node}, which makes nothing")
 
 
-def _is_argument(value: Any, kind: str, strings: frozenset[str]) -> bool:
+def _is_argument(value: Any, kind: str, strings: Container[str]) -> bool:
     if type(value) is dict:
         if len(value) != 1:
             return False
         ((form, content),) = value.items()
         if kind == "Tensor" and form == "float":
             kind = "number"
-        allowed = {
+        allowed: Any = {
             "Tensor": ("ref", None),
             "number": ("float", FLOATS),
             "float": ("float", FLOATS),

@@ -1,14 +1,21 @@
 """The operators that programs may use: a fixed table of names.
 
 The name of an operator is looked up in this table and nowhere else. Missing on purpose: uninitialised memory (``empty``,
-``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, results
-whose size depends on values (``nonzero``, masks that select), values for Python (``_local_scalar_dense``), ``out=`` arguments, and
-decompositions without a counter of their cost. Arguments that are strings have lists of allowed values.
+``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, values for
+Python (``_local_scalar_dense``), ``out=`` arguments, and decompositions without a counter of their cost. Arguments that are strings have
+lists of allowed values.
+
+Composite operators, such as ``matmul`` and ``reshape``, are in the table if torch makes other operators of them for other sizes: a node
+of the composite is right for all sizes. They consist of allowed operators, and make new memory unless they are listed as views. Such a
+view may be a copy.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -61,7 +68,8 @@ index.Tensor index_select.default gather.default embedding.default scatter.src s
 scatter.reduce scatter.value_reduce scatter_reduce.two index_put.default index_add.default index_copy.default
 index_fill.int_Scalar index_fill.int_Tensor take.default tril.default triu.default
 slice_scatter.default select_scatter.default diagonal_scatter.default searchsorted.Tensor searchsorted.Scalar
-bucketize.Tensor
+bucketize.Tensor nonzero.default masked_select.default _unique2.default unique_dim.default unique_consecutive.default
+bincount.default repeat_interleave.Tensor
 """
 
 _SHAPES = """
@@ -75,6 +83,21 @@ _VIEWS = """
 alias.default detach.default view.default _unsafe_view.default expand.default
 permute.default transpose.int t.default squeeze.default squeeze.dim squeeze.dims unsqueeze.default slice.Tensor select.int
 diagonal.default unfold.default unbind.int split.Tensor split_with_sizes.default
+"""
+
+_COMPOSITE = """
+matmul.default einsum.default tensordot.default inner.default outer.default kron.default linalg_vecdot.default
+layer_norm.default rms_norm.default group_norm.default softmax.int log_softmax.int
+cosine_similarity.default pairwise_distance.default cdist.default linalg_norm.default cross_entropy_loss.default
+nll_loss_nd.default tile.default repeat_interleave.self_int diff.default quantile.default quantile.scalar
+nanquantile.default nanquantile.scalar take_along_dim.default diag.default
+conv1d.default conv2d.default
+"""
+
+_COMPOSITE_VIEWS = """
+reshape.default reshape_as.default view_as.default flatten.using_ints unflatten.int ravel.default contiguous.default
+expand_as.default broadcast_to.default chunk.default tensor_split.sections movedim.int movedim.intlist narrow.default
+linalg_diagonal.default
 """
 
 _IN_PLACE = """
@@ -99,7 +122,8 @@ bernoulli_.float bernoulli_.Tensor normal_.default uniform_.default exponential_
 log_normal_.default random_.default random_.from random_.to
 """
 
-_NAMES = " ".join((_POINTWISE, _REDUCTIONS, _LINEAR_ALGEBRA, _INDEXING, _SHAPES, _VIEWS, _IN_PLACE, _DRAWING)).split()
+_VIEWS += _COMPOSITE_VIEWS
+_NAMES = " ".join((_POINTWISE, _REDUCTIONS, _LINEAR_ALGEBRA, _INDEXING, _SHAPES, _COMPOSITE, _VIEWS, _IN_PLACE, _DRAWING)).split()
 
 
 def _find(name: str) -> Any:
@@ -119,8 +143,21 @@ _SCHEMAS = "\n".join(str(operator._schema) for operator in OPERATORS.values())
 #: Hash of the table, which servers show. A server that has all operators of a program runs it even if the hashes differ.
 OPERATORS_HASH = hashlib.sha256(_SCHEMAS.encode()).hexdigest()[:16]
 
+
+class _Equations(Container[str]):
+    """The equations of ``einsum``, such as ``btd,de->bte``."""
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and re.fullmatch(r"[A-Za-z,. ]{1,200}(->[A-Za-z. ]{0,60})?", text, re.ASCII) is not None
+
+
+_INTERPOLATIONS = frozenset({"linear", "lower", "higher", "midpoint", "nearest"})
+
 #: The values that arguments of type string may have, by operator without overload and argument.
-STRINGS: dict[tuple[str, str], frozenset[str]] = {
+STRINGS: dict[tuple[str, str], Container[str]] = {
+    ("einsum", "equation"): _Equations(),
+    ("quantile", "interpolation"): _INTERPOLATIONS,
+    ("nanquantile", "interpolation"): _INTERPOLATIONS,
     ("div", "rounding_mode"): frozenset({"trunc", "floor"}),
     ("div_", "rounding_mode"): frozenset({"trunc", "floor"}),
     ("gelu", "approximate"): frozenset({"none", "tanh"}),
@@ -136,6 +173,12 @@ _IN_PLACE_NAMES = frozenset(f"aten.{name}" for name in (_IN_PLACE + _DRAWING).sp
 
 #: Names of the operators that draw; programs give them no generator, the interpreter does.
 DRAWING = frozenset(f"aten.{name}" for name in _DRAWING.split())
+
+
+@functools.cache
+def is_composite(operator: Any) -> bool:
+    """Whether torch computes the operator by others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
 
 def is_view(name: str) -> bool:

@@ -15,6 +15,7 @@ from ...runtime.errors import EarlyStopException
 from ...runtime.mediator import Mediator
 from ...runtime.rows.fakes import Guesses
 from ...tracing.errors import user_position_now, user_position_of
+from ..format.operators import NAMES, is_composite
 from .refusals import TORCH, position_of_block
 
 if TYPE_CHECKING:
@@ -121,4 +122,8 @@ class Operators(Guesses):
             return super().__torch_dispatch__(operator, types, args, kwargs)
         if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # which torch asks for several times in each call
+        may_be_view = operator is torch.ops.aten.einsum.default and len(args[1]) == 1  # which nodes of `einsum` are not
+        if (operator not in NAMES or may_be_view) and is_composite(operator):
+            with self:
+                return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
         return self._recorder.operator(operator, args, kwargs or {})

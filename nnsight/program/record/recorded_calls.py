@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,16 +17,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
+from ...runtime.rows.fakes import result_of_size
 from ...tracing.errors import user_position_now
 from ..format.errors import NotExpressibleError
 from ..format.nodes import Node, why_not, write_argument
-from ..format.operators import NAMES, OPERATORS, is_in_place, is_view
-from ..format.sizes import SIZE_METHODS, Shape, plain, takes_sizes
+from ..format.operators import NAMES, is_in_place, is_view
+from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, plain, takes_sizes
 from ..run.fake_runs import FakeModel
 from .inputs import NamedInputs
+from .memory import share_memory, stretch
 from .printing import Prints
 from .recorded_gradients import Gradients
-from .refusals import TORCH, here, position_of_block, refused, why_demand
+from .refusals import TORCH, WITHOUT_SIZE, here, position_of_block, refused, why_demand
+from .visits import Stop
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -48,28 +50,6 @@ def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return without_listening
-
-
-@dataclass
-class Stop:
-    """A stop of a block at occurrence ``at`` of a location."""
-
-    site: str
-    at: int
-    loop: bool  # whether the block waits in a loop
-    structure: Any  # of the value, with the places and leaves in it
-    places: list[tuple[int, int | None]]
-    leaves: list[Any]
-    reads: dict[int, int] = field(default_factory=dict)  # the node of each leaf
-    edited: set[int] = field(default_factory=set)  # nodes of leaves that were edited in place
-
-    def place(self, number: int) -> dict[str, Any]:
-        """Return the keys of a node that name a leaf."""
-        leaf, inside = self.places[number]
-        said = {"site": self.site, "at": self.at, "leaf": leaf}
-        if inside is not None:
-            said["inside"] = inside
-        return {**said, "loop": True} if self.loop else said
 
 
 class NodeRecorder(TorchFunctionMode):
@@ -109,6 +89,8 @@ class NodeRecorder(TorchFunctionMode):
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
         self._visits: list[Stop] = []
         self._storages: dict[int, StorageWeakRef] = {}
+        self._unknown: Any = None  # knows the relations between sizes that depend on values
+        self._copied: dict[int, torch.Tensor] = {}  # results of operators that give views of these tensors for other sizes
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
 
     @property
@@ -147,7 +129,7 @@ class NodeRecorder(TorchFunctionMode):
     def _check_fresh(self, tensor: torch.Tensor) -> None:
         """Raise if the memory of ``tensor`` was edited through a copy."""
         edits = self._stale.get(self._roots[self._refs[tensor][0]], ())
-        low, high = _stretch(tensor) if edits else (0, 0)
+        low, high = stretch(tensor) if edits else (0, 0)
         for start, end, message in edits:
             if start < high and low < end:
                 raise NotExpressibleError(message)
@@ -213,7 +195,7 @@ class NodeRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.listens:
             return function(*args, **kwargs)
-        if self._for_others:
+        if self._for_others or self._unknown is not None:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
         name = getattr(function, "__name__", "")
         if self.inputs is not None:
@@ -244,6 +226,7 @@ class NodeRecorder(TorchFunctionMode):
             raise refused(why_demand(name))
         if function in DRAWN_LIKE:
             like = args[0]
+            self._look_all(like)
             with _disable_current_modes():  # here and now
                 drawn = torch.empty(like.shape, dtype=like.dtype)
                 return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
@@ -265,43 +248,53 @@ class NodeRecorder(TorchFunctionMode):
         if edits_in_place(function) and kwargs.get("out") is not None:
             raise refused("`out=` cannot be sent: use the result.")
         try:
-            if function is _ATTENTION:
-                return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
-            return function(*args, **kwargs)
-        except DataDependentOutputException as error:
+            with torch._C._AutoDispatchBelowAutograd():  # above, torch decomposes composite operators
+                return function(*args, **kwargs)
+        except RuntimeError as error:
+            self.refuse(error, name)
+            raise
+
+    def refuse(self, error: RuntimeError, name: str) -> None:
+        """Raise a refusal if ``error`` says that ``name`` needs values."""
+        if isinstance(error, DataDependentOutputException):
             raise refused(why_demand(name)) from error
-        except DynamicOutputShapeException as error:
-            raise refused(
-                f"The size of what `{name}` returns depends on values, as where a mask selects. "
-                "Use `torch.where`, or multiply by the mask."
-            ) from error
+        if self._unknown is not None and ("data-dependent" in str(error) or "SymInt" in str(error)):
+            raise refused(f"`{name.strip('_')}` needs a size that depends on values. {WITHOUT_SIZE}") from error
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a fact about a tensor, and record which sizes it has in it."""
-        found, name = function(*args, **kwargs), getattr(function, "__name__", "")
         tensor, *rest = (*args, *kwargs.values())
+        looked = tensor
         if self.inputs is not None and isinstance(tensor, torch.Tensor) and self.inputs.name_of(tensor):
-            tensor = self.substitute(tensor)
-        if not self._for_others or not isinstance(tensor, FakeTensor):
-            return found
-        if isinstance(found, torch.Size):
-            return Shape(found, functools.partial(self._look, tensor))
-        if name == "__len__":
-            self._look(tensor, 0)
-        elif name == "size":
-            self._look(tensor, range(tensor.dim())[rest[0]])
-        elif name in SIZE_METHODS or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
-            Shape(tensor.size(), functools.partial(self._look, tensor)).all()
-        return found
+            looked = self.substitute(tensor)
+        if not isinstance(looked, FakeTensor) or not (self._for_others or has_unknown_size(looked)):
+            return function(*args, **kwargs)
+        name, look = getattr(function, "__name__", ""), functools.partial(self._look, looked)
+        if name == "size" and rest:
+            look(range(looked.dim())[rest[0]])
+        elif name == "__len__" and looked.dim():
+            look(0)
+        elif (name in SIZE_METHODS and name != "size") or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            Shape(looked.size(), look).all()
+        found = function(*args, **kwargs)
+        return Shape(found, look) if isinstance(found, torch.Size) else found
 
     @unseen
     def _look(self, tensor: torch.Tensor, dim: int) -> None:
-        """Record that a size of a value is read."""
+        """Record that a size of a value is read, or refuse it."""
+        if isinstance(tensor.shape[dim], torch.SymInt):
+            raise refused(f"Python reads a size that depends on values, and they are where the model runs. {WITHOUT_SIZE}")
+        if not self._for_others:
+            return
         node, output = self._refs.get(tensor, (None, 0))
         if node is None or (node, output, dim) in self._looked:
             return
         self._looked.add((node, output, dim))
         self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
+
+    def _look_all(self, tensor: torch.Tensor, dims: Iterable[int] | None = None) -> None:
+        for dim in range(tensor.dim()) if dims is None else dims:
+            self._look(tensor, dim)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -323,7 +316,7 @@ class NodeRecorder(TorchFunctionMode):
             if any(isinstance(item, torch.Tensor) for item in index):
                 return index
             with _disable_current_modes():
-                return torch.tensor(index)
+                index = torch.tensor(index)
         own = isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor)
         if own and index.dim() == 0 and index.dtype in _INTEGERS:
             with _disable_current_modes():
@@ -350,37 +343,59 @@ class NodeRecorder(TorchFunctionMode):
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
             raise refused(f"{why[0].upper()}{why[1:]}.")
-        root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]
             given = {key: argument for key, argument in kwargs.items() if argument is not None}
             named = {key: write_argument(argument, self.reference) for key, argument in given.items()}
         except TypeError as error:
+            if any(isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))):
+                raise refused(f"`{self._called[0]}` computes with a size that depends on values. {WITHOUT_SIZE}") from error
             raise refused(f"`{name}` has an argument that cannot be sent: {error}.") from error
         if self._for_others:
             self._look_for_torch(name, args)
         if is_in_place(name):
             self._edit(args[0])
         with self.paused():
-            result = operator(*args, **kwargs)
-        if is_view(name) or is_in_place(name):
-            root = self._roots[self._refs[args[0]][0]]
-        number = self.emit("op", root, name=name, args=written, **({"kwargs": named} if named else {}))
+            try:
+                result = operator(*args, **kwargs)
+            except DynamicOutputShapeException:
+                result = result_of_size(operator, args, kwargs, self._unknown_size)
+            if result is args[0] and is_view(name):  # for other sizes it is a copy
+                result = torch.ops.aten.alias.default(result)
+        root = self._roots[self._refs[args[0]][0]] if is_view(name) or is_in_place(name) else None
+        lent = root is not None and self.nodes[root]["do"] != "op"  # its memory is not of the program
+        copied = lent and is_view(name) and not share_memory(args[0], result)
+        number = self.emit("op", None if copied else root, name=name, args=written, **({"kwargs": named} if named else {}))
+        if copied:
+            self._copied[number] = args[0]
         if not is_in_place(name):
             for output, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
                 if isinstance(tensor, torch.Tensor):
                     self._refs[tensor] = (number, output)
         return result
 
+    def _unknown_size(self, most: int) -> Any:
+        """Return the size of a dimension that depends on values: torch computes with it as an unknown."""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
+
+        self._unknown = self._unknown or ShapeEnv()
+        size = self._unknown.create_unbacked_symint()
+        torch._check(size >= 0)
+        return size
+
     def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
         """Record the sizes that decide which operators torch makes of a call of the block."""
         function, given = self._called
-        several = str(OPERATORS[name]._schema.returns[0].type).startswith("List")  # as many as there are rows
-        if several or takes_sizes(function, name, args, given):
+        divided = division(name, args, {})
+        if divided is not None:  # so many results are part of the program
+            self._look(args[0], range(args[0].dim())[divided[0]])
+        if name.startswith("aten.squeeze."):  # so is the number of dimensions
+            named = pytree.tree_leaves(args[1:]) or known_dims(args[0])
+            self._look_all(args[0], {dim % args[0].dim() for dim in named if args[0].dim()}.intersection(known_dims(args[0])))
+        if takes_sizes(function, name, args, given):
             for tensor in (*args, *given):
                 if isinstance(tensor, FakeTensor):
-                    for dim in range(tensor.dim()):
-                        self._look(tensor, dim)
+                    self._look_all(tensor, known_dims(tensor))
 
     def _edit(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is edited in place, or refuse it."""
@@ -390,6 +405,9 @@ class NodeRecorder(TorchFunctionMode):
         if node["do"] in ("const", "weight"):
             what = "a weight" if node["do"] == "weight" else "a tensor of your own"
             raise refused(f"The block edits {what} in place with values of the model; `.clone()` it first.")
+        if root in self._copied:  # for other sizes, torch edits what it is a view of
+            node["copy"] = True
+            self._look_all(self._copied[root])
         if node["do"] == "apply":
             if node.get("shares"):
                 raise refused(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
@@ -412,17 +430,9 @@ class NodeRecorder(TorchFunctionMode):
                     f"A value that shares memory with `{node['site']}` was edited in place there, and is used before the model goes on. "
                     "`.clone()` it first."
                 )
-                self._stale.setdefault(other, []).append((*_stretch(tensor), message))
+                self._stale.setdefault(other, []).append((*stretch(tensor), message))
 
 
 @functools.cache
 def _returns_tensors(operator: Any) -> bool:
     return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
-
-
-def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of the memory of a tensor, and the byte after the last."""
-    with torch._C.DisableTorchFunction():
-        start = int(tensor.storage_offset())
-        length = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
-        return start * tensor.element_size(), (start + max(length, 0)) * tensor.element_size()

@@ -33,6 +33,7 @@ from ..counts import counts
 from ..format.errors import NotExpressibleError
 from ..format.operators import DRAWING
 from ..format.payload import Job
+from ..format.sizes import has_unknown_size
 from ..format.trees import write_tree
 from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
@@ -42,8 +43,8 @@ from .inputs import NamedInputs
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
-from .recorded_calls import NodeRecorder, Stop, unseen
-from .refusals import refused
+from .recorded_calls import NodeRecorder, unseen
+from .refusals import WITHOUT_SIZE, refused
 
 
 def record(tracer: Any, function: Callable[[], None], for_others: bool = False) -> Recorded:
@@ -299,7 +300,7 @@ class Recorder(NodeRecorder):
                 if type(new) is type(old) and new == old:
                     continue
                 raise refused(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
-            value = self.reference(self.substitute(new))
+            value = self.reference(self._sized(self.substitute(new)))
             if visit.places[number][1] is not None:
                 raise refused(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
             self.emit("write", **visit.place(number), value=value)
@@ -309,8 +310,17 @@ class Recorder(NodeRecorder):
     @unseen
     def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
         """Record that a module is skipped."""
+        for leaf in pytree.tree_leaves(value):
+            self._sized(leaf)
         tree = self._tree(value, "A module cannot be skipped with a {}: use tensors, in tuples or dicts.")
         self.emit("skip", site=site, at=at, value=tree, **({"loop": True} if loop else {}))
+
+    @staticmethod
+    def _sized(value: Any) -> Any:
+        """Return a value that goes into the model; refuse one whose size depends on values."""
+        if isinstance(value, torch.Tensor) and has_unknown_size(value):
+            raise refused(f"The model cannot go on with a value whose size depends on values. {WITHOUT_SIZE}")
+        return value
 
     def _tree(self, value: Any, refusal: str) -> Any:
         """Return the tree of a value that is made of tensors; raise ``refusal`` with the name of another type."""
@@ -334,7 +344,11 @@ class Recorder(NodeRecorder):
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
         refusal = f"`{path}` is given a {{}}, which cannot be sent."
         trees = {"args": self._tree(list(args), refusal), "kwargs": self._tree(dict(kwargs), refusal)}
-        result, wrote = self.model.apply(path, args, kwargs)
+        try:
+            result, wrote = self.model.apply(path, args, kwargs)
+        except RuntimeError as error:
+            self.refuse(error, path)
+            raise
         if wrote:
             raise refused(
                 f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "

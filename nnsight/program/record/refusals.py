@@ -14,6 +14,12 @@ TORCH = torch.__file__.rsplit("/", 1)[0]
 #: File and line of the block that is recorded while the model runs.
 position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
 
+#: What to do where a size depends on values.
+WITHOUT_SIZE = (
+    "Save the tensor and use its size after the block; `sum` and `mean` need no size, and `torch.where(mask, value, 0.0)` keeps that of "
+    "the value."
+)
+
 
 def here(message: str) -> str:
     """Return a message with the line of the block in front."""

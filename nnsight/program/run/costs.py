@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ...modeling.base import NNsight
 from ...runtime.interleaver import active_interleaver
-from ...runtime.rows.fakes import Guesses
+from ...runtime.rows.fakes import Guesses, places, result_of_size
 from ..format.errors import require
 from ..format.limits import Limits
 from ..format.nodes import Node
+from ..format.operators import is_in_place
 from ..format.payload import Job
 from .fake_runs import FakeModel
 from .interpreter import Interpreter
 
 
 class Costs(Guesses):
-    """Counts the operations of a run on fakes, and guesses where the model asks for values."""
+    """Counts the operations of a run on fakes, and guesses where the model asks for values.
+
+    A result of a program whose size depends on values has the largest possible one.
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.flops, self.of_model, self._limit = 0, 0, limit
+        self.selects = False  # whether a size of the program depends on values
         self.begun: list[int] = []  # the operations before each token of a generation
+        self.on_made: Callable[[torch.Tensor], None] | None = None  # called with each tensor that an operator of a program makes
         self.on_step: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = active_interleaver()
+        run, kwargs = active_interleaver(), kwargs or {}
         of_block = run is not None and run.current is not None
-        result = func(*args, **(kwargs or {})) if of_block else super().__torch_dispatch__(func, types, args, kwargs)
-        flops = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        in_pass = torch._C._current_graph_task_id() >= 0 and not self.made  # so the sizes are those of the program, too
+        guesses = super().__torch_dispatch__
+        try:
+            result = func(*args, **kwargs) if of_block or in_pass else guesses(func, types, args, kwargs)
+        except DynamicOutputShapeException:
+            with self:
+                largest = result_of_size(func, args, kwargs, lambda most: most) if of_block or in_pass else None
+            if largest is None:
+                raise
+            self.selects = self.selects or of_block
+            return largest
+        except DataDependentOutputException:
+            if of_block:
+                raise
+            result = guesses(func, types, args, kwargs)
+        self._count(func, args, kwargs, result, of_model=not of_block)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, of_model: bool) -> None:
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        flops = sum(leaf.numel() for leaf in made)
+        if self.on_made is not None:  # also what a composite operator makes on the way
+            for leaf in made:
+                self.on_made(leaf)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
-                flops += int(count(*args, **(kwargs or {}), out_val=result))
-        self.add(flops, of_model=not of_block)
-        return result
+                flops += int(count(*args, **kwargs, out_val=result))
+        self.add(flops, of_model)
 
     def begin_step(self) -> None:
         """Note that a generation begins with a token."""
@@ -59,9 +88,9 @@ class Costs(Guesses):
 class Rehearsal(Interpreter):
     """A job on fakes: counts the bytes of all tensors that it ``made``, and refuses writes to memory that outlives the run."""
 
-    def __init__(self, model: NNsight, job: Job, limits: Limits, fakes: FakeModel) -> None:
+    def __init__(self, model: NNsight, job: Job, limits: Limits, fakes: FakeModel, costs: Costs) -> None:
         super().__init__(model, job, limits)
-        self.fakes, self.device = fakes, fakes.device
+        self.fakes, self.device, self._costs = fakes, fakes.device, costs
         self.constants = {name: fakes.faked(tensor) for name, tensor in job.tensors.items()}
         self.check_write = self._check_write
         self._kept = fakes.storages() | {tensor.untyped_storage()._cdata for tensor in self.constants.values()}
@@ -73,16 +102,32 @@ class Rehearsal(Interpreter):
         return self.fakes.by_name[name]
 
     def done(self, node: Node, arguments: Any, result: Any) -> None:
-        """Count the results of a node, and refuse those that are too large."""
+        """Count the results of a module, and check where an operator wrote."""
+        if node["do"] == "op":
+            if is_in_place(node["name"]):
+                self._check_write(arguments[0][0])
+            if node["name"].startswith("aten.index_put"):
+                args, kwargs = arguments
+                for index in args[1] if len(args) > 1 else kwargs["indices"]:
+                    places(index, lambda most: most)  # are counted as they are made
+            return
         for leaf in pytree.tree_leaves(result):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            size = leaf.numel() * leaf.element_size()
-            name, most = node.get("name", node["do"]), self.limits.tensor_bytes
-            require(size <= most, f"`{name}` makes a tensor of {size} bytes; the limit is {most}.")
-            self._count(size)
-        if node["do"] == "op" and node["name"].split(".")[1].endswith("_"):
-            self._check_write(arguments[0][0])
+            if isinstance(leaf, torch.Tensor):
+                self._measure(node["do"], leaf)
+
+    def _operate(self, number: int, node: Node) -> None:
+        self._costs.on_made = functools.partial(self._measure, node["name"])
+        try:
+            super()._operate(number, node)
+        finally:
+            self._costs.on_made = None
+
+    def _measure(self, name: str, tensor: torch.Tensor) -> None:
+        """Count a tensor that an operator or a module makes, and refuse one that is too large."""
+        self.check_time()
+        size, most = tensor.numel() * tensor.element_size(), self.limits.tensor_bytes
+        require(size <= most, f"`{name}` makes a tensor of {size} bytes; the limit is {most}.")
+        self._count(size)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd keeps for a backward pass."""

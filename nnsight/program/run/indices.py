@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from ...runtime.rows.fakes import MOST_COUNTED
 from ..format.errors import InvalidProgramError
 
 #: Attribute of the fake of a constant: its values, where they are indices.
@@ -15,16 +16,22 @@ CONSTANT = "_nnsight_constant"
 
 
 def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if an operator would read or write outside of its tensor.
+    """Raise if an operator would read or write outside of its tensor, or make a tensor of any size.
 
     Raises:
         IndexError: If an index is out of range.
+        ValueError: If numbers that are counted, or repeats, are too large, or a quantile is none.
         InvalidProgramError: If indices are of a type that cannot index.
     """
-    rule = _INDEXED.get(operator._schema.name.removeprefix("aten::"))
+    name = operator._schema.name.removeprefix("aten::")
+    rule = _INDEXED.get(name)
+    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    if name in ("bincount", "repeat_interleave"):
+        _check_count(name, given)
+    elif name in ("quantile", "nanquantile"):
+        _check_fraction(given["q"])
     if rule is None:
         return
-    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
     for index, size, negative in rule(given):
         if isinstance(index, torch.Tensor):
             _check_range(index, size, negative)
@@ -44,10 +51,34 @@ def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
         raise IndexError(f"an index points outside of its tensor: from {low} to {high}, for a size of {size}")
 
 
+def _check_fraction(q: Any) -> None:
+    """Raise if a quantile is that of no fraction: kernels of a GPU make an index of it."""
+    if isinstance(q, torch.Tensor) and not isinstance(q, FakeTensor) and not bool(((q >= 0) & (q <= 1)).all()):
+        raise ValueError("a quantile of something that is not between 0 and 1")
+
+
+def _check_count(name: str, given: dict[str, Any]) -> None:
+    """Raise if the result would be larger than the rehearsal has counted."""
+    values = given["self"] if name == "bincount" else given["repeats"]
+    if not isinstance(values, torch.Tensor) or isinstance(values, FakeTensor) or values.numel() == 0:
+        return
+    most, size = max(given.get("minlength", 0), MOST_COUNTED), int(values.max()) + 1
+    wanted = given.get("output_size")
+    if name == "repeat_interleave" and size <= most:
+        size = int(values.sum())
+    if size > most or wanted not in (None, size):
+        raise ValueError(f"a result of size {size}; its arguments allow {wanted or most} in a program")
+
+
 def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:
     source = given["self"]
     size = source.shape[given["dim"]] if source.dim() else 1
     yield given["index"], size, negative
+
+
+def _along_dim(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    source, dim = given["self"], given.get("dim")
+    yield given["indices"], source.numel() if dim is None else source.shape[dim], False
 
 
 def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
@@ -67,11 +98,11 @@ def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
 def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
     target, source = given["target"], given["self"]
     target = getattr(target, CONSTANT, target)
-    if isinstance(target, torch.Tensor) and source.dim():
+    if isinstance(target, torch.Tensor) and source.dim() and not target.is_floating_point():  # which are probabilities
         if isinstance(target, FakeTensor):
             return
         with unset_fake_temporarily():
-            kept = target.masked_fill(target == given["ignore_index"], 0)
+            kept = target.masked_fill(target == given.get("ignore_index", -100), 0)
         yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
 
 
@@ -85,6 +116,7 @@ _INDEXED: dict[str, Callable[[dict[str, Any]], Iterable[tuple[Any, int, bool]]]]
     ),
     **dict.fromkeys("index index_put index_put_".split(), _advanced),
     "embedding": lambda given: [(given["indices"], given["weight"].shape[0], False)],
+    "take_along_dim": _along_dim,
     "take": lambda given: [(given["index"], given["self"].numel(), True)],
-    "nll_loss_forward": _classes,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_nd", "cross_entropy_loss"), _classes),
 }

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from greenlet import GreenletExit
+from torch.utils import _pytree as pytree
 
 from ...modeling.base import NNsight
 from ...runtime.errors import EarlyStopException, OutOfOrderError
@@ -29,6 +30,7 @@ from ..format.limits import Limits
 from ..format.nodes import MEMORY_FORMATS, Node
 from ..format.operators import DRAWING, OPERATORS
 from ..format.payload import Job, fact, inputs_of
+from ..format.sizes import division
 from ..format.trees import NONE, read_tree, references, with_references
 from .draws import check_parameters
 from .fake_runs import device_of
@@ -242,10 +244,14 @@ class Interpreter:
         args = self._read(node["args"])
         kwargs = {key: self._read(value) for key, value in node.get("kwargs", {}).items()}
         check_indices(operator, args, kwargs)
+        divided, most = division(node["name"], args, kwargs), self.limits.items
+        require(divided is None or divided[1] <= most, f"more results than {most}, which is the limit")
         if node["name"] in DRAWING:
             check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
             kwargs["generator"] = self.generator
         result = operator(*args, **kwargs)
+        if node.get("copy"):
+            result = pytree.tree_map(torch.clone, result)
         self.done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
 

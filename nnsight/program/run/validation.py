@@ -256,8 +256,8 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
     with quiet_fakes:
         fakes = fake_model_of(model._tree)
     costs = Costs(limits.flops)
-    with quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:
-        rehearsal = Rehearsal(model, job, limits, fakes)
+    with torch.inference_mode(False), quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:  # where composites decompose
+        rehearsal = Rehearsal(model, job, limits, fakes, costs)
         for name in _index_constants(job):
             setattr(rehearsal.constants[name], CONSTANT, job.tensors[name])
         modes.enter_context(torch.set_grad_enabled(rehearsal.differentiates))
@@ -269,7 +269,8 @@ def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
         except (InvalidProgramError, EarlyStopException, KeyboardInterrupt, SystemExit):
             raise
         except ExecutionFailedError as error:
-            raise InvalidProgramError(str(error)) from error
+            hint = ". A size that depends on values is checked as the largest possible one" if costs.selects else ""
+            raise InvalidProgramError(f"{error}{hint}") from error
         except BaseException as error:
             raise InvalidProgramError(f"The job does not run on this model: {type(error).__name__}: {error}") from error
         sizes: list[int] = []

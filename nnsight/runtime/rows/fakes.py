@@ -20,7 +20,7 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ _lock = threading.RLock()
 
 #: Packages whose hooks are part of a model.
 _LIBRARIES = {"torch", "transformers", "accelerate", "diffusers", "peft"}
+
+#: Largest size of what counts values or repeats by values, in programs: no size of an argument bounds it.
+MOST_COUNTED = 2**16
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NO_COPY = {"_call_impl", "_compiled_call_impl", "_backward_hooks", "_backward_pre_hooks"}
@@ -80,13 +83,10 @@ class Guesses(TorchDispatchMode):
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         except DynamicOutputShapeException:
             self.made += 1
-            if func is torch.ops.aten.nonzero.default:
-                return args[0].new_empty((1, args[0].dim()), dtype=torch.int64)
-            if func is torch.ops.aten.masked_select.default:
-                return args[0].new_empty((1,))
-            if func is torch.ops.aten.index.Tensor:
-                return func(args[0], [place for index in args[1] for place in _one_place(index)])
-            raise
+            made = result_of_size(func, args, kwargs or {}, lambda most: 1)
+            if made is None:
+                raise
+            return made
 
 
 def fake_argument(leaf: Any, dim: int | None, total: int, rows: int, mode: FakeTensorMode) -> Any:
@@ -105,11 +105,50 @@ def fake_argument(leaf: Any, dim: int | None, total: int, rows: int, mode: FakeT
     return made.requires_grad_() if leaf.requires_grad else made
 
 
-def _one_place(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return what indexes as a condition does that holds in one place."""
+def result_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: Callable[[int], Any]) -> Any:
+    """Return the fake of a result whose size depends on values, or ``None`` for an operator that is not known.
+
+    Args:
+        func: The operator.
+        args: Its arguments, fakes among them.
+        kwargs: Likewise, by name.
+        size: Returns the size of a dimension, given the largest possible one.
+    """
+    given: dict[str, Any] = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    first = args[0]
+
+    def integers(*shape: Any) -> torch.Tensor:
+        return first.new_empty(shape, dtype=torch.int64)
+
+    match func._schema.name.removeprefix("aten::"):
+        case "nonzero":
+            return integers(size(first.numel()), first.dim())
+        case "masked_select":
+            return first.new_empty((size(torch.broadcast_tensors(first, given["mask"])[0].numel()),))
+        case "index":
+            return func(first, [place for index in given["indices"] for place in places(index, size)])
+        case "bincount":
+            most = size(max(given["minlength"], MOST_COUNTED))
+            return integers(most) if given["weights"] is None else first.new_empty((most,), dtype=torch.float64)
+        case "repeat_interleave":
+            return integers(size(MOST_COUNTED))
+        case "_unique2" | "unique_dim" | "unique_consecutive":
+            dim = given.get("dim")
+            most = first.numel() if dim is None else first.shape[dim]
+            count = size(most)
+            shape = (count,) if dim is None else (*first.shape[:dim], count, *first.shape[dim:][1:])
+            inverse = (first.shape if dim is None else (most,)) if given["return_inverse"] else (0,)
+            return first.new_empty(shape), integers(*inverse), integers(count if given["return_counts"] else 0)
+    return None
+
+
+def places(index: torch.Tensor | None, size: Callable[[int], Any]) -> list[torch.Tensor | None]:
+    """Return the indices that are made of an index: several of a condition, each of ``size(largest)`` entries."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
-    return [index.new_zeros((1,), dtype=torch.int64) for _ in range(index.dim())]
+    count = size(index.numel())
+    return [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
 
 
 def fake_modules(

@@ -1,0 +1,28 @@
+"""A stop of a block at a location, while it is recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stop:
+    """A stop of a block at occurrence ``at`` of a location."""
+
+    site: str
+    at: int
+    loop: bool  # whether the block waits in a loop
+    structure: Any  # of the value, with the places and leaves in it
+    places: list[tuple[int, int | None]]
+    leaves: list[Any]
+    reads: dict[int, int] = field(default_factory=dict)  # the node of each leaf
+    edited: set[int] = field(default_factory=set)  # nodes of leaves that were edited in place
+
+    def place(self, number: int) -> dict[str, Any]:
+        """Return the keys of a node that name a leaf."""
+        leaf, inside = self.places[number]
+        said = {"site": self.site, "at": self.at, "leaf": leaf}
+        if inside is not None:
+            said["inside"] = inside
+        return {**said, "loop": True} if self.loop else said

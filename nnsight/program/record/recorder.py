@@ -45,6 +45,7 @@ from .printing import listening
 from .pruning import pruned
 from .recorded_calls import NodeRecorder, unseen
 from .refusals import WITHOUT_SIZE, refused
+from .visits import Stop
 
 
 def record(tracer: Any, function: Callable[[], None], for_others: bool = False) -> Recorded:

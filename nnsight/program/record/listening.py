@@ -90,11 +90,13 @@ class RecordingMediator(compat.Mediator):
             position_of_block.reset(token)
 
     def swap(self, location: str, value: Any) -> None:
+        self._recorder.refuse_unknown_sizes(location, value)
         with self._recorder.paused():  # the sizes of a replacement are compared, which the block does not ask for
             super().swap(location, value)
         self._position = user_position_now(skip=TORCH)
 
     def skip(self, location: str, value: Any) -> None:
+        self._recorder.refuse_unknown_sizes(location, value)
         with self._recorder.paused():
             super().skip(location, value)
         assert self._location is not None

@@ -309,6 +309,12 @@ class Recorder(NodeRecorder):
             del self._stale[number]
 
     @unseen
+    def refuse_unknown_sizes(self, location: str, value: Any) -> None:
+        """Refuse a replacement at a location if its size depends on values."""
+        if any(isinstance(leaf, torch.Tensor) and has_unknown_size(leaf) for leaf in pytree.tree_leaves(value)):
+            raise refused(f"The replacement of `{location}` has a size that depends on values, and the model goes on with one size.")
+
+    @unseen
     def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
         """Record that a module is skipped."""
         for leaf in pytree.tree_leaves(value):

@@ -68,6 +68,7 @@ class Component(NNsight):
         self.__dict__.update(
             _subtree=Subtree(envoy._tree, envoy._path),
             _edits=[],
+            _compiled_edits=None,
             _rename={},
             _compiled=None,
             _followed=None,

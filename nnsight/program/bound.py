@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ..fx.replay.known_runs import KnownRuns
 
 
+#: Kinds of nodes that do something beside the graph of a compiled model, so that it is not enough to call that.
+_BESIDES = frozenset({"log", "stop", "barrier", "backward"})
+
+
 class _Interpreter(Interpreter):
     """Interprets a program on tensors of the caller, to which gradients flow."""
 
@@ -102,7 +106,9 @@ class BoundProgram:
         self.inputs = Inputs(job, model)
         self.inputs.values |= values or {}
         self._runs: KnownRuns | None = None  # what is known of runs on the compiled model
-        self._differentiates = any(node["do"] == "backward" for node in job.nodes)
+        kinds = {node["do"] for node in job.nodes}
+        self._differentiates = "backward" in kinds
+        self._is_pure = kinds.isdisjoint(_BESIDES)  # whether all that it does is in the graph
         self.report = Report()
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -125,7 +131,7 @@ class BoundProgram:
     ) -> tuple[Any, dict[str, Any]]:
         """Run ``driver`` on prepared arguments; return the output of the model, if ``returns``, and the saved values by name."""
         inputs = self.inputs
-        compiled = getattr(driver, "replays", None) is not None
+        compiled = self._is_pure and getattr(driver, "replays", None) is not None
         if compiled and self._runs is not None:
             tensors = [*({**inputs.placed(), **given} if given else inputs.placed()).values(), *inputs.weights()]
             replayed = self._runs.replay(driver, tensors, (args, kwargs))

@@ -18,15 +18,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
-from ...tracing.errors import user_position_now
 from ..format.errors import NotExpressibleError
 from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, OPERATORS, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from ..run.fake_runs import FakeModel
+from .demands import VALUES, Cuts, is_refused, places_of_masks
 from .printing import Prints
 from .recorded_gradients import Gradients
-from .refusals import TORCH, here, position_of_block, refused, why_demand
+from .refusals import here, position, refused, why_demand
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -49,10 +49,23 @@ def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
     return without_listening
 
 
+class _NoOperatorError(NotExpressibleError):
+    """Programs have no such ``operator``."""
+
+    def __init__(self, message: str, operator: Any) -> None:
+        super().__init__(message)
+        self.operator = operator
+
+
+#: What torch, or :meth:`NodeRecorder.operator`, raises where a function needs values.
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, _NoOperatorError)
+
+
 @dataclass
 class Stop:
-    """A stop of a block at occurrence ``at`` of a location."""
+    """A stop of a ``block`` at occurrence ``at`` of a location."""
 
+    block: int | None
     site: str
     at: int
     loop: bool  # whether the block waits in a loop
@@ -85,9 +98,12 @@ class NodeRecorder(TorchFunctionMode):
         model: The model on fakes, from the first run on.
         gradients: Records backward passes.
         prints: Records prints.
+        cuts: Gets values that blocks demand.
+        moves: Number of stops of blocks so far, between which the model may change values.
     """
 
     model: FakeModel
+    cuts: Cuts
 
     def __init__(self, for_others: bool = False) -> None:
         super().__init__()
@@ -106,6 +122,7 @@ class NodeRecorder(TorchFunctionMode):
         self._roots: list[int] = []
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
         self._visits: list[Stop] = []
+        self.moves = 0
         self._storages: dict[int, StorageWeakRef] = {}
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
 
@@ -116,7 +133,7 @@ class NodeRecorder(TorchFunctionMode):
         self.gradients.check_node(do)
         if do == "stop":
             self.prints.end()
-        line = (position_of_block.get() or user_position_now(skip=TORCH))[1]
+        line = position()[1]
         number = len(self.nodes)
         self.nodes.append(
             {"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})}
@@ -222,6 +239,8 @@ class NodeRecorder(TorchFunctionMode):
             raise refused(f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block.")
         if name in ("__repr__", "__format__"):
             return self.prints.mark(self.substitute(args[0]), args[1] if name == "__format__" else None)
+        if name in VALUES:
+            return self.cuts.call(name, function, args, kwargs, why_demand(name))
         if name in DEMANDS:
             raise refused(why_demand(name))
         if function in DRAWN_LIKE:
@@ -250,13 +269,28 @@ class NodeRecorder(TorchFunctionMode):
             if function is _ATTENTION:
                 return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
             return function(*args, **kwargs)
-        except DataDependentOutputException as error:
-            raise refused(why_demand(name)) from error
-        except DynamicOutputShapeException as error:
-            raise refused(
+        except _NEEDS_VALUES as error:
+            return self._on_values(name, function, args, kwargs, error)
+
+    def _on_values(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Do with values what cannot be a node; an index by a mask becomes one by integers, so only the mask is asked for."""
+        refusal = why_demand(name)
+        if isinstance(error, DynamicOutputShapeException):
+            refusal = (
                 f"The size of what `{name}` returns depends on values, as where a mask selects. "
                 "Use `torch.where`, or multiply by the mask."
-            ) from error
+            )
+        elif isinstance(error, _NoOperatorError):
+            refusal = str(error)
+        if name == "masked_select" and not kwargs:
+            name, args = "__getitem__", tuple(torch.broadcast_tensors(*args))
+        if name == "__getitem__":
+            index = places_of_masks(args[1], lambda mask: self.cuts.values_of([mask], name, refusal)[0])
+            if index is not None:
+                return args[0][self._arguments(index)]
+        if is_refused(function, getattr(error, "operator", None)):
+            raise refused(refusal) from error
+        return self.cuts.call(name, function, args, kwargs, refusal)
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a fact about a tensor, and record which sizes it has in it."""
@@ -318,7 +352,8 @@ class NodeRecorder(TorchFunctionMode):
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, and return its result on fakes."""
         if operator is torch.ops.aten._local_scalar_dense.default:
-            raise refused(why_demand("item"))
+            with _disable_current_modes():
+                return self.cuts.values_of([self.substitute(args[0])], self._called[0] or "item", why_demand("item"))[0].item()
         if operator is torch.ops.aten.lift_fresh.default:
             return self.substitute(args[0])
         if not _returns_tensors(operator):
@@ -329,7 +364,7 @@ class NodeRecorder(TorchFunctionMode):
         name = NAMES.get(operator)
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
-            raise refused(f"{why[0].upper()}{why[1:]}.")
+            raise _NoOperatorError(here(f"{why[0].upper()}{why[1:]}."), operator)
         root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]

@@ -25,18 +25,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...modeling.generation import Generation
 from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
+from ...runtime.report import Report
 from ...runtime.rows.fakes import quiet_fakes
 from ...runtime.tracer import InterleavingTracer
 from ...tracing.block import names_of
 from ...tracing.saving import saves
 from ..counts import counts
 from ..format.errors import NotExpressibleError
+from ..format.nodes import Node
 from ..format.operators import DRAWING
+from ..format.payload import Job
 from ..format.trees import write_tree
 from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
 from ..run.occurrences import places_of, structure_of, tensors_at
 from .binding import Recorded
+from .demands import Cuts
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
@@ -44,28 +48,40 @@ from .recorded_calls import NodeRecorder, Stop, unseen
 from .refusals import refused
 
 
-def record(tracer: Any, function: Callable[[], None], for_others: bool = False) -> Recorded:
+def record(
+    tracer: Any,
+    function: Callable[[], None],
+    for_others: bool = False,
+    send: Callable[[bytes], bytes] | None = None,
+    cuts: int = 0,
+) -> Recorded:
     """Run the block of a trace on fakes, without weights, and return it as data.
 
     Args:
         tracer: The tracer of ``model.trace(...)`` or ``model.generate(...)``.
         function: Its block, as ``Backend.__call__`` returns it.
         for_others: Whether the program is for other inputs, so that sizes have to be compared.
+        send: Runs a payload and returns its results; called where the block needs a value.
+        cuts: How often it may be called.
 
     Raises:
-        NotExpressibleError: If the block needs values or Python that cannot be sent.
+        NotExpressibleError: If the block needs Python that cannot be sent, or more values than ``cuts`` allows.
     """
-    recorder = Recorder(for_others=for_others)
+    recorder = Recorder(for_others, send, cuts)
     recorder.run_trace(tracer, function)
     return recorder.finished(tracer)
 
 
 class Recorder(NodeRecorder):
-    """Records traces; ``running`` during each of them."""
+    """Records traces; ``running`` during each of them. ``report`` is that of the latest."""
 
-    def __init__(self, for_others: bool = False) -> None:
+    report: Report
+
+    def __init__(self, for_others: bool = False, send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> None:
         super().__init__(for_others)
+        self.cuts = Cuts(self, send, cuts)
         self.running = False
+        self._seed: int | None = None
         self._blocks: dict[Any, int] = {}
         self._barriers: dict[Any, int] = {}
         self._samples = False
@@ -92,7 +108,9 @@ class Recorder(NodeRecorder):
             return self.model.run(modules, interleaver, call, args, kwargs)
 
         self.gradients.begin_run()
-        self.runs.append({})
+        self.report = tracer.report
+        # A job for a value that a block demands before the model is called stops before it, too, so it needs no input.
+        self.runs.append({"call": call, "args": {"list": []}, "kwargs": {"dict": []}})
         self._outer.update(self._outer_containers(tracer))
         waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
         self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
@@ -110,10 +128,19 @@ class Recorder(NodeRecorder):
                 del tracer.make_mediator, tracer.make_interleaver
                 self.block, self.running = None, False
                 self._visits.clear()
-        for node in self.nodes:
-            if node["block"] == OBSERVERS:
-                node["block"] = len(self._blocks)
-        self.runs[-1]["blocks"] = len(self._blocks) + 1
+        self.runs, self.nodes = self.with_blocks()
+
+    def with_blocks(self) -> tuple[list[dict[str, Any]], list[Node]]:
+        """Return runs and nodes, with the number of blocks of the latest run; the last one is that of caches."""
+        last = len(self._blocks)
+        nodes = [{**node, "block": last} if node["block"] == OBSERVERS else node for node in self.nodes]
+        return [*self.runs[:-1], {**self.runs[-1], "blocks": last + 1}], nodes
+
+    def seeded(self, job: Job) -> Job:
+        """Return a job with the seed of this recording, if it draws."""
+        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
+            self._seed = job.seed = drawn_seed() if self._seed is None else self._seed
+        return job
 
     def number_of(self, mediator: Any) -> int:
         """Return the number of a block in its run."""
@@ -129,9 +156,9 @@ class Recorder(NodeRecorder):
                 values[name] = value
         self.prints.check()
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
-        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
-        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
-            job.seed = drawn_seed()
+        cuts = self.cuts
+        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
+        self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
         return Recorded(job, values, known, tracer.scope)
 
@@ -187,7 +214,8 @@ class Recorder(NodeRecorder):
         """Record that a block reads the value at a location."""
         structure, loop = structure_of(value), bool(getattr(mediator, "loops", 0))
         found = places_of(value)
-        visit = Stop(site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
+        self.moves += 1
+        visit = Stop(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue
@@ -203,6 +231,7 @@ class Recorder(NodeRecorder):
     @unseen
     def end_visit(self, visit: Stop, left: Any) -> None:
         """Record the value that a block leaves at a location."""
+        self.moves += 1
         self._visits.remove(visit)
         leaves = tensors_at(left)
         if len(leaves) != len(visit.leaves) or structure_of(left) != visit.structure:

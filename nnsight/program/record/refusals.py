@@ -15,9 +15,14 @@ TORCH = torch.__file__.rsplit("/", 1)[0]
 position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
 
 
+def position() -> tuple[str, int]:
+    """Return file and line of the block."""
+    return position_of_block.get() or user_position_now(skip=TORCH)
+
+
 def here(message: str) -> str:
     """Return a message with the line of the block in front."""
-    filename, line = position_of_block.get() or user_position_now(skip=TORCH)
+    filename, line = position()
     return f"{filename}:{line}: {message}"
 
 
@@ -26,9 +31,9 @@ def refused(message: str) -> NotExpressibleError:
     return NotExpressibleError(here(message))
 
 
-def why_demand(name: str) -> str:
-    """Return why a function that needs values cannot be called."""
-    shown = {
+def shown(name: str) -> str:
+    """Return what a user calls a function that needs values."""
+    what = {
         "__repr__": "printing a tensor",
         "__str__": "printing a tensor",
         "__format__": "formatting a tensor",
@@ -37,7 +42,12 @@ def why_demand(name: str) -> str:
         "__index__": "using a tensor as a number",
         "__deepcopy__": "a deep copy of a tensor",
     }.get(name, f"`{name.strip('_')}`")
+    return what[0].upper() + what[1:]
+
+
+def why_demand(name: str) -> str:
+    """Return why a function that needs values cannot be called."""
     return (
-        f"{shown[0].upper()}{shown[1:]} needs values, and they are where the model runs. Save the tensor and use it after the block; "
+        f"{shown(name)} needs values, and they are where the model runs. Save the tensor and use it after the block; "
         "decide with `torch.where`, select with `gather` or `index_select`."
     )

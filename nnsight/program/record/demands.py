@@ -20,18 +20,16 @@ from greenlet import GreenletExit
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...fx.recording.functions import edits_in_place
 from ...runtime.errors import loop_ended_message
 from ...runtime.report import Break
 from ..counts import counts
 from ..format.errors import NotExpressibleError
-from ..format.nodes import Node
-from ..format.operators import DRAWING, is_in_place
+from ..format.operators import DRAWING
 from ..format.payload import Job, encode
 from ..format.results import decode_results
-from ..format.trees import references
+from .known_values import KnownValues, Place
 from .pruning import pruned
 from .refusals import here, position, shown
 
@@ -43,6 +41,8 @@ VALUES = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __deepcopy__ __reduce_ex__ item tolist numpy equal allclose "
     "is_nonzero".split()
 )
+
+_EDITED = "does not reach the model. `.clone()` it first, or edit the value itself in the block of a trace."
 
 
 class Cuts:
@@ -61,7 +61,8 @@ class Cuts:
     def __init__(self, recorder: Recorder, send: Callable[[bytes], bytes] | None, limit: int) -> None:
         self._recorder, self._send, self._limit = recorder, send, limit
         self._made = 0
-        self._known: Any = WeakIdKeyDictionary()  # fake -> (state of its memory, value)
+        self._known = KnownValues(recorder)
+        self._lent: list[tuple[torch.Tensor, str]] = []  # values that results share memory with, and what it means if one was edited
         self.forced: set[int] = set()
         self.printed: set[int] = set()
 
@@ -82,89 +83,99 @@ class Cuts:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, FakeTensor) or id(leaf) in weights]
         fakes = [self._recorder.substitute(leaves[place]) for place in places]
-        for place, value in zip(places, self.values_of(fakes, name, refusal, also), strict=True):
-            leaves[place] = value
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        values = self.values_of(fakes, name, refusal, also)
         with self._recorder.paused(), _disable_current_modes():
+            values = [value.clone() for value in values]
+            for place, value in zip(places, values, strict=True):
+                leaves[place] = value
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
             result = function(*args, **kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            memory = {leaf.untyped_storage()._cdata for leaf in made}
+            lent = [value for value in values if value.untyped_storage()._cdata in memory]
+        self._lent += [(value, here(f"What {shown(name)} returned here was edited in place, which {_EDITED}")) for value in lent]
+        if any(value._version for value in values):
+            raise NotExpressibleError(here(f"{shown(name)} edits a value in place, which {_EDITED}"))
         if any(leaf.is_floating_point() for leaf in made) and not all(map(self._is_detached, fakes)):
             self._recorder.gradients.lose(f"{shown(name)} before was done with values, which autograd does not follow")
         if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
             result.setflags(write=False)  # writing to it would change nothing in the model
         return result
 
+    def check(self) -> None:
+        """Raise if the block has edited what shares memory with a value."""
+        for value, message in self._lent:
+            if value._version:
+                raise NotExpressibleError(message)
+
     def values_of(self, fakes: Sequence[torch.Tensor], name: str, refusal: str, also: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Return the values of fakes, which function ``name`` demands; see :meth:`call`."""
-        states = {id(fake): self._state(fake) for fake in (*fakes, *also)}
-        wanted = {id(fake): fake for fake in (*fakes, *also) if self._known.get(fake, (None,))[0] != states[id(fake)]}
-        if any(id(fake) in wanted for fake in fakes):
+        self.check()
+        sources: dict[Place, None] = {}
+        for fake in fakes:
+            if self._find(fake) is None:
+                sources[self._source(fake)] = None
+        if sources:
+            sources |= {self._source(fake): None for fake in also if self._find(fake) is None}
             if self._send is None or not self._limit:
                 raise NotExpressibleError(here(refusal))
-            self._check_limit()
-            for fake, value in zip(wanted.values(), self._fetch(list(wanted.values()), name), strict=True):
-                self._known[fake] = states[id(fake)], value
-        return [self._known[fake][1] for fake in fakes]
-
-    def _check_limit(self) -> None:
-        self._made += 1
-        if self._made > self._limit:
-            raise NotExpressibleError(
-                here(
-                    f"This trace or session needs values for more than {self._limit} times, and each time the model runs anew. Ask for "
-                    "several at once, as in `torch.stack(values).tolist()`, or raise the limit: `CONFIG.API.CUTS = ...`."
+            if self._made == self._limit:
+                raise NotExpressibleError(
+                    here(
+                        f"This trace or session asks for values more than {self._limit} times, and each time the model runs anew. Ask for "
+                        "several at once, as in `torch.stack(values).tolist()`, or raise the limit: `CONFIG.API.CUTS = ...`."
+                    )
                 )
-            )
+            self._made += 1
+            for source, value in zip(sources, self._fetch(list(sources), name), strict=True):
+                self._known.keep(source, value)
+        found = [self._find(fake) for fake in fakes]
+        assert all(value is not None for value in found), "a view has the value of what it is a view of"
+        return found  # type: ignore[return-value]
 
-    def _state(self, fake: torch.Tensor) -> Any:
-        """Return something that differs if the values of a known fake may: the edits of its memory so far, also by the model."""
-        recorder = self._recorder
-        root = recorder._roots[recorder.reference(fake)["ref"][0]]
-        nodes = enumerate(recorder.nodes)
-        edits = [number for number, node in nodes if recorder._roots[number] == root and is_in_place(node.get("name", ""))]
-        return len(edits), recorder.moves if self._may_change(root) else None
+    def _place(self, fake: torch.Tensor) -> Place:
+        node, output = self._recorder.reference(fake)["ref"]
+        return node, output
 
-    def _may_change(self, root: int) -> bool:
-        """Whether the model, or a pass, may edit the memory of a node."""
-        recorder = self._recorder
-        if recorder.nodes[root]["do"] not in ("op", "const", "weight"):
-            return True
-        given = (node for node in recorder.nodes if node["do"] in ("write", "skip", "apply"))
-        return any(recorder._roots[number] == root for node in given for number, _ in references(node))
+    def _find(self, fake: torch.Tensor) -> torch.Tensor | None:
+        return self._known.find(self._place(fake))
+
+    def _source(self, fake: torch.Tensor) -> Place:
+        return self._known.source(self._place(fake), fake)
 
     def _is_detached(self, fake: torch.Tensor) -> bool:
-        node = self._recorder.nodes[self._recorder._refs[fake][0]]
+        node = self._recorder.nodes[self._place(fake)[0]]
         return not fake.is_floating_point() or node.get("name") == "aten.detach.default"
 
     # -- a job -----------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, fakes: list[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """Run the program so far; return the values of fakes."""
+    def _fetch(self, places: list[Place], name: str) -> list[torch.Tensor]:
+        """Run the program so far; return the values of places."""
         recorder, send = self._recorder, self._send
         visit = next((visit for visit in reversed(recorder._visits) if visit.block == recorder.block), None)
         location = "the end of the trace" if recorder.block is None else "the start" if visit is None else f"{visit.site}.i{visit.at}"
         recorder.report.breaks.append(Break(location, f"{shown(name)} needs a value", *position()))
         counts["cuts"] += 1
         with recorder.paused():
-            job, printed = self._job(fakes)
+            job, printed = self._job(places)
             payload = recorder.seeded(job)
         assert send is not None
         found = _apart(lambda: decode_results(send(encode(payload))))
         self.printed |= printed
         recorder.prints.catch_up()
         values: list[torch.Tensor] = found.get("values", [])
-        if len(values) < len(fakes):  # a generation has ended before, and with it the loop of the block
+        if len(values) < len(places):  # a generation has ended before, and with it the loop of the block
             ended = ("model.input", 0) if visit is None else (visit.site, visit.at)
             warnings.warn_explicit(loop_ended_message(*ended), UserWarning, *position())
             raise GreenletExit
         return values
 
-    def _job(self, fakes: list[torch.Tensor]) -> tuple[Job, set[int]]:
-        """Return a job that returns the values of fakes, and the nodes whose lines it prints."""
+    def _job(self, places: list[Place]) -> tuple[Job, set[int]]:
+        """Return a job that returns the values of places, and the nodes whose lines it prints."""
         recorder = self._recorder
         runs, nodes = recorder.with_blocks()
         roots = list(recorder._roots)
-        references = [recorder.reference(fake) for fake in fakes]
+        references = [{"ref": list(place)} for place in places]
         self.forced |= {number for number, node in enumerate(nodes) if node.get("name") in DRAWING}
         printed = {number for number, node in enumerate(nodes) if node["do"] == "log"}
         first = len(nodes)

@@ -227,6 +227,8 @@ class NodeRecorder(TorchFunctionMode):
             return self._metadata(function, args, kwargs)
         if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
             return self.gradients.set_mode(*args)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._bounds(args[1]), *args[2:])
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
@@ -329,6 +331,21 @@ class NodeRecorder(TorchFunctionMode):
     def _arguments(self, value: Any) -> Any:
         return pytree.tree_map(self._argument, value) if isinstance(value, (list, tuple, dict)) else self._argument(value)
 
+    def _bounds(self, index: Any) -> Any:
+        """Return an index with numbers in place of tensors in slices."""
+        if isinstance(index, tuple):
+            return tuple([self._bounds(item) for item in index])
+        if not isinstance(index, slice):
+            return index
+        bounds = (index.start, index.stop, index.step)
+        return slice(*[self._number(bound) if isinstance(bound, FakeTensor) else bound for bound in bounds])
+
+    def _number(self, tensor: torch.Tensor, name: str = "__index__") -> Any:
+        """Return the number that is the value of a tensor."""
+        value = self.cuts.values_of([self.substitute(tensor)], name, why_demand(name))[0]
+        with _disable_current_modes():
+            return value.item()
+
     def _index(self, index: Any) -> Any:
         """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
         if isinstance(index, tuple):
@@ -352,8 +369,7 @@ class NodeRecorder(TorchFunctionMode):
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, and return its result on fakes."""
         if operator is torch.ops.aten._local_scalar_dense.default:
-            with _disable_current_modes():
-                return self.cuts.values_of([self.substitute(args[0])], self._called[0] or "item", why_demand("item"))[0].item()
+            return self._number(args[0], "item")
         if operator is torch.ops.aten.lift_fresh.default:
             return self.substitute(args[0])
         if not _returns_tensors(operator):

@@ -155,6 +155,7 @@ class Recorder(NodeRecorder):
             if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
                 values[name] = value
         self.prints.check()
+        self.cuts.check()
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         cuts = self.cuts
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)

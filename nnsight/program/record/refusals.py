@@ -9,7 +9,8 @@ import torch
 from ...tracing.errors import user_position_now
 from ..format.errors import NotExpressibleError
 
-TORCH = torch.__file__.rsplit("/", 1)[0]
+#: Where torch and other libraries are installed: their lines are not those of the user.
+LIBRARIES = torch.__file__.rsplit("/", 2)[0]
 
 #: File and line of the block that is recorded while the model runs.
 position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
@@ -17,7 +18,7 @@ position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_reco
 
 def position() -> tuple[str, int]:
     """Return file and line of the block."""
-    return position_of_block.get() or user_position_now(skip=TORCH)
+    return position_of_block.get() or user_position_now(skip=LIBRARIES)
 
 
 def here(message: str) -> str:

@@ -2,7 +2,8 @@
 
 A block is recorded on fakes, which have no values. Where its Python needs one (a condition, ``.item()``, an array), the recording is *cut*:
 the program so far, up to a ``stop`` where the block stands, is sent as a job that returns the value. The block goes on with the value, and
-what it makes of it is a constant of the rest of the program. The program as a whole runs last. So the model runs once for each cut, and once more.
+what it makes of it is a constant of the rest of the program. The program as a whole runs last. So the model runs once for each cut, and
+once more.
 
 Nothing is held where the model runs, so each job begins with the first node. All jobs of a recording have one seed, and every operator that
 draws is part of each later job, so they draw the same numbers. Lines that a job has printed are not part of later ones.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,7 +32,7 @@ from ..format.payload import Job, encode
 from ..format.results import decode_results
 from .known_values import KnownValues, Place
 from .pruning import pruned
-from .refusals import here, position, shown
+from .refusals import here, position, shown, why_demand
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -41,6 +42,18 @@ VALUES = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __deepcopy__ __reduce_ex__ item tolist numpy equal allclose "
     "is_nonzero".split()
 )
+
+
+class NoOperatorError(NotExpressibleError):
+    """Programs have no such ``operator``."""
+
+    def __init__(self, message: str, operator: Any) -> None:
+        super().__init__(here(message))
+        self.reason, self.operator = message, operator
+
+
+#: What is raised where a function that is called on fakes needs values.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, NoOperatorError)
 
 _EDITED = "does not reach the model. `.clone()` it first, or edit the value itself in the block of a trace."
 
@@ -101,6 +114,28 @@ class Cuts:
         if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
             result.setflags(write=False)  # writing to it would change nothing in the model
         return result
+
+    def instead(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Do with values what cannot be a node, because of ``error``; an index by a mask becomes one by integers, so only the mask is sent."""
+        refusal = why_demand(name)
+        if isinstance(error, DynamicOutputShapeException):
+            refusal = (
+                f"The size of what `{name}` returns depends on values, as where a mask selects. "
+                "Use `torch.where`, or multiply by the mask."
+            )
+        elif isinstance(error, NoOperatorError):
+            refusal = error.reason
+        if name == "masked_select" and not kwargs:
+            name, args = "__getitem__", tuple(torch.broadcast_tensors(*args))
+        if name == "__getitem__":
+            index = _places_of_masks(args[1], lambda mask: self.values_of([mask], name, refusal)[0])
+            if index is not None:
+                return args[0][tuple(map(self._recorder._argument, index))]
+        operator = getattr(error, "operator", None)
+        shows = operator is not None and any(item.alias_info is not None for item in operator._schema.arguments)
+        if shows or edits_in_place(function):  # what it returns here would not be memory of the model
+            raise NotExpressibleError(here(refusal)) from error
+        return self.call(name, function, args, kwargs, refusal)
 
     def check(self) -> None:
         """Raise if the block has edited what shares memory with a value."""
@@ -200,13 +235,7 @@ class Cuts:
         return job, printed
 
 
-def is_refused(function: Any, operator: Any) -> bool:
-    """Whether a function without an operator in programs cannot be done with values instead: it edits, or shows memory of, a tensor."""
-    shows = operator is not None and any(item.alias_info is not None for item in operator._schema.arguments)
-    return shows or edits_in_place(function)
-
-
-def places_of_masks(index: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _places_of_masks(index: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return an index with integers in place of masks that are fakes; ``None`` if it has none."""
     items = index if isinstance(index, tuple) else (index,)
     made: list[Any] = []

@@ -98,8 +98,8 @@ class _Search:
             known, node = self._values.get(place), self._nodes[place[0]]
             if known is not None and known[0] == self._state(place[0]):
                 self._seen[place] = known[1]
-            elif node["do"] == "const" and self._tensors[node["tensor"]].nbytes <= _SMALL:
-                self._seen[place] = self._tensors[node["tensor"]]
+            elif node["do"] == "const":
+                self._seen[place] = self._tensors[node["tensor"]].cpu()
             elif node["do"] == "op" and depth < _DEEPEST and node["name"] not in DRAWING and not is_in_place(node["name"]):
                 self._seen[place] = self._compute(place, node, depth + 1)
         return self._seen[place]

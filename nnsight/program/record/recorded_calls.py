@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -23,7 +23,7 @@ from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, OPERATORS, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from ..run.fake_runs import FakeModel
-from .demands import VALUES, Cuts, is_refused, places_of_masks
+from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import here, position, refused, why_demand
@@ -47,18 +47,6 @@ def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return without_listening
-
-
-class _NoOperatorError(NotExpressibleError):
-    """Programs have no such ``operator``."""
-
-    def __init__(self, message: str, operator: Any) -> None:
-        super().__init__(message)
-        self.operator = operator
-
-
-#: What torch, or :meth:`NodeRecorder.operator`, raises where a function needs values.
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, _NoOperatorError)
 
 
 @dataclass
@@ -271,28 +259,8 @@ class NodeRecorder(TorchFunctionMode):
             if function is _ATTENTION:
                 return self.operator(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
             return function(*args, **kwargs)
-        except _NEEDS_VALUES as error:
-            return self._on_values(name, function, args, kwargs, error)
-
-    def _on_values(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Do with values what cannot be a node; an index by a mask becomes one by integers, so only the mask is asked for."""
-        refusal = why_demand(name)
-        if isinstance(error, DynamicOutputShapeException):
-            refusal = (
-                f"The size of what `{name}` returns depends on values, as where a mask selects. "
-                "Use `torch.where`, or multiply by the mask."
-            )
-        elif isinstance(error, _NoOperatorError):
-            refusal = str(error)
-        if name == "masked_select" and not kwargs:
-            name, args = "__getitem__", tuple(torch.broadcast_tensors(*args))
-        if name == "__getitem__":
-            index = places_of_masks(args[1], lambda mask: self.cuts.values_of([mask], name, refusal)[0])
-            if index is not None:
-                return args[0][self._arguments(index)]
-        if is_refused(function, getattr(error, "operator", None)):
-            raise refused(refusal) from error
-        return self.cuts.call(name, function, args, kwargs, refusal)
+        except NEEDS_VALUES as error:
+            return self.cuts.instead(name, function, args, kwargs, error)
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a fact about a tensor, and record which sizes it has in it."""
@@ -380,7 +348,7 @@ class NodeRecorder(TorchFunctionMode):
         name = NAMES.get(operator)
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
-            raise _NoOperatorError(here(f"{why[0].upper()}{why[1:]}."), operator)
+            raise NoOperatorError(f"{why[0].upper()}{why[1:]}.", operator)
         root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]

@@ -48,7 +48,7 @@ def shown(name: str) -> str:
 
 def why_demand(name: str) -> str:
     """Return why a function that needs values cannot be called."""
-    return (
-        f"{shown(name)} needs values, and they are where the model runs. Save the tensor and use it after the block; "
-        "decide with `torch.where`, select with `gather` or `index_select`."
-    )
+    why = f"{shown(name)} needs values, and they are where the model runs. "
+    if name in ("__repr__", "__str__", "__format__"):
+        return why + "Only what is printed as it is can be sent: make other text of `x.item()` or `x.tolist()`."
+    return why + "Save the tensor and use it after the block; decide with `torch.where`, select with `gather` or `index_select`."

@@ -56,12 +56,12 @@ class _Between(TorchFunctionMode):
         if function in METADATA or function in ABOUT_STRIDES or name in SIZE_METHODS:
             return function(*args, **(kwargs or {}))
         edits = edits_in_place(function) and isinstance(known[0], FakeTensor)
-        if function in ABOUT_GRADIENTS or name in ABOUT_BACKWARD or edits:
-            raise refused(
-                "Values of the model that are edited, or about gradients, are not there between the traces of a session. Edit and "
-                "differentiate in the block of a trace."
-            )
-        refusal = "Values of the model are not there between the traces of a session. Compute with them in the block of a trace."
+        refusal = (
+            "Values of the model are not there between the traces of a session. Compute with them, edit them and differentiate in the "
+            "block of a trace."
+        )
+        if function in ABOUT_GRADIENTS or name in ABOUT_BACKWARD or edits or not self._recorder.runs:
+            raise refused(refusal)
         return self._recorder.cuts.call(name, function, args, kwargs or {}, refusal, self._saved())
 
     def _saved(self) -> list[torch.Tensor]:

@@ -216,6 +216,37 @@ def gradients(model: Any, **where: Any) -> Any:
     return tracer, seen, kept, attribution
 
 
+def several_passes(model: Any, **where: Any) -> Any:
+    seen: list[Any] = []
+    with model.trace(PROMPT, **where) as tracer:
+        hidden, logits = model.transformer.h[1].output, model.lm_head.output[0, -1]
+        with logits.max().backward(retain_graph=True):
+            first = hidden.grad
+        seen.append(first.norm().item())
+        with logits.min().backward():
+            second = hidden.grad
+            seen.append(second[0, 0, :4].tolist())
+        difference = (second - first).save()
+        seen.append(difference.norm().item())
+    return tracer, seen, difference
+
+
+def the_text_of_a_generation(model: Any, **where: Any) -> Any:
+    seen: list[Any] = []
+    with model.generate(PROMPT, max_new_tokens=30, eos_token_id=14, **where) as tracer:
+        ids = tracer.result
+        seen += [model.tokenizer.decode(ids[0]), ids.tolist()]
+    return tracer, seen
+
+
+def values_in_inference_mode(model: Any, **where: Any) -> Any:
+    seen: list[Any] = []
+    with model.trace(PROMPT, **where) as tracer, torch.inference_mode():
+        hidden = model.transformer.h[1].output
+        seen += [hidden.sum().item(), torch.linalg.svdvals(hidden[0]).tolist()]
+    return tracer, seen
+
+
 def prints(model: Any, **where: Any) -> Any:
     with model.trace(PROMPT, **where) as tracer:
         print("before")
@@ -283,6 +314,9 @@ BLOCKS: dict[Callable[..., Any], tuple[int, int]] = {
     steps: (3, 6),
     a_generation_that_ends: (3, 5),
     gradients: (4, 4),
+    several_passes: (3, 3),
+    the_text_of_a_generation: (1, 2),
+    values_in_inference_mode: (2, 2),
     prints: (3, 3),
     a_session: (4, 5),
     training: (3, 6),
@@ -425,6 +459,32 @@ def test_a_demand_is_waited_for_though_the_trace_is_not(demo: Any, here: Running
     with pytest.raises(NotExpressibleError, match="earlier job"):
         with demo.trace(PROMPT, backend=RemoteBackend(job_id=tracer.backend.job_id)):
             factor = demo.transformer.h[0].output.norm().item()
+
+
+def test_a_value_that_was_never_computed_is_an_error(demo: Any) -> None:
+    with pytest.raises(ExecutionFailedError, match=rf"{__file__}:\d+: `item` needs a value that was not computed: a generation has ended"):
+        with demo.session(remote="local"):
+            with demo.generate(PROMPT, max_new_tokens=30, eos_token_id=14) as tracer:
+                tokens = [demo.lm_head.output[0, -1].argmax() for _ in tracer.iter[:8]]
+            kept = nnsight.save([token.item() for token in tokens])
+
+
+def test_a_compiled_model_gives_values(demo: Any) -> None:
+    compiled = nnsight.demo_model()
+    compiled.compile(backend="eager")
+    for block in (a_condition, edits_before_and_behind, invokes, gradients):
+        _, *expected = block(demo)
+        _, *found = block(compiled, remote="local")
+        same(found, expected)
+
+
+def test_an_edit_of_the_model_gets_values(demo: Any) -> None:
+    with demo.edit() as edited:
+        if edited.transformer.h[0].output.norm() > 3:
+            edited.transformer.h[1].output[:] *= 2
+    _, logits = a_condition(edited, remote="local")
+    same(logits, a_condition(edited)[1])
+    assert not torch.equal(logits, a_condition(demo)[1])
 
 
 def test_where_values_cannot_be_had_a_demand_is_refused(demo: Any) -> None:

@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...fx.recording.functions import edits_in_place
 from ...runtime.errors import loop_ended_message
 from ...runtime.report import Break
+from ...shared_changes import SharedChange
 from ..counts import counts
-from ..format.errors import NotExpressibleError
+from ..format.errors import ExecutionFailedError, NotExpressibleError
 from ..format.operators import DRAWING
 from ..format.payload import Job, encode
 from ..format.results import decode_results
@@ -41,6 +42,21 @@ if TYPE_CHECKING:
 VALUES = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __deepcopy__ __reduce_ex__ item tolist numpy equal allclose "
     "is_nonzero".split()
+)
+
+#: What fakes do, entry by entry.
+_tolist = FakeTensor.tolist
+
+
+def _tolist_at_once(fake: FakeTensor) -> Any:
+    if torch._C._is_torch_function_mode_enabled():
+        return torch.overrides.handle_torch_function(_tolist, (fake,), fake)
+    return _tolist(fake)
+
+
+#: Lets ``tolist`` of a fake be one call, so that a recorder sees it.
+whole_lists = SharedChange(
+    lambda: setattr(FakeTensor, "tolist", _tolist_at_once), lambda _: setattr(FakeTensor, "tolist", _tolist)
 )
 
 
@@ -98,7 +114,8 @@ class Cuts:
         fakes = [self._recorder.substitute(leaves[place]) for place in places]
         values = self.values_of(fakes, name, refusal, also)
         with self._recorder.paused(), _disable_current_modes():
-            values = [value.clone() for value in values]
+            with torch.inference_mode(False):  # so that they have versions
+                values = [value.clone() for value in values]
             for place, value in zip(places, values, strict=True):
                 leaves[place] = value
             args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -116,7 +133,7 @@ class Cuts:
         return result
 
     def instead(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Do with values what cannot be a node, because of ``error``; an index by a mask becomes one by integers, so only the mask is sent."""
+        """Do with values what cannot be a node, because of ``error``. An index by a mask becomes one by integers: only the mask is sent."""
         refusal = why_demand(name)
         if isinstance(error, DynamicOutputShapeException):
             refusal = (
@@ -163,10 +180,13 @@ class Cuts:
                 )
             self._made += 1
             for source, value in zip(sources, self._fetch(list(sources), name), strict=True):
-                self._known.keep(source, value)
-        found = [self._find(fake) for fake in fakes]
-        assert all(value is not None for value in found), "a view has the value of what it is a view of"
-        return found  # type: ignore[return-value]
+                if value is not None:
+                    self._known.keep(source, value)
+        found = [value for fake in fakes if (value := self._find(fake)) is not None]
+        if len(found) < len(fakes):
+            why = "the model made no tensor there, or a shorter one"
+            raise ExecutionFailedError(here(f"{shown(name)} needs a value that was not computed: {why}."))
+        return found
 
     def _place(self, fake: torch.Tensor) -> Place:
         node, output = self._recorder.reference(fake)["ref"]
@@ -184,7 +204,7 @@ class Cuts:
 
     # -- a job -----------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, places: list[Place], name: str) -> list[torch.Tensor]:
+    def _fetch(self, places: list[Place], name: str) -> list[torch.Tensor | None]:
         """Run the program so far; return the values of places."""
         recorder, send = self._recorder, self._send
         visit = next((visit for visit in reversed(recorder._visits) if visit.block == recorder.block), None)
@@ -198,7 +218,9 @@ class Cuts:
         found = _apart(lambda: decode_results(send(encode(payload))))
         self.printed |= printed
         recorder.prints.catch_up()
-        values: list[torch.Tensor] = found.get("values", [])
+        values: list[torch.Tensor | None] = found.get("values", [])
+        if len(values) < len(places) and recorder.block is None:
+            raise ExecutionFailedError(here(f"{shown(name)} needs a value that was not computed: a generation has ended before."))
         if len(values) < len(places):  # a generation has ended before, and with it the loop of the block
             ended = ("model.input", 0) if visit is None else (visit.site, visit.at)
             warnings.warn_explicit(loop_ended_message(*ended), UserWarning, *position())

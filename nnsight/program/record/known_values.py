@@ -128,4 +128,4 @@ class _Search:
         outputs = made if isinstance(made, (list, tuple)) else [made]
         for number, output in enumerate(outputs):
             self._values[place[0], number] = self._state(place[0]), output
-        return outputs[place[1]]
+        return outputs[place[1]] if place[1] < len(outputs) else None  # of a result that is shorter than on fakes

@@ -40,7 +40,7 @@ from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
 from ..run.occurrences import places_of, structure_of, tensors_at
 from .binding import Recorded
-from .demands import Cuts
+from .demands import Cuts, whole_lists
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
@@ -116,7 +116,7 @@ class Recorder(NodeRecorder):
         self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
         with quiet_fakes:
             self.model = fake_model_of(modules)
-        with torch.no_grad(), quiet_fakes, self.mode:
+        with torch.no_grad(), quiet_fakes, whole_lists, self.mode:
             tracer._call = (drive, PreparedRun(model), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)

@@ -20,6 +20,7 @@ from ...modeling.tracing import session_backend
 from ...program.format.errors import NotExpressibleError
 from ...program.format.sizes import SIZE_METHODS
 from ...program.record.binding import Recorded
+from ...program.record.demands import whole_lists
 from ...program.record.recorder import Recorder
 from ...program.record.refusals import refused
 from ...tracing import Backend
@@ -78,7 +79,7 @@ def record_session(
     recorder = Recorder(send=send, cuts=cuts)
     token = session_backend.set(_Part(recorder))
     try:
-        with _Between(recorder, tracer):
+        with whole_lists, _Between(recorder, tracer):
             tracer.execute(function)
     finally:
         session_backend.reset(token)

@@ -132,6 +132,13 @@ def weights_before_the_model_runs(model: Any, **where: Any) -> Any:
     return tracer, logits
 
 
+def weights_before_a_generation(model: Any, **where: Any) -> Any:
+    with model.generate(PROMPT, max_new_tokens=2, min_new_tokens=2, **where) as tracer:
+        if model.lm_head.weight.norm() > 3:
+            ids = tracer.result.save()
+    return tracer, ids
+
+
 def a_result(model: Any, **where: Any) -> Any:
     seen: list[Any] = []
     with model.trace(PROMPT, **where) as tracer:
@@ -308,6 +315,7 @@ BLOCKS: dict[Callable[..., Any], tuple[int, int]] = {
     comparisons: (4, 4),
     edits_before_and_behind: (5, 5),
     weights_before_the_model_runs: (1, 0),
+    weights_before_a_generation: (1, 0),
     a_result: (1, 1),
     invokes: (4, 3),
     a_cache: (1, 1),
@@ -467,6 +475,21 @@ def test_a_value_that_was_never_computed_is_an_error(demo: Any) -> None:
             with demo.generate(PROMPT, max_new_tokens=30, eos_token_id=14) as tracer:
                 tokens = [demo.lm_head.output[0, -1].argmax() for _ in tracer.iter[:8]]
             kept = nnsight.save([token.item() for token in tokens])
+
+
+def test_a_value_comes_without_saved_ones_that_were_never_computed(demo: Any) -> None:
+    with demo.session(remote="local"):
+        with demo.generate(PROMPT, max_new_tokens=30, eos_token_id=14) as tracer:
+            tokens = nnsight.save([demo.lm_head.output[0, -1].argmax() for _ in tracer.iter[:8]])
+        first = nnsight.save(tokens[0].item())
+    assert first == tokens[0] and len(tokens) == 2
+
+
+def test_a_trace_that_stops_before_the_model_runs_is_sent(demo: Any, runs: list[int]) -> None:
+    with demo.trace(PROMPT, remote="local") as tracer:
+        norm = demo.lm_head.weight.norm().save()
+        tracer.stop()
+    assert norm == demo._module.lm_head.weight.norm() and not runs
 
 
 def test_a_compiled_model_gives_values(demo: Any) -> None:

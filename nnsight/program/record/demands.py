@@ -184,7 +184,7 @@ class Cuts:
                     self._known.keep(source, value)
         found = [value for fake in fakes if (value := self._find(fake)) is not None]
         if len(found) < len(fakes):
-            why = "the model made no tensor there, or a shorter one"
+            why = "a generation has ended before, or the model made no tensor there"
             raise ExecutionFailedError(here(f"{shown(name)} needs a value that was not computed: {why}."))
         return found
 
@@ -218,14 +218,11 @@ class Cuts:
         found = _apart(lambda: decode_results(send(encode(payload))))
         self.printed |= printed
         recorder.prints.catch_up()
-        values: list[torch.Tensor | None] = found.get("values", [])
-        if len(values) < len(places) and recorder.block is None:
-            raise ExecutionFailedError(here(f"{shown(name)} needs a value that was not computed: a generation has ended before."))
-        if len(values) < len(places):  # a generation has ended before, and with it the loop of the block
+        if len(found) < len(places) and recorder.block is not None:  # a generation has ended, and with it the loop of the block
             ended = ("model.input", 0) if visit is None else (visit.site, visit.at)
             warnings.warn_explicit(loop_ended_message(*ended), UserWarning, *position())
             raise GreenletExit
-        return values
+        return [found.get(f"value{number}") for number in range(len(places))]
 
     def _job(self, places: list[Place]) -> tuple[Job, set[int]]:
         """Return a job that returns the values of places, and the nodes whose lines it prints."""
@@ -253,7 +250,8 @@ class Cuts:
                 add("end")
             add("stop")
         forced = self.forced | set(range(first, len(nodes)))
-        job, _ = pruned(runs, nodes, roots, {"values": {"list": references}}, recorder.tensors, forced, self.printed)
+        trees = {f"value{number}": reference for number, reference in enumerate(references)}
+        job, _ = pruned(runs, nodes, roots, trees, recorder.tensors, forced, self.printed)
         return job, printed
 
 

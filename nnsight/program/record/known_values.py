@@ -42,13 +42,17 @@ class KnownValues:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._values: dict[Place, tuple[Any, torch.Tensor]] = {}
+        self._edits: Counter[int] = Counter()  # how often each memory was edited
+        self._shared: set[int] = set()  # memory that the model was given
+        self._noted = 0
 
     def source(self, place: Place, fake: torch.Tensor) -> Place:
         """Return what to ask for to know the value of ``fake``, which is at ``place``: itself, or the tensor that it is a view of.
 
         A comparison with a number asks for what is compared.
         """
-        nodes, state = self._recorder.nodes, self._states()
+        nodes, state = self._recorder.nodes, self._state
+        self._note_edits()
         if nodes[place[0]].get("name") in _COMPARISONS:
             compared = next(references(nodes[place[0]]["args"][0]))
             known = next((known for known, found in self._recorder._refs.items() if found == compared), None)
@@ -62,26 +66,31 @@ class KnownValues:
 
     def keep(self, place: Place, value: torch.Tensor) -> None:
         """Note the present value at a place."""
-        self._values[place] = self._states()(place[0]), value
+        self._note_edits()
+        self._values[place] = self._state(place[0]), value
 
     def find(self, place: Place) -> torch.Tensor | None:
         """Return the value at a place, if it is known or follows from known ones."""
+        self._note_edits()
         with self._recorder.paused(), _disable_current_modes():
-            return _Search(self._recorder, self._values, self._states()).find(place, 0)
+            return _Search(self._recorder, self._values, self._state).find(place, 0)
 
-    def _states(self) -> Callable[[int], Any]:
-        """Return a function that gives the present state of the memory of a node."""
+    def _state(self, number: int) -> Any:
+        """Return the state of the memory of a node."""
+        root = self._recorder._roots[number]
+        own = self._recorder.nodes[root]["do"] in ("op", "const", "weight") and root not in self._shared
+        return self._edits[root], None if own else self._recorder.moves
+
+    def _note_edits(self) -> None:
+        """Note what the nodes since the last time edit, and give to the model."""
         nodes, roots = self._recorder.nodes, self._recorder._roots
-        edits = Counter(roots[number] for number, node in enumerate(nodes) if is_in_place(node.get("name", "")))
-        given = (node for node in nodes if node["do"] in ("write", "skip", "apply"))
-        shared = {roots[number] for node in given for number, _ in references(node)}
-
-        def state(number: int) -> Any:
-            root = roots[number]
-            own = nodes[root]["do"] in ("op", "const", "weight") and root not in shared
-            return edits[root], None if own else self._recorder.moves
-
-        return state
+        for number in range(self._noted, len(nodes)):
+            node = nodes[number]
+            if is_in_place(node.get("name", "")):
+                self._edits[roots[number]] += 1
+            elif node["do"] in ("write", "skip", "apply"):
+                self._shared |= {roots[used] for used, _ in references(node)}
+        self._noted = len(nodes)
 
 
 class _Search:

@@ -519,8 +519,15 @@ def test_where_values_cannot_be_had_a_demand_is_refused(demo: Any) -> None:
         with pytest.raises(NotExpressibleError, match=rf"{__file__}:\d+: `item` needs values"):
             with demo.trace(PROMPT, **where):
                 demo.transformer.h[0].output.norm().item()
-    with pytest.raises(NotExpressibleError, match="`untyped_storage` needs values"), demo.trace(PROMPT, remote="local"):
-        demo.transformer.h[0].output.untyped_storage()
+    refused: dict[str, Callable[[torch.Tensor], Any]] = {
+        "`untyped_storage` needs values": lambda hidden: hidden.untyped_storage(),
+        "gives uninitialised memory": lambda hidden: hidden.new_empty(3),
+        "views of arbitrary memory": lambda hidden: hidden.as_strided((2,), (1,)),
+        "`resize` needs values": lambda hidden: hidden.clone().resize_(3),
+    }
+    for message, block in refused.items():
+        with pytest.raises(NotExpressibleError, match=message), demo.trace(PROMPT, remote="local"):
+            block(demo.transformer.h[0].output)
 
 
 def test_what_is_edited_here_and_would_not_reach_the_model_is_refused(demo: Any) -> None:

@@ -105,6 +105,8 @@ MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
 }
 
+SIZED_BY_VALUES = "the size of its result depends on values"
+
 #: Why an operator that people ask for is not in the table.
 _DENIED = {
     "empty": "it gives uninitialised memory",
@@ -113,8 +115,8 @@ _DENIED = {
     "resize_": "it gives uninitialised memory",
     "rand": "it draws from the random numbers of the server",
     "from_file": "it reads files",
-    "nonzero": "the size of its result depends on values",
-    "masked_select": "the size of its result depends on values",
+    "nonzero": SIZED_BY_VALUES,
+    "masked_select": SIZED_BY_VALUES,
     "_local_scalar_dense": "it gives a value to Python",
 }
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
 from ..format.errors import NotExpressibleError
-from ..format.nodes import Node, why_not, write_argument
+from ..format.nodes import SIZED_BY_VALUES, Node, why_not, write_argument
 from ..format.operators import NAMES, OPERATORS, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain, takes_sizes
 from ..run.fake_runs import FakeModel
@@ -348,7 +348,9 @@ class NodeRecorder(TorchFunctionMode):
         name = NAMES.get(operator)
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
-            raise NoOperatorError(f"{why[0].upper()}{why[1:]}.", operator)
+            message = f"{why[0].upper()}{why[1:]}."
+            denied = "is denied" in why and not why.endswith(SIZED_BY_VALUES)
+            raise refused(message) if denied else NoOperatorError(message, operator)
         root = None
         try:
             written = [write_argument(argument, self.reference) for argument in args]

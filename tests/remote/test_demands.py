@@ -523,6 +523,7 @@ def test_where_values_cannot_be_had_a_demand_is_refused(demo: Any) -> None:
         "`untyped_storage` needs values": lambda hidden: hidden.untyped_storage(),
         "gives uninitialised memory": lambda hidden: hidden.new_empty(3),
         "views of arbitrary memory": lambda hidden: hidden.as_strided((2,), (1,)),
+        "A condition on a tensor needs values": torch.func.grad(lambda x: x.sum() if x.sum() > 0 else x.mean()),
         "`resize` needs values": lambda hidden: hidden.clone().resize_(3),
     }
     for message, block in refused.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -220,8 +220,7 @@ class NodeRecorder(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
-            with _disable_current_modes():
-                return function(*args, **kwargs)
+            return self._call_own(name, function, args, kwargs)
         self._called = name, leaves
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
@@ -261,6 +260,15 @@ class NodeRecorder(TorchFunctionMode):
             return function(*args, **kwargs)
         except NEEDS_VALUES as error:
             return self.cuts.instead(name, function, args, kwargs, error)
+
+    @staticmethod
+    def _call_own(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function on tensors of the block's own."""
+        try:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+        except DataDependentOutputException as error:  # within a transform of `torch.func`, which hides fakes
+            raise refused(why_demand(name)) from error
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a fact about a tensor, and record which sizes it has in it."""

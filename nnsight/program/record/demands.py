@@ -91,7 +91,7 @@ class Cuts:
         self._recorder, self._send, self._limit = recorder, send, limit
         self._made = 0
         self._known = KnownValues(recorder)
-        self._lent: list[tuple[torch.Tensor, str]] = []  # values that results share memory with, and what it means if one was edited
+        self._lent: list[tuple[torch.Tensor, int, str]] = []  # values that results share memory with, and what it means if one was edited
         self.forced: set[int] = set()
         self.printed: set[int] = set()
 
@@ -115,16 +115,19 @@ class Cuts:
         values = self.values_of(fakes, name, refusal, also)
         with self._recorder.paused(), _disable_current_modes():
             with torch.inference_mode(False):  # so that they have versions
-                values = [value.clone() for value in values]
+                values = [_laid_out_as(fake, value) for fake, value in zip(fakes, values, strict=True)]
+            versions = [value._version for value in values]
             for place, value in zip(places, values, strict=True):
                 leaves[place] = value
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             result = function(*args, **kwargs)
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             memory = {leaf.untyped_storage()._cdata for leaf in made}
-            lent = [value for value in values if value.untyped_storage()._cdata in memory]
-        self._lent += [(value, here(f"What {shown(name)} returned here was edited in place, which {_EDITED}")) for value in lent]
-        if any(value._version for value in values):
+        message = here(f"What {shown(name)} returned here was edited in place, which {_EDITED}")
+        for value, version in zip(values, versions, strict=True):
+            if value.untyped_storage()._cdata in memory:
+                self._lent.append((value, version, message))
+        if [value._version for value in values] != versions:
             raise NotExpressibleError(here(f"{shown(name)} edits a value in place, which {_EDITED}"))
         if any(leaf.is_floating_point() for leaf in made) and not all(map(self._is_detached, fakes)):
             self._recorder.gradients.lose(f"{shown(name)} before was done with values, which autograd does not follow")
@@ -156,8 +159,8 @@ class Cuts:
 
     def check(self) -> None:
         """Raise if the block has edited what shares memory with a value."""
-        for value, message in self._lent:
-            if value._version:
+        for value, version, message in self._lent:
+            if value._version != version:
                 raise NotExpressibleError(message)
 
     def values_of(self, fakes: Sequence[torch.Tensor], name: str, refusal: str, also: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
@@ -267,6 +270,15 @@ def _places_of_masks(index: Any, value_of: Callable[[torch.Tensor], torch.Tensor
         else:
             made.append(item)
     return None if all(any(item is other for other in items) for item in made) else tuple(made)
+
+
+def _laid_out_as(fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a value with the strides of its fake, on which rounding may depend."""
+    with torch._C.DisableTorchFunction():
+        sizes, strides = tuple(fake.size()), fake.stride()
+    if sizes != tuple(value.shape) or 0 in strides:
+        return value.clone()
+    return torch.empty_strided(sizes, strides, dtype=value.dtype).copy_(value)
 
 
 def _apart(function: Callable[[], Any]) -> Any:

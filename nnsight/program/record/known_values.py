@@ -1,7 +1,7 @@
 """Values of fakes that the client knows, and those that follow from them.
 
 A block often needs several values that have one source: ``scores.tolist()`` on a fake asks for each entry, and ``score > 0.5`` in a loop is
-another tensor each time. So a view of a small tensor asks for the whole tensor, and small values are computed from known ones here.
+another tensor each time. So a view of a small tensor asks for the whole tensor, and what follows from known numbers is computed here.
 
 A value is known in one state of its memory: another one follows an edit, and for memory that the model shares, each of its turns.
 """
@@ -22,7 +22,7 @@ from ..format.trees import read_tree, references
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-#: Most bytes of a tensor that is asked for in place of a view of it, or computed with here.
+#: Most bytes of a tensor that is asked for in place of a view of it.
 _SMALL = 2**16
 
 _COMPARISONS = frozenset(f"aten.{name}.Scalar" for name in "gt ge lt le eq ne".split())
@@ -114,14 +114,14 @@ class _Search:
         return self._seen[place]
 
     def _compute(self, place: Place, node: Node, depth: int) -> torch.Tensor | None:
-        """Compute what an operator makes of known values."""
+        """Compute what an operator makes of known numbers, or a view of a known value."""
         viewed = next(references(node["args"][:1]), None) if is_view(node["name"]) else None
         if viewed is None and self._state(place[0]) != _UNTOUCHED:
             return None
         found: dict[Place, torch.Tensor] = {}
         for used in references(node):
             value = self.find(used, depth) if used == viewed or self._state(used[0]) == _UNTOUCHED else None
-            if value is None or (used != viewed and value.nbytes > _SMALL):
+            if value is None or (used != viewed and value.numel() != 1):  # rounding of sums depends on the layout
                 return None
             found[used] = value
 

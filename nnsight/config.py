@@ -50,12 +50,15 @@ class ApiConfig(Section):
     Attributes:
         HOST: URL of the service; environment variable ``NDIF_HOST``.
         KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``.
+        CUTS: How many jobs a remote trace or session may send for values that its block needs in Python; with 0, such a
+            block is refused.
     """
 
     title = "API"
 
     HOST = Option("https://api.ndif.us", variable="NDIF_HOST")
     KEY: Option[str | None] = Option(None, variable="NDIF_API_KEY", secret=True)
+    CUTS = Option(16)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

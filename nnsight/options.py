@@ -51,6 +51,14 @@ class Option(Generic[T]):
     def __delete__(self, section: Section) -> None:
         section._assigned.pop(self.name, None)
 
+    def read(self, text: str) -> Any:
+        """Return the value that a text stands for; ``None`` if it is none."""
+        if self.kind is bool:
+            return _SWITCH.get(text.lower())
+        if self.kind is int:
+            return int(text) if text.isdecimal() else None
+        return text
+
     def accepts(self, value: Any) -> bool:
         """Whether ``value`` has the type of the option."""
         return isinstance(value, self.kind) or (value is None and self.default is None)
@@ -72,10 +80,11 @@ class Section:
             return self._assigned[option.name], "this program"
         text = os.environ.get(option.variable)
         if text:
-            value = _SWITCH.get(text.lower()) if option.kind is bool else text
+            value = option.read(text)
             if value is not None:
                 return value, f"environment variable {option.variable}"
-            _warn(f"The environment variable {option.variable} is {text!r}, not one of {', '.join(_SWITCH)}; it is not used.")
+            kinds = ", ".join(_SWITCH) if option.kind is bool else "the natural numbers"
+            _warn(f"The environment variable {option.variable} is {text!r}, not one of {kinds}; it is not used.")
         values = self._file.values
         return (values[option.path], "file") if option.path in values else (option.default, "default")
 

@@ -29,7 +29,7 @@ from nnsight.intervention.backends.remote import RemoteBackend
 from nnsight.intervention.envoy import Envoy, eproperty
 from nnsight.intervention.tracing.globals import Globals
 from nnsight.modeling.mixins import LoadableMixin, MetaMixin
-from nnsight.remote import execute_payload
+from nnsight.remote import LocalBackend, execute_payload
 from nnsight.remote.client.client import Client
 from nnsight.remote.server.serve import door_for
 
@@ -128,8 +128,8 @@ class Models:
         self.model.export_edits(path)
         return path
 
-    def sent(self) -> Any:
-        return self.model.trace(self.x, compile=self.compiled, remote="local")
+    def sent(self, remote: str = "local") -> Any:
+        return self.model.trace(self.x, compile=self.compiled, remote=remote)
 
 
 class Mistakes(Models):
@@ -563,7 +563,7 @@ class Mistakes(Models):
         door_for("0.0.0.0", api_keys=None, no_keys=False)
 
     def condition_sent(self) -> None:
-        with self.sent():
+        with self.sent("program"):
             if self.model[0].output.sum() > 0:
                 self.model[2].output[:] = 0
 
@@ -575,6 +575,30 @@ class Mistakes(Models):
         with self.sent():
             found = (self.model[0].output[self.model[0].output > 0] + torch.ones(2)).save()
         print(found)
+
+    def mask_sent(self) -> None:
+        with self.sent("program"):
+            self.model[0].output[self.model[0].output > 0].save()
+
+    def too_many_values(self) -> None:
+        with self.model.trace(self.x, backend=LocalBackend(self.model, cuts=1)):
+            for module in self.model[0], self.model[2]:
+                module.output.sum().item()
+
+    def value_edited_between(self) -> None:
+        with self.model.session(remote="local"):
+            with self.model.trace(self.x):
+                hidden = self.model[0].output
+            hidden[0].zero_()
+            with self.model.trace(self.x):
+                self.model[0].output[:] = hidden
+
+    def step_that_was_not(self) -> None:
+        model = nnsight.demo_model()
+        with model.session(remote="local"):
+            with model.generate("The Eiffel Tower is in the city of", max_new_tokens=9, eos_token_id=14) as tracer:
+                tokens = [model.lm_head.output[0, -1].argmax() for _ in tracer.iter[:8]]
+            tokens[7].item()
 
     def bare_pass_sent(self) -> None:
         with self.sent():
@@ -592,7 +616,7 @@ class Mistakes(Models):
             torch.bernoulli(self.model[0].output.sigmoid(), generator=torch.Generator())
 
     def operator_sent(self) -> None:
-        with self.sent():
+        with self.sent("program"):
             torch.linalg.svd(self.model[0].output)
 
     def late_edit_sent(self) -> None:

@@ -59,6 +59,15 @@ def uncaptured_message(location: str) -> str:
     )
 
 
+def loop_ended_message(location: str, occurrence: int) -> str:
+    """Say that a loop over occurrences has ended where the model had."""
+    return (
+        f"The loop ended at `{location}.i{occurrence}`, which did not occur: the model had finished. What the loop "
+        "did so far is kept; the rest of this step and the code after the loop were not run. Bound the loop, as in "
+        "`tracer.iter[:3]`, or put what follows into an invoke of its own."
+    )
+
+
 def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
     """Explain a request that still waited when the model had finished, after ``calls`` occurrences of its location."""
     if location.startswith("barrier("):

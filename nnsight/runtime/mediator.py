@@ -20,7 +20,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
 from ..tracing.errors import user_position_of
-from .errors import OutOfOrderError, SkipException, passed_message
+from .errors import OutOfOrderError, SkipException, loop_ended_message, passed_message
 from .interleaver import ANYWHERE, RETURNED, split_requester
 from .rows.batching import BatchGroup, View
 from .switching.checkpointing import CheckpointVisit, checkpoint_hooks
@@ -161,13 +161,7 @@ class Mediator:
         position = user_position_of(self._greenlet.gr_frame)
         self._stop_waiting()
         self._go(self._greenlet.throw, GreenletExit)
-        warnings.warn_explicit(
-            f"The loop ended at `{location}.i{occurrence}`, which did not occur: the model had finished. What the loop "
-            "did so far is kept; the rest of this step and the code after the loop were not run. Bound the loop, as in "
-            "`tracer.iter[:3]`, or put what follows into an invoke of its own.",
-            UserWarning,
-            *position,
-        )
+        warnings.warn_explicit(loop_ended_message(location, occurrence), UserWarning, *position)
 
     def throw(self, error: BaseException) -> None:
         """Raise ``error`` in the block, at the line where it waits."""

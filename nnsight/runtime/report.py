@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Break:
-    """A point where a concrete value was needed, so the graph was cut there, or where the model itself broke it."""
+    """A point where a concrete value was needed, so the graph or the job was cut there, or where the model itself broke it."""
 
     location: str  # where the block stood, or behind which the model broke the graph
     reason: str  # what needed the value
@@ -43,10 +43,10 @@ class Capture:
 class Report:
     """Account of one trace; ``print(tracer.report)`` shows it."""
 
-    mode: str = ""  # "eager" or "compiled"; empty until the model ran
+    mode: str = ""  # "eager", "compiled" or "remote"; empty until the model ran
     graphs: int = 0  # captured graphs that took part in the run
     spliced: list[str] = field(default_factory=list)  # locations the block read or wrote in those graphs, in order
-    breaks: list[Break] = field(default_factory=list)  # where graphs were cut for a value, and where the model broke them
+    breaks: list[Break] = field(default_factory=list)  # where graphs or jobs were cut for a value, and where the model broke them
     captures: list[Capture] = field(default_factory=list)  # graphs that were captured for the run, and why
     notes: list[str] = field(default_factory=list)  # what ran uncompiled although no value was needed there, and why
     recordings: int = 0  # programs recorded anew; 0 when the run followed programs that were known
@@ -62,7 +62,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.mode != "compiled":
-            return f"trace: {self.mode or 'not run'}"
+            return "\n  cut at ".join([f"trace: {self.mode or 'not run'}", *map(str, self.breaks)])
         lines = [
             f"trace: compiled, {self.graphs} graph{'s' * (self.graphs != 1)}, "
             f"{len(self.breaks)} break{'s' * (len(self.breaks) != 1)}, "

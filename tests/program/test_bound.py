@@ -144,7 +144,7 @@ def test_what_a_program_does_beside_the_graph_is_done_in_each_call(compiled: boo
     model = NNsight(net, compile={"backend": "aot_eager"} if compiled else False)
     with model.trace(x, remote="program") as tracer:
         print(model[0].output.isnan().any())
-        hidden = model[1].output.save()  # noqa: F841
+        hidden = model[1].output.save()
         tracer.stop()
     bound = tracer.program.bind(model)
     capsys.readouterr()

@@ -17,6 +17,7 @@ from nnsight.remote import (
     ExecutionFailedError,
     InvalidProgramError,
     Limits,
+    LocalBackend,
     NotExpressibleError,
     ProgramBackend,
     decode,
@@ -334,7 +335,7 @@ REFUSED: dict[Callable[[Any], Any], str] = {
 @pytest.mark.parametrize("block", REFUSED, ids=lambda block: block.__name__)
 def test_what_cannot_be_sent_is_refused_at_its_line(model: Any, block: Callable[[Any], None]) -> None:
     before = model.lm_head.weight.clone()
-    with pytest.raises(NotExpressibleError, match=REFUSED[block]) as raised, model.trace(PROMPT, remote="local"):
+    with pytest.raises(NotExpressibleError, match=REFUSED[block]) as raised, model.trace(PROMPT, backend=LocalBackend(model, cuts=0)):
         block(model)
     assert f"{__file__}:" in str(raised.value)
     assert torch.equal(model.lm_head.weight, before)

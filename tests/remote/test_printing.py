@@ -16,7 +16,7 @@ import torch
 
 import nnsight
 from nnsight import CONFIG, NNsight
-from nnsight.remote import InvalidProgramError, Limits, NotExpressibleError, encode, execute_payload
+from nnsight.remote import InvalidProgramError, Limits, LocalBackend, NotExpressibleError, encode, execute_payload
 from nnsight.remote.protocol import ModelKey
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
@@ -173,7 +173,7 @@ def test_values_are_not_there_between_the_traces_of_a_session(model: Any) -> Non
 
     for use in (printed, computed, edited, differentiated):
         with pytest.raises(NotExpressibleError, match=r":\d+: Values of the model are not there between"):
-            with model.session(remote="local"):
+            with model.session(backend=LocalBackend(model, cuts=0)):
                 with model.trace(PROMPT):
                     hidden = model.transformer.h[0].output
                     loss = model.lm_head.output.sum()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnsight import NNsight, Program
+from nnsight import NNsight, Program, save
 from nnsight.program.format.operators import OPERATORS, is_composite, is_view
 from nnsight.remote import InvalidProgramError, NotExpressibleError
 
@@ -339,19 +339,32 @@ def test_a_module_is_applied_to_selected_rows(net: NNsight) -> None:
         lambda h: [row for row in h[h > 0.1]],  # noqa: C416 - the loop is the question
         lambda h: h[h > 0.1].shape == (3,),
         lambda h: torch.zeros(h[h > 0.1].shape),
-        lambda h: h.reshape(h[h > 0.1].size()),
+        lambda h: h.flatten()[: h[h > 0.1].size()[0]],
         lambda h: torch.arange(h[h > 0.1].size(0)),
         lambda h: h[h > 0.1].split(2),
         lambda h: torch.randn_like(h[h > 0.1]),
         lambda h: F.pad(h[h > 0.1], (0, 1)),
-        lambda h: F.kl_div(h[h[..., 0] > 0], h[h[..., 0] > 0], reduction="batchmean"),
     ],
 )
-@pytest.mark.parametrize("where", ["local", "program"])
-def test_a_size_that_depends_on_values_is_not_read(net: NNsight, of: Any, where: str) -> None:
+def test_a_size_that_depends_on_values_is_asked_for(net: NNsight, of: Any) -> None:
     refused = pytest.raises(NotExpressibleError, match=r"test_sizes.py:\d+: .* size that depends on values")
-    with refused, net.trace(of_size(2, 3), remote=where):
+    with refused, net.trace(of_size(2, 3), remote="program"):
         of(net.first.output)
+
+    def run(**where: Any) -> Any:
+        torch.manual_seed(0)
+        with torch.no_grad(), net.trace(of_size(2, 3), **where):
+            found = save(of(net.first.output))
+        return found
+
+    torch.testing.assert_close(run(remote="local"), run())
+
+
+def test_a_function_of_torch_that_computes_with_a_size_that_depends_on_values(net: NNsight) -> None:
+    refused = pytest.raises(NotExpressibleError, match="`kl_div` computes with a size that depends on values")
+    with refused, net.trace(of_size(2, 3), remote="local"):
+        hidden = net.first.output
+        F.kl_div(hidden[hidden[..., 0] > 0], hidden[hidden[..., 0] > 0], reduction="batchmean")
 
 
 def test_what_depends_on_values_in_size_does_not_go_into_the_model(net: NNsight) -> None:

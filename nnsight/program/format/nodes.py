@@ -106,6 +106,8 @@ MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
 }
 
+SIZED_BY_VALUES = "the size of its result depends on values"
+
 #: Why an operator that people ask for is not in the table.
 _DENIED = {
     "empty": "it gives uninitialised memory",

@@ -33,15 +33,15 @@ _INTEGERS = frozenset({"int", "SymInt", "List[int]", "List[SymInt]"})
 
 
 class Shape(tuple[int, ...]):
-    """The sizes of a tensor; notes which of them are read.
+    """The sizes of a tensor; notes which of them are read, and asks for one that depends on values.
 
     Functions of torch would read them unseen, so they get the result of :func:`plain`.
     """
 
-    _note: Callable[[int], None]
+    _note: Callable[[int], int | None]
 
-    def __new__(cls, sizes: torch.Size, note: Callable[[int], None]) -> Shape:
-        """Return the shape of ``sizes``; ``note`` is called with the number of each dimension that is read."""
+    def __new__(cls, sizes: torch.Size, note: Callable[[int], int | None]) -> Shape:
+        """Return the shape of ``sizes``; ``note`` is called with the number of each dimension that is read, and may return its size."""
         made = super().__new__(cls, sizes)
         made._note = note
         return made
@@ -56,9 +56,10 @@ class Shape(tuple[int, ...]):
 
     def __getitem__(self, index: Any) -> Any:
         found = range(len(self))[index]
-        for dim in [found] if isinstance(found, int) else found:
-            self._note(dim)
-        return super().__getitem__(index)
+        if isinstance(found, int):
+            size = self._note(found)
+            return super().__getitem__(found) if size is None else size
+        return tuple(self[dim] for dim in found)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.all())

@@ -28,7 +28,7 @@ from ...tracing import Block
 from ...tracing.block import names_of
 from ...tracing.errors import is_internal, user_position_now
 from ..run.interpreter import ProgramBlock
-from .refusals import TORCH
+from .refusals import LIBRARIES
 
 _Position = tuple[int | None, ...]
 
@@ -105,7 +105,7 @@ class NamedInputs:
         return pytree.tree_map_only(torch.Tensor, lambda _: next(result), found)
 
     def _fix(self, names: Iterable[str], why: str) -> None:
-        line = user_position_now(skip=TORCH)[1]
+        line = user_position_now(skip=LIBRARIES)[1]
         for name in names:
             self.fixed.setdefault(name, f"{why} in line {line}")
 
@@ -133,7 +133,7 @@ class NamedInputs:
     def _operands_here(self) -> list[ast.Name]:
         """Return the names among the operands of the call of torch that the block itself makes now."""
         frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and (is_internal(frame.f_code) or frame.f_code.co_filename.startswith(TORCH)):
+        while frame is not None and (is_internal(frame.f_code) or frame.f_code.co_filename.startswith(LIBRARIES)):
             frame = frame.f_back
         if frame is None or frame.f_code is not self._block.code:
             return []

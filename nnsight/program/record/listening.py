@@ -16,7 +16,7 @@ from ...runtime.mediator import Mediator
 from ...runtime.rows.fakes import Guesses
 from ...tracing.errors import user_position_now, user_position_of
 from ..format.operators import NAMES, is_composite
-from .refusals import TORCH, position_of_block
+from .refusals import LIBRARIES, position_of_block
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -77,7 +77,7 @@ class RecordingMediator(compat.Mediator):
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
         assert self._greenlet is not None
         recorder = self._recorder
-        self._position = user_position_of(self._greenlet.gr_frame, skip=TORCH)
+        self._position = user_position_of(self._greenlet.gr_frame, skip=LIBRARIES)
         token = position_of_block.set(self._position)
         try:
             with recorder.turn_of(recorder.number_of(self)):
@@ -93,7 +93,7 @@ class RecordingMediator(compat.Mediator):
         self._recorder.refuse_unknown_sizes(location, value)
         with self._recorder.paused():  # the sizes of a replacement are compared, which the block does not ask for
             super().swap(location, value)
-        self._position = user_position_now(skip=TORCH)
+        self._position = user_position_now(skip=LIBRARIES)
 
     def skip(self, location: str, value: Any) -> None:
         self._recorder.refuse_unknown_sizes(location, value)

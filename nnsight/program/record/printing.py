@@ -87,6 +87,10 @@ class Prints:
         with self.recorder.turn_of(self._block):
             self._send(line)
 
+    def catch_up(self) -> None:
+        """Note that all lines that were sent so far have been shown, so that later ones without values may be shown at once."""
+        self._sends = False
+
     def check(self) -> None:
         """Raise a :class:`NotExpressibleError` with the line of a mark that was not printed."""
         if self._why:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ def pruned(
     roots: list[int],
     trees: dict[str, Any],
     tensors: dict[str, torch.Tensor],
+    forced: Set[int] = frozenset(),
+    printed: Set[int] = frozenset(),
 ) -> tuple[Job, dict[int, int]]:
     """Return a job of the needed nodes, and the new number of each of them.
 
     A node is needed if it has an effect on the run, if a needed node uses it, or if it edits memory that a needed node uses. A backward
-    pass is needed if a gradient that is read in it is; then its end and all nodes that change gradients are needed too.
+    pass is needed if a gradient that is read in it is; then its end and all nodes that change gradients are needed too. So are ``forced``
+    nodes; those that have ``printed`` before are not.
     """
     passes = _passes(nodes, roots)
     edits: dict[int, list[int]] = {}
@@ -33,7 +37,8 @@ def pruned(
         if node["do"] == "op" and is_in_place(node["name"]):
             edits.setdefault(roots[number], []).append(number)
     needed: set[int] = set()
-    pending = [number for number, node in enumerate(nodes) if node["do"] in _EFFECTS]
+    pending = [number for number, node in enumerate(nodes) if node["do"] in _EFFECTS and number not in printed]
+    pending += forced
     pending += [number for number, _ in references(trees)]
     while pending:
         number = pending.pop()

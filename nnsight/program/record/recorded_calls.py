@@ -18,17 +18,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
 from ...runtime.rows.fakes import result_of_size
-from ...tracing.errors import user_position_now
 from ..format.errors import NotExpressibleError
 from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, plain, takes_sizes
 from ..run.fake_runs import FakeModel
+from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
 from .inputs import NamedInputs
 from .memory import share_memory, stretch
 from .printing import Prints
 from .recorded_gradients import Gradients
-from .refusals import TORCH, WITHOUT_SIZE, here, position_of_block, refused, why_demand
+from .refusals import WITHOUT_SIZE, here, position, refused, why_demand
 from .visits import Stop
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
@@ -52,6 +52,9 @@ def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
     return without_listening
 
 
+_UNKNOWN_SIZE = f"Python reads a size that depends on values, and they are where the model runs. {WITHOUT_SIZE}"
+
+
 class NodeRecorder(TorchFunctionMode):
     """Records the calls of blocks, of whose torch functions it is the mode.
 
@@ -66,9 +69,12 @@ class NodeRecorder(TorchFunctionMode):
         model: The model on fakes, from the first run on.
         gradients: Records backward passes.
         prints: Records prints.
+        cuts: Gets values that blocks demand.
+        moves: Number of stops of blocks so far, between which the model may change values.
     """
 
     model: FakeModel
+    cuts: Cuts
 
     def __init__(self, for_others: bool = False) -> None:
         super().__init__()
@@ -88,6 +94,7 @@ class NodeRecorder(TorchFunctionMode):
         self._roots: list[int] = []
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
         self._visits: list[Stop] = []
+        self.moves = 0
         self._storages: dict[int, StorageWeakRef] = {}
         self._unknown: Any = None  # knows the relations between sizes that depend on values
         self._copied: dict[int, torch.Tensor] = {}  # results of operators that give views of these tensors for other sizes
@@ -105,7 +112,7 @@ class NodeRecorder(TorchFunctionMode):
         self.gradients.check_node(do)
         if do == "stop":
             self.prints.end()
-        line = (position_of_block.get() or user_position_now(skip=TORCH))[1]
+        line = position()[1]
         number = len(self.nodes)
         self.nodes.append(
             {"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})}
@@ -204,13 +211,14 @@ class NodeRecorder(TorchFunctionMode):
             return self._metadata(function, args, kwargs)
         if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
             return self.gradients.set_mode(*args)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._bounds(args[1]), *args[2:])
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self.inputs is not None and self.inputs.are_all(tensors):
             return self.inputs.call(function, args, kwargs, lambda: self._record(function, name, args, kwargs, leaves))
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
-            with _disable_current_modes():
-                return function(*args, **kwargs)
+            return self._call_own(name, function, args, kwargs)
         return self._record(function, name, args, kwargs, leaves)
 
     def _record(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
@@ -222,13 +230,15 @@ class NodeRecorder(TorchFunctionMode):
             raise refused(f"`{name}` cannot be sent. Write `with loss.backward():` and read the `.grad` of tensors in its block.")
         if name in ("__repr__", "__format__"):
             return self.prints.mark(self.substitute(args[0]), args[1] if name == "__format__" else None)
+        if name in VALUES:
+            return self.cuts.call(name, function, args, kwargs, why_demand(name))
         if name in DEMANDS:
             raise refused(why_demand(name))
         if function in DRAWN_LIKE:
             like = args[0]
-            self._look_all(like)
+            sizes = Shape(like.shape, functools.partial(self._look, like)).all()
             with _disable_current_modes():  # here and now
-                drawn = torch.empty(like.shape, dtype=like.dtype)
+                drawn = torch.empty(sizes, dtype=like.dtype)
                 return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
         if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
             raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns.")
@@ -250,16 +260,29 @@ class NodeRecorder(TorchFunctionMode):
         try:
             with torch._C._AutoDispatchBelowAutograd():  # above, torch decomposes composite operators
                 return function(*args, **kwargs)
+        except NEEDS_VALUES as error:
+            return self.cuts.instead(name, function, args, kwargs, error)
         except RuntimeError as error:
-            self.refuse(error, name)
-            raise
+            refusal = self.why_size(error, name)
+            if not refusal:
+                raise
+            return self.cuts.instead(name, function, args, kwargs, error, refusal)
 
-    def refuse(self, error: RuntimeError, name: str) -> None:
-        """Raise a refusal if ``error`` says that ``name`` needs values."""
+    def why_size(self, error: RuntimeError, name: str) -> str:
+        """Return why ``name`` is refused if ``error`` says that it needs a size that depends on values; else nothing."""
         if isinstance(error, DataDependentOutputException):
+            return why_demand(name)
+        unknown = self._unknown is not None and ("data-dependent" in str(error) or "SymInt" in str(error))
+        return f"`{name.strip('_')}` needs a size that depends on values. {WITHOUT_SIZE}" if unknown else ""
+
+    @staticmethod
+    def _call_own(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function on tensors of the block's own."""
+        try:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+        except DataDependentOutputException as error:  # within a transform of `torch.func`, which hides fakes
             raise refused(why_demand(name)) from error
-        if self._unknown is not None and ("data-dependent" in str(error) or "SymInt" in str(error)):
-            raise refused(f"`{name.strip('_')}` needs a size that depends on values. {WITHOUT_SIZE}") from error
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a fact about a tensor, and record which sizes it has in it."""
@@ -271,7 +294,11 @@ class NodeRecorder(TorchFunctionMode):
             return function(*args, **kwargs)
         name, look = getattr(function, "__name__", ""), functools.partial(self._look, looked)
         if name == "size" and rest:
-            look(range(looked.dim())[rest[0]])
+            size = look(range(looked.dim())[rest[0]])
+            if size is not None:
+                return size
+        elif name in SIZE_METHODS and name != "size" and has_unknown_size(looked):
+            return self.cuts.call(name, function, args, kwargs, _UNKNOWN_SIZE)
         elif name == "__len__" and looked.dim():
             look(0)
         elif (name in SIZE_METHODS and name != "size") or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
@@ -280,17 +307,16 @@ class NodeRecorder(TorchFunctionMode):
         return Shape(found, look) if isinstance(found, torch.Size) else found
 
     @unseen
-    def _look(self, tensor: torch.Tensor, dim: int) -> None:
-        """Record that a size of a value is read, or refuse it."""
+    def _look(self, tensor: torch.Tensor, dim: int) -> int | None:
+        """Record that a size of a value is read; return it if it depends on values."""
         if isinstance(tensor.shape[dim], torch.SymInt):
-            raise refused(f"Python reads a size that depends on values, and they are where the model runs. {WITHOUT_SIZE}")
-        if not self._for_others:
-            return
-        node, output = self._refs.get(tensor, (None, 0))
-        if node is None or (node, output, dim) in self._looked:
-            return
-        self._looked.add((node, output, dim))
-        self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
+            return self.cuts.values_of([tensor], "size", _UNKNOWN_SIZE)[0].shape[dim]
+        if self._for_others:
+            node, output = self._refs.get(tensor, (None, 0))
+            if node is not None and (node, output, dim) not in self._looked:
+                self._looked.add((node, output, dim))
+                self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
+        return None
 
     def _look_all(self, tensor: torch.Tensor, dims: Iterable[int] | None = None) -> None:
         for dim in range(tensor.dim()) if dims is None else dims:
@@ -307,6 +333,21 @@ class NodeRecorder(TorchFunctionMode):
 
     def _arguments(self, value: Any) -> Any:
         return pytree.tree_map(self._argument, value) if isinstance(value, (list, tuple, dict)) else self._argument(value)
+
+    def _bounds(self, index: Any) -> Any:
+        """Return an index with numbers in place of tensors in slices."""
+        if isinstance(index, tuple):
+            return tuple([self._bounds(item) for item in index])
+        if not isinstance(index, slice):
+            return index
+        bounds = (index.start, index.stop, index.step)
+        return slice(*[self._number(bound) if isinstance(bound, FakeTensor) else bound for bound in bounds])
+
+    def _number(self, tensor: torch.Tensor, name: str = "__index__") -> Any:
+        """Return the number that is the value of a tensor."""
+        value = self.cuts.values_of([self.substitute(tensor)], name, why_demand(name))[0]
+        with _disable_current_modes():
+            return value.item()
 
     def _index(self, index: Any) -> Any:
         """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
@@ -331,7 +372,7 @@ class NodeRecorder(TorchFunctionMode):
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, and return its result on fakes."""
         if operator is torch.ops.aten._local_scalar_dense.default:
-            raise refused(why_demand("item"))
+            return self._number(args[0], "item")
         if operator is torch.ops.aten.lift_fresh.default:
             return self.substitute(args[0])
         if not _returns_tensors(operator):
@@ -342,7 +383,8 @@ class NodeRecorder(TorchFunctionMode):
         name = NAMES.get(operator)
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
-            raise refused(f"{why[0].upper()}{why[1:]}.")
+            message = f"{why[0].upper()}{why[1:]}."
+            raise refused(message) if "is denied" in why else NoOperatorError(message, operator)
         try:
             written = [write_argument(argument, self.reference) for argument in args]
             given = {key: argument for key, argument in kwargs.items() if argument is not None}

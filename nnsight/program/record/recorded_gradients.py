@@ -50,7 +50,11 @@ class Gradients:
         elif self._enabling:
             self._enabling -= 1
         else:
-            self._off = self._off or here("`torch.no_grad()` stands in the block before")
+            self.lose("`torch.no_grad()` stands in the block before")
+
+    def lose(self, why: str) -> None:
+        """Note that gradients may be missing from here on, so that later passes are refused."""
+        self._off = self._off or here(why)
 
     def require(self, tensor: torch.Tensor, requires: bool = True) -> torch.Tensor:
         """Record that gradients flow to ``tensor`` from here on, and return it."""

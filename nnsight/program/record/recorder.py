@@ -25,12 +25,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...modeling.generation import Generation
 from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
+from ...runtime.report import Report
 from ...runtime.rows.fakes import quiet_fakes
 from ...runtime.tracer import InterleavingTracer
 from ...tracing.block import names_of
 from ...tracing.saving import saves
 from ..counts import counts
 from ..format.errors import NotExpressibleError
+from ..format.nodes import Node
 from ..format.operators import DRAWING
 from ..format.payload import Job
 from ..format.sizes import has_unknown_size
@@ -39,6 +41,7 @@ from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
 from ..run.occurrences import places_of, structure_of, tensors_at
 from .binding import Recorded
+from .demands import Cuts, whole_lists
 from .inputs import NamedInputs
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
@@ -48,18 +51,26 @@ from .refusals import WITHOUT_SIZE, refused
 from .visits import Stop
 
 
-def record(tracer: Any, function: Callable[[], None], for_others: bool = False) -> Recorded:
+def record(
+    tracer: Any,
+    function: Callable[[], None],
+    for_others: bool = False,
+    send: Callable[[bytes], bytes] | None = None,
+    cuts: int = 0,
+) -> Recorded:
     """Run the block of a trace on fakes, without weights, and return it as data.
 
     Args:
         tracer: The tracer of ``model.trace(...)`` or ``model.generate(...)``.
         function: Its block, as ``Backend.__call__`` returns it.
         for_others: Whether the program is for other inputs, so that sizes have to be compared.
+        send: Runs a payload and returns its results; called where the block needs a value.
+        cuts: How often it may be called.
 
     Raises:
-        NotExpressibleError: If the block needs values or Python that cannot be sent.
+        NotExpressibleError: If the block needs Python that cannot be sent, or more values than ``cuts`` allows.
     """
-    recorder = Recorder(for_others=for_others)
+    recorder = Recorder(for_others, send, cuts)
     recorder.run_trace(tracer, function)
     return recorder.finished(tracer)
 
@@ -81,16 +92,20 @@ def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, s
 
 
 class Recorder(NodeRecorder):
-    """Records traces; ``running`` during each of them."""
+    """Records traces; ``running`` during each of them. ``report`` is that of the latest."""
 
-    def __init__(self, for_others: bool = False) -> None:
+    report: Report
+
+    def __init__(self, for_others: bool = False, send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> None:
         super().__init__(for_others)
         self._named = for_others
         self._common: NamedInputs | None = None
         self._inputs: dict[int, NamedInputs] = {}  # of blocks with variables of their own
         self.fixed: dict[str, str] = {}  # names that are no inputs of the program, and why
         self.arguments: tuple[Any, dict[str, Any]] = (), {}  # of the latest run
+        self.cuts = Cuts(self, send, cuts)
         self.running = False
+        self._seed: int | None = None
         self._blocks: dict[Any, int] = {}
         self._barriers: dict[Any, int] = {}
         self._samples = False
@@ -152,10 +167,12 @@ class Recorder(NodeRecorder):
             return self.model.run(modules, interleaver, call, args, kwargs)
 
         self.gradients.begin_run()
+        self.report = tracer.report
+        # A job for a value that a block demands before the model is called stops before it, too, so it needs no input.
         self.runs.append({"call": call, "args": {"list": []}, "kwargs": {"dict": []}})
         with quiet_fakes:
             self.model = fake_model_of(modules)
-        with torch.no_grad(), quiet_fakes, self.mode:
+        with torch.no_grad(), quiet_fakes, whole_lists, self.mode:
             tracer._call = (drive, PreparedRun(model), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
@@ -167,10 +184,19 @@ class Recorder(NodeRecorder):
                 del tracer.make_mediator, tracer.make_interleaver
                 self.block, self.running = None, False
                 self._visits.clear()
-        for node in self.nodes:
-            if node["block"] == OBSERVERS:
-                node["block"] = len(self._blocks)
-        self.runs[-1]["blocks"] = len(self._blocks) + 1
+        self.runs, self.nodes = self.with_blocks()
+
+    def with_blocks(self) -> tuple[list[dict[str, Any]], list[Node]]:
+        """Return runs and nodes, with the number of blocks of the latest run; the last one is that of caches."""
+        last = len(self._blocks)
+        nodes = [{**node, "block": last} if node["block"] == OBSERVERS else node for node in self.nodes]
+        return [*self.runs[:-1], {**self.runs[-1], "blocks": last + 1}], nodes
+
+    def seeded(self, job: Job) -> Job:
+        """Return a job with the seed of this recording, if it draws."""
+        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
+            self._seed = job.seed = drawn_seed() if self._seed is None else self._seed
+        return job
 
     def taken_by(self, job: Job) -> dict[str, torch.Tensor]:
         """Return the tensors that a program takes by name: the user's own, unless the block has edited one in place."""
@@ -191,10 +217,11 @@ class Recorder(NodeRecorder):
                 values[name] = value
         self.prints.check()
         self._finish_inputs()
+        self.cuts.check()
         trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
-        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors)
-        if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
-            job.seed = drawn_seed()
+        cuts = self.cuts
+        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
+        self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
         return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, self.taken_by(job))
 
@@ -268,7 +295,8 @@ class Recorder(NodeRecorder):
         """Record that a block reads the value at a location."""
         structure, loop = structure_of(value), bool(getattr(mediator, "loops", 0))
         found = places_of(value)
-        visit = Stop(site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
+        self.moves += 1
+        visit = Stop(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue
@@ -284,6 +312,7 @@ class Recorder(NodeRecorder):
     @unseen
     def end_visit(self, visit: Stop, left: Any) -> None:
         """Record the value that a block leaves at a location."""
+        self.moves += 1
         self._visits.remove(visit)
         leaves = tensors_at(left)
         if len(leaves) != len(visit.leaves) or structure_of(left) != visit.structure:
@@ -354,8 +383,10 @@ class Recorder(NodeRecorder):
         try:
             result, wrote = self.model.apply(path, args, kwargs)
         except RuntimeError as error:
-            self.refuse(error, path)
-            raise
+            why = self.why_size(error, path)
+            if not why:
+                raise
+            raise refused(why) from error
         if wrote:
             raise refused(
                 f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "

@@ -9,7 +9,8 @@ import torch
 from ...tracing.errors import user_position_now
 from ..format.errors import NotExpressibleError
 
-TORCH = torch.__file__.rsplit("/", 1)[0]
+#: Where torch and other libraries are installed: their lines are not those of the user.
+LIBRARIES = torch.__file__.rsplit("/", 2)[0]
 
 #: File and line of the block that is recorded while the model runs.
 position_of_block: ContextVar[tuple[str, int] | None] = ContextVar("nnsight_recorded_position", default=None)
@@ -21,9 +22,14 @@ WITHOUT_SIZE = (
 )
 
 
+def position() -> tuple[str, int]:
+    """Return file and line of the block."""
+    return position_of_block.get() or user_position_now(skip=LIBRARIES)
+
+
 def here(message: str) -> str:
     """Return a message with the line of the block in front."""
-    filename, line = position_of_block.get() or user_position_now(skip=TORCH)
+    filename, line = position()
     return f"{filename}:{line}: {message}"
 
 
@@ -32,9 +38,9 @@ def refused(message: str) -> NotExpressibleError:
     return NotExpressibleError(here(message))
 
 
-def why_demand(name: str) -> str:
-    """Return why a function that needs values cannot be called."""
-    shown = {
+def shown(name: str) -> str:
+    """Return what a user calls a function that needs values."""
+    what = {
         "__repr__": "printing a tensor",
         "__str__": "printing a tensor",
         "__format__": "formatting a tensor",
@@ -43,7 +49,12 @@ def why_demand(name: str) -> str:
         "__index__": "using a tensor as a number",
         "__deepcopy__": "a deep copy of a tensor",
     }.get(name, f"`{name.strip('_')}`")
-    return (
-        f"{shown[0].upper()}{shown[1:]} needs values, and they are where the model runs. Save the tensor and use it after the block; "
-        "decide with `torch.where`, select with `gather` or `index_select`."
-    )
+    return what[0].upper() + what[1:]
+
+
+def why_demand(name: str) -> str:
+    """Return why a function that needs values cannot be called."""
+    why = f"{shown(name)} needs values, and they are where the model runs. "
+    if name in ("__repr__", "__str__", "__format__"):
+        return why + "Only what is printed as it is can be sent: make other text of `x.item()` or `x.tolist()`."
+    return why + "Save the tensor and use it after the block; decide with `torch.where`, select with `gather` or `index_select`."

@@ -8,8 +8,9 @@ from typing import Any
 
 @dataclass
 class Stop:
-    """A stop of a block at occurrence ``at`` of a location."""
+    """A stop of a ``block`` at occurrence ``at`` of a location."""
 
+    block: int | None
     site: str
     at: int
     loop: bool  # whether the block waits in a loop

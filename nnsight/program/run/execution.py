@@ -15,6 +15,7 @@ import torch
 
 from ...modeling.base import NNsight
 from ...modeling.generation import Generation
+from ...runtime.errors import EarlyStopException
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
 from ..format.errors import ExecutionFailedError, InvalidProgramError
@@ -88,7 +89,7 @@ def _run(interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any
 def run_blocks(interleaver: Interleaver, interpreters: Sequence[Interpreter], call: Callable[[], Any]) -> None:
     """Run the blocks of interpreters along with ``call()``, the call of the model."""
     interleaver.tree = interpreters[0].model._tree
-    with interleaver:
+    with contextlib.suppress(EarlyStopException), interleaver:  # a block may stop before its first request
         output = call()
         if interleaver.failure is not None:  # the model caught the error of a block
             raise interleaver.failure

@@ -291,7 +291,7 @@ def _rehearse_run(rehearsal: Rehearsal, costs: Costs, number: int) -> None:
         require(rows <= limits.rows, f"A batch of {rows} rows; the limit is {limits.rows}.")
     costs.begun, costs.on_step = [], rehearsal.check_time
     interleaver = Interleaver(rehearsal.mediators(number))
-    with interleaver:
+    with contextlib.suppress(EarlyStopException), interleaver:
         output = fakes.run(rehearsal.model._tree, interleaver, run["call"], args, kwargs, costs)
         interleaver.handle("result", output)
         rehearsal.finish(interleaver)

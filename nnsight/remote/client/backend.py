@@ -21,14 +21,24 @@ from .session_jobs import record_session
 class ProgramBackend(Backend):
     """Records the block of a trace or a session, runs it with :meth:`send`, and binds the saved values.
 
-    Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results.
+    Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results. A block that needs values in Python gets them
+    from :meth:`send`, before the whole program is submitted; without it, such a block is refused.
+
+    Attributes:
+        cuts: How many jobs may be sent for values in one trace or session; ``None`` for ``CONFIG.API.CUTS``. With 0, a block that needs
+            one is refused.
     """
 
+    cuts: int | None = None
+
     def __call__(self, tracer: Any) -> Any:
+        send = None if type(self).send is ProgramBackend.send else self.send
+        cuts = CONFIG.API.CUTS if self.cuts is None else self.cuts
         try:
+            function = super().__call__(tracer)
             if isinstance(tracer, InterleavingTracer):
-                return self.submit(record(tracer, super().__call__(tracer)))
-            return self.submit(record_session(tracer, super().__call__(tracer)))
+                return self.submit(record(tracer, function, send=send, cuts=cuts))
+            return self.submit(record_session(tracer, function, send, cuts))
         except (ExecutionFailedError, InvalidProgramError) as error:
             if CONFIG.APP.DEBUG or tracer.info is None:
                 raise
@@ -49,10 +59,11 @@ class LocalBackend(ProgramBackend):
     Args:
         model: The model of the trace.
         limits: What the job may cost.
+        cuts: See :class:`ProgramBackend`.
     """
 
-    def __init__(self, model: Any, limits: Limits | None = None) -> None:
-        self._model, self._limits = model, limits
+    def __init__(self, model: Any, limits: Limits | None = None, cuts: int | None = None) -> None:
+        self._model, self._limits, self.cuts = model, limits, cuts
 
     def send(self, payload: bytes) -> bytes:
         return execute_payload(self._model, payload, self._limits, print)

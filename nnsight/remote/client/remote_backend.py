@@ -11,6 +11,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...config import CONFIG
+from ...program.format.errors import NotExpressibleError
 from ...program.format.results import decode_results
 from ...program.record.binding import Recorded
 from ...tracing import Backend, Tracer
@@ -49,6 +50,8 @@ class RemoteBackend(ProgramBackend):
             be the block of that job.
         host: Address of the server; by default ``CONFIG.API.HOST``.
         api_key: The key; by default ``CONFIG.API.KEY``.
+        cuts: How many jobs may be sent for values that a block needs, see :class:`~nnsight.remote.client.backend.ProgramBackend`. They
+            are waited for, also with ``blocking=False``.
 
     Attributes:
         job_id: Id of the latest job; ``None`` before there is one.
@@ -72,8 +75,9 @@ class RemoteBackend(ProgramBackend):
         job_id: str | None = None,
         host: str | None = None,
         api_key: str | None = None,
+        cuts: int | None = None,
     ) -> None:
-        self.model_key = model_key
+        self.model_key, self.cuts = model_key, cuts
         self.blocking = blocking
         self.job_id = None if job_id is None else checked_id(job_id)
         self.job_status: JobStatus | None = None
@@ -107,13 +111,24 @@ class RemoteBackend(ProgramBackend):
         if self._attached:
             return self.wait() if self.blocking else self._poll()
         assert self.model_key is not None
-        self.job_id, self.job_status, self._seen = None, None, 0
+        self._forget()
         if self.blocking:
             return self._finish(self._client.run(recorded.payload(), self.model_key))
         self._note(self._client.submit(recorded.payload(), self.model_key))
         return None
 
+    def send(self, payload: bytes) -> bytes:
+        """Run a payload, wait, and return its results; for the values that a block needs, also with ``blocking=False``."""
+        if self._attached:
+            raise NotExpressibleError("A block that needs values cannot be given the results of an earlier job: trace without `job_id=`.")
+        assert self.model_key is not None
+        self._forget()
+        return self._follow(self._client.run(payload, self.model_key))[1]
+
     # -- a job ------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self.job_id, self.job_status, self._seen = None, None, 0
 
     def wait(self) -> dict[str, Any]:
         """Wait for the job and return its results: ``id`` and the saved names.
@@ -160,31 +175,36 @@ class RemoteBackend(ProgramBackend):
         if message is None:
             raise RemoteError(f"{self._client.host} has no job {self.job_id} for this key. Results are kept for a while only.", 404)
         self._note(message)
-        return self._end(message, None) if JobStatus(message["status"]).finished else None
+        return self._end(message, self._result_of(message)) if JobStatus(message["status"]).finished else None
 
     def _finish(self, messages: Iterator[tuple[Message, bytes | None]]) -> dict[str, Any]:
-        """Show messages until the last, and return the results."""
+        """Show messages until the last, bind the results and return them."""
+        return self._end(*self._follow(messages))
+
+    def _follow(self, messages: Iterator[tuple[Message, bytes | None]]) -> tuple[Message, bytes]:
+        """Show messages until the last; return it, and the results."""
         with contextlib.closing(Progress(CONFIG.APP.REMOTE_LOGGING)) as progress:
             try:
                 for message, result in messages:
                     self._note(message)
                     progress.show(message)
                     if JobStatus(message["status"]).finished:
-                        return self._end(message, result)
+                        return message, self._result_of(message, result)
             except KeyboardInterrupt as interrupt:
                 if self.job_id is not None:
                     backend = f"RemoteBackend(job_id={self.job_id!r})"
                     interrupt.add_note(f"The job goes on. Ask for it with `{backend}`, or end it with its `.cancel()`.")
                 raise
-        assert self._results is not None, "messages end with one that finishes the job"
-        return self._results
+        raise AssertionError("messages end with one that finishes the job")
 
-    def _end(self, message: Message, result: bytes | None) -> dict[str, Any]:
-        """Bind and return the results of a finished job."""
+    def _result_of(self, message: Message, result: bytes | None = None) -> bytes:
+        """Return the results of a job that has finished, which may have come with its last message; raise its error."""
         if message["status"] == JobStatus.ERROR.value:
             raise error_of(message)
-        if result is None:
-            result = self._client.result(message["id"])
+        return self._client.result(message["id"]) if result is None else result
+
+    def _end(self, message: Message, result: bytes) -> dict[str, Any]:
+        """Bind and return the results of a finished job."""
         values = decode_results(result) if self._recorded is None else self._recorded.bind(result)
         self._recorded = None
         self._results = {"id": message["id"], **values}

@@ -2,7 +2,7 @@
 
 The block of a session is Python that runs here, once. Each trace in it is recorded as a run of one job. Values that it read are
 fakes in the variables of the session; a later trace that uses one refers to a node of the earlier run. The values that the session saved
-come back when all runs have ended.
+come back when all runs have ended. Python between the traces that needs one gets it from a job of the runs so far.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from ...fx.recording.functions import ABOUT_GRADIENTS, DEMANDS, edits_in_place, has_tensor
+from ...fx.recording.functions import ABOUT_BACKWARD, ABOUT_GRADIENTS, ABOUT_STRIDES, METADATA, edits_in_place
 from ...modeling.tracing import session_backend
 from ...program.format.errors import NotExpressibleError
+from ...program.format.sizes import SIZE_METHODS
 from ...program.record.binding import Recorded
+from ...program.record.demands import whole_lists
 from ...program.record.recorder import Recorder
 from ...program.record.refusals import refused
 from ...tracing import Backend
+from ...tracing.saving import saves
 
 
 class _Part(Backend):
@@ -39,33 +43,43 @@ class _Part(Backend):
 
 
 class _Between(TorchFunctionMode):
-    """Refuses computations with values of the model between the traces of a session."""
+    """Computes with values of the model between the traces of a session, here; values that were saved come along with the first."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, tracer: Any) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._tracer = recorder, tracer
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = pytree.tree_leaves((args, kwargs))
         if self._recorder.running or not any(isinstance(leaf, FakeTensor) for leaf in known):
             return function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
-        if name not in DEMANDS and function not in ABOUT_GRADIENTS and not edits_in_place(function):
-            result = function(*args, **(kwargs or {}))
-            if not has_tensor(result):  # such as a size
-                return result
-        raise refused(
-            "Values of the model are not there between the traces of a session. Compute with them, print them and differentiate in "
-            "the block of a trace."
+        if function in METADATA or function in ABOUT_STRIDES or name in SIZE_METHODS:
+            return function(*args, **(kwargs or {}))
+        edits = edits_in_place(function) and isinstance(known[0], FakeTensor)
+        refusal = (
+            "Values of the model are not there between the traces of a session. Compute with them, edit them and differentiate in the "
+            "block of a trace."
         )
+        if function in ABOUT_GRADIENTS or name in ABOUT_BACKWARD or edits or not self._recorder.runs:
+            raise refused(refusal)
+        return self._recorder.cuts.call(name, function, args, kwargs or {}, refusal, self._saved())
+
+    def _saved(self) -> list[torch.Tensor]:
+        """Return the fakes of values that the session has saved."""
+        marked = saves.get() or {}
+        kept = [value for _, value in self._tracer.scope.items() if id(value) in marked]
+        return [leaf for leaf in pytree.tree_leaves(kept) if isinstance(leaf, FakeTensor) and leaf in self._recorder._refs]
 
 
-def record_session(tracer: Any, function: Callable[[], None]) -> Recorded:
-    """Run the block of a session, with its traces on fakes, and return all of them as one job."""
-    recorder = Recorder()
+def record_session(
+    tracer: Any, function: Callable[[], None], send: Callable[[bytes], bytes] | None = None, cuts: int = 0
+) -> Recorded:
+    """Run the block of a session, with its traces on fakes, and return all of them as one job; see :func:`record`."""
+    recorder = Recorder(send=send, cuts=cuts)
     token = session_backend.set(_Part(recorder))
     try:
-        with _Between(recorder):
+        with whole_lists, _Between(recorder, tracer):
             tracer.execute(function)
     finally:
         session_backend.reset(token)

@@ -1,0 +1,141 @@
+"""Values of fakes that the client knows, and those that follow from them.
+
+A block often needs several values that have one source: ``scores.tolist()`` on a fake asks for each entry, and ``score > 0.5`` in a loop is
+another tensor each time. So a view of a small tensor asks for the whole tensor, and what follows from known numbers is computed here.
+
+A value is known in one state of its memory: another one follows an edit, and for memory that the model shares, each of its turns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..format.nodes import MEMORY_FORMATS, Node
+from ..format.operators import DRAWING, OPERATORS, is_in_place, is_view
+from ..format.sizes import has_unknown_size
+from ..format.trees import read_tree, references
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+#: Most bytes of a tensor that is asked for in place of a view of it.
+_SMALL = 2**16
+
+_COMPARISONS = frozenset(f"aten.{name}.Scalar" for name in "gt ge lt le eq ne".split())
+
+#: Longest chain of operators that are followed.
+_DEEPEST = 100
+
+#: The state of memory that nothing has edited, nor can.
+_UNTOUCHED = (0, None)
+
+Place = tuple[int, int]
+
+
+class KnownValues:
+    """The known values of a recording, by node and output."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._values: dict[Place, tuple[Any, torch.Tensor]] = {}
+        self._edits: Counter[int] = Counter()  # how often each memory was edited
+        self._shared: set[int] = set()  # memory that the model was given
+        self._noted = 0
+
+    def source(self, place: Place, fake: torch.Tensor) -> Place:
+        """Return what to ask for to know the value of ``fake``, which is at ``place``: itself, or the tensor that it is a view of.
+
+        A comparison with a number asks for what is compared.
+        """
+        nodes, state = self._recorder.nodes, self._state
+        self._note_edits()
+        if nodes[place[0]].get("name") in _COMPARISONS:
+            compared = next(references(nodes[place[0]]["args"][0]))
+            known = next((known for known, found in self._recorder._refs.items() if found == compared), None)
+            if known is not None and state(compared[0]) == state(place[0]) == _UNTOUCHED:
+                place, fake = compared, known
+        with torch._C.DisableTorchFunction():
+            small = not has_unknown_size(fake) and fake.untyped_storage().nbytes() <= _SMALL
+        while small and nodes[place[0]]["do"] == "op" and is_view(nodes[place[0]]["name"]):
+            place = next(references(nodes[place[0]]["args"][0]))
+        return place
+
+    def keep(self, place: Place, value: torch.Tensor) -> None:
+        """Note the present value at a place."""
+        self._note_edits()
+        self._values[place] = self._state(place[0]), value
+
+    def find(self, place: Place) -> torch.Tensor | None:
+        """Return the value at a place, if it is known or follows from known ones."""
+        self._note_edits()
+        with self._recorder.paused(), _disable_current_modes():
+            return _Search(self._recorder, self._values, self._state).find(place, 0)
+
+    def _state(self, number: int) -> Any:
+        """Return the state of the memory of a node."""
+        root = self._recorder._roots[number]
+        own = self._recorder.nodes[root]["do"] in ("op", "const", "weight") and root not in self._shared
+        return self._edits[root], None if own else self._recorder.moves
+
+    def _note_edits(self) -> None:
+        """Note what the nodes since the last time edit, and give to the model."""
+        nodes, roots = self._recorder.nodes, self._recorder._roots
+        for number in range(self._noted, len(nodes)):
+            node = nodes[number]
+            if is_in_place(node.get("name", "")):
+                self._edits[roots[number]] += 1
+            elif node["do"] in ("write", "skip", "apply"):
+                self._shared |= {roots[used] for used, _ in references(node)}
+        self._noted = len(nodes)
+
+
+class _Search:
+    """Looks for values in one state of the recording."""
+
+    def __init__(self, recorder: Recorder, values: dict[Place, tuple[Any, torch.Tensor]], state: Callable[[int], Any]) -> None:
+        self._nodes, self._tensors = recorder.nodes, recorder.tensors
+        self._values, self._state = values, state
+        self._seen: dict[Place, torch.Tensor | None] = {}
+
+    def find(self, place: Place, depth: int) -> torch.Tensor | None:
+        if place not in self._seen:
+            self._seen[place] = None
+            known, node = self._values.get(place), self._nodes[place[0]]
+            if known is not None and known[0] == self._state(place[0]):
+                self._seen[place] = known[1]
+            elif node["do"] == "const":
+                self._seen[place] = self._tensors[node["tensor"]].cpu()
+            elif node["do"] == "op" and depth < _DEEPEST and node["name"] not in DRAWING and not is_in_place(node["name"]):
+                self._seen[place] = self._compute(place, node, depth + 1)
+        return self._seen[place]
+
+    def _compute(self, place: Place, node: Node, depth: int) -> torch.Tensor | None:
+        """Compute what an operator makes of known numbers, or a view of a known value."""
+        viewed = next(references(node["args"][:1]), None) if is_view(node["name"]) else None
+        if viewed is None and self._state(place[0]) != _UNTOUCHED:
+            return None
+        found: dict[Place, torch.Tensor] = {}
+        for used in references(node):
+            value = self.find(used, depth) if used == viewed or self._state(used[0]) == _UNTOUCHED else None
+            if value is None or (used != viewed and value.numel() != 1):  # rounding of sums depends on the layout
+                return None
+            found[used] = value
+
+        def leaf(kind: str, content: Any) -> Any:
+            other = {"layout": torch.strided, "device": torch.device("cpu")}.get(kind)
+            return found[content[0], content[1]] if kind == "ref" else other or MEMORY_FORMATS[content]
+
+        args, kwargs = read_tree(node["args"], leaf), {key: read_tree(item, leaf) for key, item in node.get("kwargs", {}).items()}
+        try:
+            made = OPERATORS[node["name"]](*args, **kwargs)
+        except Exception:  # such as a type that this processor does not compute with
+            return None
+        outputs = made if isinstance(made, (list, tuple)) else [made]
+        for number, output in enumerate(outputs):
+            self._values[place[0], number] = self._state(place[0]), output
+        return outputs[place[1]] if place[1] < len(outputs) else None  # of a result that is shorter than on fakes

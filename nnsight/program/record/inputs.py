@@ -11,6 +11,7 @@ name in the block is an operand of a call of torch, as in ``alpha * hidden``; it
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import sys
 import types
@@ -33,6 +34,12 @@ from .refusals import LIBRARIES
 _Position = tuple[int | None, ...]
 
 
+@functools.lru_cache(maxsize=1024)
+def looked_up(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a block looks up outside."""
+    return frozenset(names_of(code)[1])
+
+
 class NamedInputs:
     """The named values of one block while it is recorded; a name that is among ``taken`` gets a number.
 
@@ -43,7 +50,7 @@ class NamedInputs:
     """
 
     def __init__(self, block: Block, variables: dict[str, Any], taken: Collection[str] = ()) -> None:
-        used = names_of(block.code)[1] | set(block.shared)
+        used = looked_up(block.code) | set(block.shared)
         self._block = block
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._floats: dict[str, float] = {}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,14 +20,14 @@ from ...runtime.rows.fakes import result_of_size
 from ..format.errors import NotExpressibleError
 from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, is_in_place, is_view
-from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, plain, takes_sizes
+from ..format.sizes import SIZE_METHODS, Shape, plain
 from ..run.fake_runs import FakeModel
 from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
-from .inputs import NamedInputs
 from .memory import share_memory, stretch
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import WITHOUT_SIZE, here, position, refused, why_demand
+from .size_reads import SizeReads, unseen
 from .visits import Stop
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
@@ -41,21 +40,7 @@ _INSTEAD = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 
-def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a recorder during which it does not listen to itself."""
-
-    @functools.wraps(method)
-    def without_listening(self: NodeRecorder, *args: Any, **kwargs: Any) -> Any:
-        with self.paused():
-            return method(self, *args, **kwargs)
-
-    return without_listening
-
-
-_UNKNOWN_SIZE = f"Python reads a size that depends on values, and they are where the model runs. {WITHOUT_SIZE}"
-
-
-class NodeRecorder(TorchFunctionMode):
+class NodeRecorder(SizeReads):
     """Records the calls of blocks, of whose torch functions it is the mode.
 
     Args:
@@ -99,11 +84,6 @@ class NodeRecorder(TorchFunctionMode):
         self._unknown: Any = None  # knows the relations between sizes that depend on values
         self._copied: dict[int, torch.Tensor] = {}  # results of operators that give views of these tensors for other sizes
         self._stale: dict[int, list[tuple[int, int, str]]] = {}
-
-    @property
-    def inputs(self) -> NamedInputs | None:
-        """The named inputs of the block whose turn it is, if the program is for others."""
-        return None
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -284,44 +264,6 @@ class NodeRecorder(TorchFunctionMode):
         except DataDependentOutputException as error:  # within a transform of `torch.func`, which hides fakes
             raise refused(why_demand(name)) from error
 
-    def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a fact about a tensor, and record which sizes it has in it."""
-        tensor, *rest = (*args, *kwargs.values())
-        looked = tensor
-        if self.inputs is not None and isinstance(tensor, torch.Tensor) and self.inputs.name_of(tensor):
-            looked = self.substitute(tensor)
-        if not isinstance(looked, FakeTensor) or not (self._for_others or has_unknown_size(looked)):
-            return function(*args, **kwargs)
-        name, look = getattr(function, "__name__", ""), functools.partial(self._look, looked)
-        if name == "size" and rest:
-            size = look(range(looked.dim())[rest[0]])
-            if size is not None:
-                return size
-        elif name in SIZE_METHODS and name != "size" and has_unknown_size(looked):
-            return self.cuts.call(name, function, args, kwargs, _UNKNOWN_SIZE)
-        elif name == "__len__" and looked.dim():
-            look(0)
-        elif (name in SIZE_METHODS and name != "size") or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
-            Shape(looked.size(), look).all()
-        found = function(*args, **kwargs)
-        return Shape(found, look) if isinstance(found, torch.Size) else found
-
-    @unseen
-    def _look(self, tensor: torch.Tensor, dim: int) -> int | None:
-        """Record that a size of a value is read; return it if it depends on values."""
-        if isinstance(tensor.shape[dim], torch.SymInt):
-            return self.cuts.values_of([tensor], "size", _UNKNOWN_SIZE)[0].shape[dim]
-        if self._for_others:
-            node, output = self._refs.get(tensor, (None, 0))
-            if node is not None and (node, output, dim) not in self._looked:
-                self._looked.add((node, output, dim))
-                self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
-        return None
-
-    def _look_all(self, tensor: torch.Tensor, dims: Iterable[int] | None = None) -> None:
-        for dim in range(tensor.dim()) if dims is None else dims:
-            self._look(tensor, dim)
-
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.substitute(value)
@@ -415,29 +357,6 @@ class NodeRecorder(TorchFunctionMode):
                 if isinstance(tensor, torch.Tensor):
                     self._refs[tensor] = (number, output)
         return result
-
-    def _unknown_size(self, most: int) -> Any:
-        """Return the size of a dimension that depends on values: torch computes with it as an unknown."""
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
-
-        self._unknown = self._unknown or ShapeEnv()
-        size = self._unknown.create_unbacked_symint()
-        torch._check(size >= 0)
-        return size
-
-    def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record the sizes that decide which operators torch makes of a call of the block."""
-        function, given = self._called
-        divided = division(name, args, {})
-        if divided is not None:  # so many results are part of the program
-            self._look(args[0], range(args[0].dim())[divided[0]])
-        if name.startswith("aten.squeeze."):  # so is the number of dimensions
-            named = pytree.tree_leaves(args[1:]) or known_dims(args[0])
-            self._look_all(args[0], {dim % args[0].dim() for dim in named if args[0].dim()}.intersection(known_dims(args[0])))
-        if takes_sizes(function, name, args, given):
-            for tensor in (*args, *given):
-                if isinstance(tensor, FakeTensor):
-                    self._look_all(tensor, known_dims(tensor))
 
     def _edit(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is edited in place, or refuse it."""

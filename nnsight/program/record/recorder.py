@@ -28,7 +28,6 @@ from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
 from ...runtime.rows.fakes import quiet_fakes
 from ...runtime.tracer import InterleavingTracer
-from ...tracing.block import names_of
 from ...tracing.saving import saves
 from ..counts import counts
 from ..format.errors import NotExpressibleError
@@ -42,12 +41,13 @@ from ..run.fake_runs import fake_model_of
 from ..run.occurrences import places_of, structure_of, tensors_at
 from .binding import Recorded
 from .demands import Cuts, whole_lists
-from .inputs import NamedInputs
+from .inputs import NamedInputs, looked_up
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
-from .recorded_calls import NodeRecorder, unseen
+from .recorded_calls import NodeRecorder
 from .refusals import WITHOUT_SIZE, refused
+from .size_reads import unseen
 from .visits import Stop
 
 
@@ -134,7 +134,7 @@ class Recorder(NodeRecorder):
         """Run the edits of the model of ``tracer`` on fakes, each as a block."""
         for number, edit in enumerate(tracer._model._edits):
             taken = {name for inputs in self._inputs.values() for name in inputs.tensors}
-            used = {name: edit.module_globals[name] for name in _looked_up(edit.block.code) if name in edit.module_globals}
+            used = {name: edit.module_globals[name] for name in looked_up(edit.block.code) if name in edit.module_globals}
             variables = {**used, **dict(edit.scope.items())}
             self._inputs[number] = NamedInputs(edit.block, variables, taken)
             self._outer.update({f"{name} {number}": value for name, value in variables.items() if type(value) in (list, dict)})
@@ -250,7 +250,7 @@ class Recorder(NodeRecorder):
     def _variables(tracer: Any) -> dict[str, Any]:
         """Return what the block of ``tracer`` finds outside, by name."""
         used = tracer._frame.f_globals if tracer._frame is not None else {}
-        names = {name: used[name] for name in _looked_up(tracer.info.code) if name in used}
+        names = {name: used[name] for name in looked_up(tracer.info.code) if name in used}
         return {**names, **dict(tracer.scope.items())}
 
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
@@ -408,12 +408,6 @@ def _are_same(one: Any, other: Any) -> bool:
     """Whether two lists or dicts have the same objects in them."""
     ones, others = ((list(item.items()) if isinstance(item, dict) else list(enumerate(item))) for item in (one, other))
     return len(ones) == len(others) and all(a == c and b is d for (a, b), (c, d) in zip(ones, others, strict=True))
-
-
-@functools.lru_cache(maxsize=1024)
-def _looked_up(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a block looks up outside."""
-    return frozenset(names_of(code)[1])
 
 
 def called_by(tracer: Any) -> tuple[str, Any]:

@@ -1,0 +1,112 @@
+"""Sizes that a block reads while it is recorded: those of values, and those that depend on values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, takes_sizes
+from .refusals import WITHOUT_SIZE
+
+if TYPE_CHECKING:
+    from .demands import Cuts
+    from .inputs import NamedInputs
+
+_UNKNOWN_SIZE = f"Python reads a size that depends on values, and they are where the model runs. {WITHOUT_SIZE}"
+
+
+def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a recorder during which it does not listen to itself."""
+
+    @functools.wraps(method)
+    def without_listening(self: SizeReads, *args: Any, **kwargs: Any) -> Any:
+        with self.paused():
+            return method(self, *args, **kwargs)
+
+    return without_listening
+
+
+class SizeReads(TorchFunctionMode):
+    """The part of a recorder that answers what a block asks about sizes, and records which ones a program for others depends on."""
+
+    cuts: Cuts
+    substitute: Callable[[torch.Tensor], torch.Tensor]
+    emit: Callable[..., int]
+    paused: Callable[[], Any]
+    _called: tuple[str, list[Any]]
+    _for_others: bool
+    _looked: set[tuple[int, int, int]]
+    _refs: Any
+    _unknown: Any
+
+    @property
+    def inputs(self) -> NamedInputs | None:
+        """The named inputs of the block whose turn it is, if the program is for others."""
+        return None
+
+    def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a fact about a tensor, and record which sizes it has in it."""
+        tensor, *rest = (*args, *kwargs.values())
+        looked = tensor
+        if self.inputs is not None and isinstance(tensor, torch.Tensor) and self.inputs.name_of(tensor):
+            looked = self.substitute(tensor)
+        if not isinstance(looked, FakeTensor) or not (self._for_others or has_unknown_size(looked)):
+            return function(*args, **kwargs)
+        name, look = getattr(function, "__name__", ""), functools.partial(self._look, looked)
+        if name == "size" and rest:
+            size = look(range(looked.dim())[rest[0]])
+            if size is not None:
+                return size
+        elif name in SIZE_METHODS and name != "size" and has_unknown_size(looked):
+            return self.cuts.call(name, function, args, kwargs, _UNKNOWN_SIZE)
+        elif name == "__len__" and looked.dim():
+            look(0)
+        elif (name in SIZE_METHODS and name != "size") or function == torch.Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            Shape(looked.size(), look).all()
+        found = function(*args, **kwargs)
+        return Shape(found, look) if isinstance(found, torch.Size) else found
+
+    @unseen
+    def _look(self, tensor: torch.Tensor, dim: int) -> int | None:
+        """Record that a size of a value is read; return it if it depends on values."""
+        if isinstance(tensor.shape[dim], torch.SymInt):
+            return self.cuts.values_of([tensor], "size", _UNKNOWN_SIZE)[0].shape[dim]
+        if self._for_others:
+            node, output = self._refs.get(tensor, (None, 0))
+            if node is not None and (node, output, dim) not in self._looked:
+                self._looked.add((node, output, dim))
+                self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
+        return None
+
+    def _look_all(self, tensor: torch.Tensor, dims: Iterable[int] | None = None) -> None:
+        for dim in range(tensor.dim()) if dims is None else dims:
+            self._look(tensor, dim)
+
+    def _unknown_size(self, most: int) -> Any:
+        """Return the size of a dimension that depends on values: torch computes with it as an unknown."""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
+
+        self._unknown = self._unknown or ShapeEnv()
+        size = self._unknown.create_unbacked_symint()
+        torch._check(size >= 0)
+        return size
+
+    def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
+        """Record the sizes that decide which operators torch makes of a call of the block."""
+        function, given = self._called
+        divided = division(name, args, {})
+        if divided is not None:  # so many results are part of the program
+            self._look(args[0], range(args[0].dim())[divided[0]])
+        if name.startswith("aten.squeeze."):  # so is the number of dimensions
+            named = pytree.tree_leaves(args[1:]) or known_dims(args[0])
+            self._look_all(args[0], {dim % args[0].dim() for dim in named if args[0].dim()}.intersection(known_dims(args[0])))
+        if takes_sizes(function, name, args, given):
+            for tensor in (*args, *given):
+                if isinstance(tensor, FakeTensor):
+                    self._look_all(tensor, known_dims(tensor))

@@ -13,6 +13,7 @@ from ..modeling.base import NNsight
 from ..modeling.generation import Generation
 from ..runtime.interleaver import Interleaver
 from ..runtime.report import Report
+from ..runtime.uncompiled import leave_to_python, uncompiled
 from .format.errors import InvalidProgramError
 from .format.limits import Limits
 from .format.nodes import Node
@@ -111,14 +112,18 @@ class BoundProgram:
         self._is_pure = kinds.isdisjoint(_BESIDES)  # whether all that it does is in the graph
         self.report = Report()
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model with the program; return the saved values by name.
+
+        In a function under ``torch.compile`` it runs as Python beside the graph, and is an error with ``fullgraph=True``.
 
         Raises:
             TypeError: If the value of an input does not fit the program.
             InvalidProgramError: If the program does not fit the input of the model.
             ExecutionFailedError: If the program fails while it runs.
         """
+        leave_to_python("a program that is bound to a model")
         given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
         model, call = self._model, self._job.runs[0]["call"]
         generation: Any = Generation(model) if call == "generate" else None  # type: ignore[arg-type]

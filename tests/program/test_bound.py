@@ -153,6 +153,22 @@ def test_what_a_program_does_beside_the_graph_is_done_in_each_call(compiled: boo
     assert capsys.readouterr().out == "tensor(False)\n" * 3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inside_a_function_under_torch_compile_it_runs_as_python(compiled: bool) -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net, compile={"backend": "aot_eager"} if compiled else False)
+    bound = recorded(model, x, direction).bind(model, inputs=["alpha"])
+
+    def around(x: torch.Tensor, alpha: float) -> torch.Tensor:
+        return bound(2 * x, alpha=alpha)["out"] + 1
+
+    for alpha in (1.0, 2.0):
+        found = torch.compile(around, backend="aot_eager")(x, alpha)
+        torch.testing.assert_close(found, expected(net, 2 * x, direction, alpha)["out"] + 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a program that is bound to a model"):
+        torch.compile(lambda x: bound(x)["out"], backend="aot_eager", fullgraph=True)(x)
+
+
 # -- what is an input ------------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ at the layer in the middle and saving the last but one and the logits:
 * a compiled trace against the model edited by hand and compiled with ``torch.compile``; also with the outputs of all layers
   saved and nothing edited; each with repeated layers lowered once, as is the default, and with the graph lowered in one
   (``compile={"regions": False}``, which is the final state of ``compile="background"``);
+* the same program bound to the model, its edit as a compiled edit, and baked into a module that ``torch.compile`` compiles;
 * an eager trace against plain torch hooks that do the same;
 * the wrapped compiled model without an edit against the plain compiled model;
 * time to the first compiled result of a new block on a model that is already captured.
@@ -199,6 +200,16 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
     def saves_by_hand() -> None:
         results["hand saves"] = hand_saved(ids)
 
+    with model.trace(ids, remote="program") as recorded:
+        model.transformer.h[middle].output[:, -1] += 4.0 * vector
+        kept = model.transformer.h[late].output.save()  # noqa: F841
+        logits = model.lm_head.output.save()
+    bound = recorded.program.bind(model, inputs=["vector"])
+    with model.edit() as edited:
+        model.transformer.h[middle].output[:, -1] += 4.0 * vector
+    baked = torch.compile(edited.bake())
+    edited.compile()
+
     model(ids)
     start = time.perf_counter()
     trace(True)
@@ -212,6 +223,10 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
     for who, whose in (("trace", "hand"), ("saves", "hand saves")):
         for ours, theirs in zip(results[who], results[whose], strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    found = bound(ids, vector=vector)
+    for ours in (found["logits"], edited(ids).logits, baked(ids).logits):
+        torch.testing.assert_close(ours, results["hand"][0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found["kept"], results["hand"][1], atol=1e-4, rtol=1e-4)
     trace(False)
     hooks()
     for ours, theirs in zip(results["trace"], results["hooks"], strict=True):
@@ -222,6 +237,9 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
         "hand-edited compiled": by_hand,
         "compiled trace, all layers saved": trace_saves,
         "the same by hand": saves_by_hand,
+        "bound program": lambda: bound(ids, vector=vector),
+        "compiled edit": lambda: edited(ids),
+        "baked edit, compiled": lambda: baked(ids),
         "compiled trace, one graph": lambda: trace(True, in_one),
         "compiled trace, one graph, all layers saved": lambda: trace_saves(in_one),
         "eager trace": lambda: trace(False),
@@ -250,6 +268,9 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
     return [
         row("compiled trace", "hand-edited compiled", bar),
         row("compiled trace, all layers saved", "the same by hand", bar),
+        row("bound program", "hand-edited compiled", min(bar, 1.03)),
+        row("compiled edit", "hand-edited compiled", min(bar, 1.03)),
+        row("baked edit, compiled", "hand-edited compiled", min(bar, 1.03)),
         row("compiled trace, one graph", "hand-edited compiled", bar),
         row("compiled trace, one graph, all layers saved", "the same by hand", bar),
         row("eager trace", "torch hooks", 1.10),

@@ -70,6 +70,8 @@ class Editable(Envoy):
     def bake(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Return a copy of the module that has the edits as hooks: a plain ``torch.nn.Module``, which shares the weights with this one.
 
+        Modules with hooks get a subclass of their class, so that torch does not take the compiled code of other modules for them.
+
         The tensors and floats that the edits take from outside are buffers of it, or parameters if they require gradients: ``edit_alpha``
         for ``alpha``. It works with ``torch.compile(fullgraph=True)``, ``torch.export.export`` and ``generate`` of transformers, and what
         ``torch.export`` makes of it needs no nnsight.

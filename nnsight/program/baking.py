@@ -64,6 +64,7 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
         else:
             baked.register_buffer(names[name], tensor.detach())
     state: dict[str, Any] = {}
+    _give_own_class(baked)
     baked.register_forward_pre_hook(lambda *_: state.clear())
     for segment in _segments(job):
         _hook(baked, state, segment, _compiled(job, segment, names))
@@ -103,12 +104,21 @@ def _segments(job: Job) -> Iterator[_Segment]:
             yield segment
 
 
+def _give_own_class(module: torch.nn.Module) -> None:
+    """Give a module a subclass of its class: dynamo has no guards on hooks, and would take the graph of another module of the class for it."""
+    kind = type(module)
+    if not hasattr(kind, "_is_baked"):
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_is_baked": True}
+        module.__class__ = type(kind.__name__, (kind,), names)
+
+
 def _hook(root: torch.nn.Module, state: dict[str, Any], segment: _Segment, run: Callable[..., Any]) -> None:
     """Let ``run`` change the values at the location of a segment, the first time in each call of ``root``."""
     path, _, side = segment.site.rpartition(".")
     name = path.partition(".")[2]
     module, passed = root.get_submodule(name) if name else root, f"{segment.site} {next(_numbers)}"
     skips = [node for _, node in segment.nodes if node["do"] == "skip"]
+    _give_own_class(module)
 
     def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if passed in state:

@@ -53,7 +53,7 @@ SIZES = [(1, 5), (2, 8), (3, 5)]
 
 
 def test_a_baked_module_computes_what_the_edits_compute(steered: Any, baked: nn.Module) -> None:
-    assert type(baked) is type(steered._module)
+    assert isinstance(baked, type(steered._module))
     for size in SIZES:
         given = ids(*size)
         torch.testing.assert_close(baked(given).logits, steered(given).logits)
@@ -77,6 +77,20 @@ def test_it_compiles_as_one_graph(steered: Any, baked: nn.Module) -> None:
         torch.testing.assert_close(compiled(given).logits, baked(given).logits, rtol=1e-5, atol=1e-5)
     finally:
         baked.edit_alpha.fill_(2.0)
+
+
+def test_it_is_not_taken_for_another_module_that_was_compiled(model: Any, steered: Any) -> None:
+    torch._dynamo.reset()
+    given = ids(1, 5)
+    plain = torch.compile(model._module, backend="aot_eager")
+    plain(given)
+    baked = steered.bake()
+    with model.edit() as zeroed:
+        model.transformer.h[1].output[:] = 0.0
+    for edited, made in ((steered, baked), (zeroed, zeroed.bake())):
+        found = torch.compile(made, backend="aot_eager")(given).logits
+        torch.testing.assert_close(found, edited(given).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain(given).logits, model._module(given).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_it_generates(steered: Any, baked: nn.Module) -> None:

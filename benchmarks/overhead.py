@@ -202,8 +202,8 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
 
     with model.trace(ids, remote="program") as recorded:
         model.transformer.h[middle].output[:, -1] += 4.0 * vector
-        kept = model.transformer.h[late].output.save()  # noqa: F841
-        logits = model.lm_head.output.save()
+        kept = model.transformer.h[late].output.save()  # noqa: F841 - a saved name is part of the program
+        logits = model.lm_head.output.save()  # noqa: F841
     bound = recorded.program.bind(model, inputs=["vector"])
     with model.edit() as edited:
         model.transformer.h[middle].output[:, -1] += 4.0 * vector

@@ -568,17 +568,13 @@ class Mistakes(Models):
                 self.model[2].output[:] = 0
 
     def size_of_a_selection(self) -> None:
-        with self.sent():
+        with self.sent("program"):
             len(self.model[0].output[self.model[0].output > 0])
 
     def selection_of_known_size(self) -> None:
         with self.sent():
             found = (self.model[0].output[self.model[0].output > 0] + torch.ones(2)).save()
         print(found)
-
-    def mask_sent(self) -> None:
-        with self.sent("program"):
-            self.model[0].output[self.model[0].output > 0].save()
 
     def too_many_values(self) -> None:
         with self.model.trace(self.x, backend=LocalBackend(self.model, cuts=1)):

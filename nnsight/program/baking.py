@@ -105,7 +105,10 @@ def _segments(job: Job) -> Iterator[_Segment]:
 
 
 def _give_own_class(module: torch.nn.Module) -> None:
-    """Give a module a subclass of its class: dynamo has no guards on hooks, and would take the graph of another module of the class for it."""
+    """Give a module a subclass of its class.
+
+    Dynamo has no guards on hooks: it would take what it compiled for another module of the class for this one.
+    """
     kind = type(module)
     if not hasattr(kind, "_is_baked"):
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_is_baked": True}

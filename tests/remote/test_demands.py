@@ -492,6 +492,7 @@ def test_a_trace_that_stops_before_the_model_runs_is_sent(demo: Any, runs: list[
     assert norm == demo._module.lm_head.weight.norm() and not runs
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_values(demo: Any) -> None:
     compiled = nnsight.demo_model()
     compiled.compile(backend="eager")

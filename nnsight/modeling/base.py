@@ -98,7 +98,8 @@ class NNsight(Editable):
         """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
 
         The edits that this object has become one program, when it is called first. From then on a call runs the lowered graph with the
-        program spliced into it, and no Python of the edits; :attr:`params` has the tensors and floats that they take from outside.
+        program spliced into it, and no Python of the edits; :attr:`params` has the tensors and floats that they take from outside. Other
+        values of the edits are those of that first call. Edits that are added or removed later run as Python until this is called again.
 
         Args:
             **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``; and

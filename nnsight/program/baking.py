@@ -175,7 +175,11 @@ def _lines(job: Job, segment: _Segment, names: dict[str, str]) -> Iterator[str]:
         if node.get("line") != line:
             line = node.get("line")
             yield f"    # line {line}"
-        yield from (f"    {text}" for text in _statement(job, node_number, node, names))
+        indent = "    "
+        if node.get("no_grad"):
+            yield "    with torch.no_grad():"
+            indent *= 2
+        yield from (indent + text for text in _statement(job, node_number, node, names))
     for kept in sorted(here & later):
         yield f"    state['v{kept}'] = v{kept}"
     yield "    return value"

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from nnsight import NNsight, UncompiledWarning, fx
+from nnsight.remote import NotExpressibleError
 
 from .test_bound import stack
 
@@ -190,3 +191,96 @@ def test_params_of_a_module_that_has_some() -> None:
         NNsight(net).params  # noqa: B018
     net.params = {"of": "the module"}
     assert NNsight(net).params == {"of": "the module"}
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+@torch.no_grad()
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return 3.0 * x
+
+
+def _without(model: Any) -> None:
+    with torch.no_grad():
+        model[1].output = model[1].output * 3.0
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model[1].output[:, 0] *= 3.0
+    model[2].output = model[2].output * 2.0
+
+
+def _partly(model: Any) -> None:
+    hidden = model[1].output
+    with torch.set_grad_enabled(False):
+        factor = hidden.norm(dim=-1, keepdim=True)
+        with torch.enable_grad():
+            other = hidden.mean(-1, keepdim=True)
+    model[1].output = hidden / factor + other
+
+
+def _switched(model: Any) -> None:
+    hidden = model[1].output
+    torch.set_grad_enabled(False)
+    factor = hidden.norm(dim=-1, keepdim=True)
+    torch.set_grad_enabled(True)
+    model[1].output = hidden / factor
+
+
+def _decorated(model: Any) -> None:
+    model[1].output = model[1].output + tripled(model[1].output)
+
+
+def _across(model: Any) -> None:
+    with torch.no_grad():
+        hidden = model[1].output * 2.0
+        model[2].output = model[2].output + hidden
+
+
+def _detached(model: Any) -> None:
+    model[1].output = model[1].output * model[1].output.detach()
+
+
+def _function(model: Any) -> None:
+    model[1].output = Rounded.apply(model[1].output)
+
+
+EDITS = [_without, _in_place, _partly, _switched, _decorated, _across, _detached, _function]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.filterwarnings("ignore:The edits of this compiled model run as Python")
+def test_gradients_are_those_of_the_edits_as_python(edit: Any) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+
+    def gradients(call: Any) -> list[Any]:
+        net.zero_grad(set_to_none=True)
+        call(x).square().sum().backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    def made() -> Any:
+        with model.edit() as edited:
+            edit(model)
+        return edited
+
+    expected, steered = gradients(made()), made()
+    steered.compile(backend="aot_eager")
+    torch.testing.assert_close(gradients(steered), expected)
+    torch.testing.assert_close(gradients(steered), expected)
+    if edit is _function:
+        with pytest.raises(NotExpressibleError, match="`Rounded` is an autograd.Function"):
+            made().bake(x)
+    else:
+        torch.testing.assert_close(gradients(made().bake(x)), expected)

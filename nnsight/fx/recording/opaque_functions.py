@@ -57,6 +57,10 @@ def _is_recording() -> bool:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     function = super(_Applied, cls).apply
+    if torch._C._len_torch_function_stack():
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if hasattr(mode, "check_autograd_function"):  # a recorder of programs
+                mode.check_autograd_function(cls)
     for argument in args:
         if isinstance(argument, LazyTensor):
             return argument._recording.apply(function, args, kwargs)

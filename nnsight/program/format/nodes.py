@@ -27,7 +27,7 @@ the node's position in the list, so a reference can point backwards only.
 =================  ======================================================================================================
 
 Every node may have ``line``, the user's, for messages. ``loop`` says that the block waits for ``site`` in a loop over occurrences,
-which may be fewer than in the recording.
+which may be fewer than in the recording. ``no_grad`` of an operator or a module says that autograd does not follow it.
 
 Memory is tracked by schemas. The result of an operator is *owned* by the program; a view, which may share memory with its first argument,
 is owned if that is, or with ``copy``. Operators in place write to owned memory only. Activations change by ``write`` alone, and weights
@@ -71,8 +71,8 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "read": ({"site", "at", "leaf"}, {"inside", "copy", "loop"}),
     "const": ({"tensor"}, set()),
     "weight": ({"name"}, set()),
-    "op": ({"name", "args"}, {"kwargs", "copy"}),
-    "apply": ({"module", "args", "kwargs"}, {"copy"}),
+    "op": ({"name", "args"}, {"kwargs", "copy", "no_grad"}),
+    "apply": ({"module", "args", "kwargs"}, {"copy", "no_grad"}),
     "write": ({"site", "at", "leaf", "value"}, {"inside", "in_place", "loop"}),
     "skip": ({"site", "at", "value"}, {"loop"}),
     "barrier": ({"id", "of"}, set()),
@@ -180,7 +180,7 @@ class _Checker:
         require(is_int(node["run"]) and 0 <= node["run"] < len(self._job.runs), "it belongs to no run")
         blocks = self._job.runs[node["run"]]["blocks"]
         require(is_int(node["block"]) and 0 <= node["block"] < blocks, "it belongs to no block of its run")
-        for key in ("copy", "loop", "in_place", "retain_graph", "create_graph"):
+        for key in ("copy", "no_grad", "loop", "in_place", "retain_graph", "create_graph"):
             require(key not in node or type(node[key]) is bool, f"`{key}` is no boolean")
         for key in ("at", "leaf", "inside", "line", "id", "dim"):
             require(key not in node or (is_int(node[key]) and 0 <= node[key] < 2**31), f"`{key}` is no number of that kind")

@@ -94,6 +94,8 @@ class NodeRecorder(SizeReads):
             self.prints.end()
         line = position()[1]
         number = len(self.nodes)
+        if do in ("op", "apply") and not self.gradients.enabled:
+            content["no_grad"] = True
         self.nodes.append(
             {"do": do, "run": len(self.runs) - 1, "block": self.block, **content, **({"line": line} if line else {})}
         )
@@ -151,6 +153,14 @@ class NodeRecorder(SizeReads):
         if tensor.requires_grad and not self.gradients.running:
             self.gradients.require(fake)
         return fake
+
+    def check_autograd_function(self, kind: type) -> None:
+        """Refuse a ``torch.autograd.Function`` in a program for others, to which its own gradient would be lost."""
+        if self.listens and self._for_others and self.gradients.followed and self.gradients.enabled:
+            raise refused(
+                f"`{kind.__name__}` is an autograd.Function, whose gradient is its own and no part of a program. Write it with operators, "
+                "as in `x + (f(x) - x).detach()`, or record the block under `torch.no_grad()`."
+            )
 
     # -- calls of the block ----------------------------------------------------------------------------------------
 

@@ -10,16 +10,21 @@ of the gradient of the whole tensor.
 
 from __future__ import annotations
 
+import sys
+import types
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import grad_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...runtime.gradients import check_gradient
 from ...runtime.rows.batching import BatchGroup, View
 from ...tracing import Tracer
+from ...tracing.errors import is_internal
 from ..format.nodes import IN_PASS
 from .refusals import here, refused
 
@@ -35,22 +40,40 @@ class Gradients:
         self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
         self._off = ""
         self._enabling = 0
+        self._modes: dict[int | None, bool] = {}  # whether each block has gradients enabled
+        self._before: Any = weakref.WeakKeyDictionary()  # the mode before each context manager of torch
         self.running = False
+        self.followed = True  # whether the user traces with gradients
         self._latest: Any = (None, None)  # the tensor whose gradient the pass stands at, and the gradient
 
     def begin_run(self) -> None:
         """Note in which grad mode the user traces."""
-        if not torch.is_grad_enabled():
+        self._modes.clear()
+        self.followed = torch.is_grad_enabled()
+        if not self.followed:
             self._off = "the trace stands under `torch.no_grad()`"
 
     def set_mode(self, enabled: bool) -> None:
         """Note that the block switches gradients on or off. Recordings run without, so leaving either looks like switching off."""
+        context, function = _context_manager(sys._getframe(1))
+        block, now = self._recorder.block, self.enabled
+        if function == "__exit__":
+            self._modes[block] = self._before.pop(context, True)
+        else:
+            if context is not None:
+                self._before.setdefault(context, now)
+            self._modes[block] = enabled
         if enabled:
             self._enabling += 1
         elif self._enabling:
             self._enabling -= 1
         else:
             self.lose("`torch.no_grad()` stands in the block before")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the block whose turn it is has gradients enabled, or leaves that to the mode of the run."""
+        return self._modes.get(self._recorder.block, True)
 
     def lose(self, why: str) -> None:
         """Note that gradients may be missing from here on, so that later passes are refused."""
@@ -211,3 +234,16 @@ class _Group(BatchGroup):
         view = super().view(location, occurrence, whole)
         self.gradients.note_rows(self, view)
         return view
+
+
+def _context_manager(frame: types.FrameType | None) -> tuple[Any, str]:
+    """Return the context manager of torch that sets the grad mode now, and the name of its method; ``None`` if none does."""
+    found: tuple[Any, str] = (None, "")
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == grad_mode.__file__:
+            found = frame.f_locals.get("self"), code.co_name
+        elif found[1] or not is_internal(code):
+            break
+        frame = frame.f_back
+    return found

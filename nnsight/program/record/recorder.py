@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...fx.recording.opaque_functions import shown
 from ...modeling.generation import Generation
 from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
@@ -178,7 +179,7 @@ class Recorder(NodeRecorder):
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
             try:
-                with Operators(self), self, listening(self.prints):
+                with Operators(self), self, shown, listening(self.prints):
                     run()
             finally:
                 del tracer.make_mediator, tracer.make_interleaver

@@ -163,6 +163,10 @@ class Interpreter:
                 raise ExecutionFailedError(f"{_what(node)}{_line(node)} failed: {error}") from error
 
     def _do(self, number: int, node: Node, along: list[tuple[int, Node]]) -> None:
+        if node.get("no_grad") and torch.is_grad_enabled():
+            with torch.no_grad():
+                self._do(number, node, along)
+            return
         run: Any = active_interleaver()
         mediator = run.current
         match node["do"]:

@@ -11,6 +11,7 @@ import copy
 import itertools
 import linecache
 from collections.abc import Callable, Iterator
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -215,7 +216,9 @@ def _statement(job: Job, number: int, node: Node, names: dict[str, str]) -> list
             copied = f"; v{number} = [item.clone() for item in v{number}]" if node.get("copy") else ""
             return [f"v{number} = tensors(root{_getter(path)}.forward(*{args}, **{kwargs})){copied}"]
     parts = [text(item) for item in node["args"]] + [f"{key}={text(item)}" for key, item in node.get("kwargs", {}).items()]
-    return [f"v{number} = torch.ops.{node['name']}({', '.join(parts)})"]
+    _, packet, overload = node["name"].split(".")
+    name = packet if iskeyword(overload) else f"{packet}.{overload}"
+    return [f"v{number} = torch.ops.aten.{name}({', '.join(parts)})"]
 
 
 def _getter(path: str) -> str:

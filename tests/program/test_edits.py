@@ -284,3 +284,50 @@ def test_gradients_are_those_of_the_edits_as_python(edit: Any) -> None:
             made().bake(x)
     else:
         torch.testing.assert_close(gradients(made().bake(x)), expected)
+
+
+def _noise(model: Any) -> None:
+    model[1].output = model[1].output + torch.randn_like(model[1].output)
+
+
+def _integers(model: Any) -> None:
+    model[1].output = model[1].output * torch.randint_like(model[1].output, 3, 9)
+
+
+def _in_memory(model: Any) -> None:
+    made = torch.zeros_like(model[1].output)
+    made.random_(2, 7)
+    model[1].output = model[1].output + made
+
+
+def _dropped(model: Any) -> None:
+    model[1].output = torch.nn.functional.dropout(model[1].output)
+
+
+def _outside(model: Any) -> None:
+    model[1].output = model[1].output + torch.randn(3, 6)
+
+
+@pytest.mark.parametrize("edit", [_noise, _integers, _in_memory, _dropped, _outside])
+@pytest.mark.filterwarnings("ignore:The edits of this compiled model run as Python")
+def test_each_call_draws_the_numbers_that_the_edits_draw_as_python(edit: Any) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+
+    def made() -> Any:
+        with model.edit() as edited:
+            edit(model)
+        return edited
+
+    def runs(call: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return [call(x) for _ in range(3)]
+
+    steered = made()
+    steered.compile(backend="eager")
+    steered(x)
+    expected = runs(made())
+    assert not torch.equal(expected[0], expected[1])
+    torch.testing.assert_close(runs(steered), expected)
+    if edit is not _outside:
+        torch.testing.assert_close(runs(made().bake(x)), expected)

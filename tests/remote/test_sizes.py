@@ -342,7 +342,6 @@ def test_a_module_is_applied_to_selected_rows(net: NNsight) -> None:
         lambda h: h.flatten()[: h[h > 0.1].size()[0]],
         lambda h: torch.arange(h[h > 0.1].size(0)),
         lambda h: h[h > 0.1].split(2),
-        lambda h: torch.randn_like(h[h > 0.1]),
         lambda h: F.pad(h[h > 0.1], (0, 1)),
     ],
 )

@@ -208,6 +208,11 @@ class NodeRecorder(SizeReads):
         if self.inputs is not None and self.inputs.are_all(tensors):
             return self.inputs.call(function, args, kwargs, lambda: self._record(function, name, args, kwargs, leaves))
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
+            if self._for_others and name in RANDOM:
+                raise refused(
+                    f"`{name}` draws when the block is recorded, and a program would have the same numbers in each run. Use "
+                    "`torch.randn_like(value)` with a value of the model, which each run draws anew, or draw before the block."
+                )
             return self._call_own(name, function, args, kwargs)
         return self._record(function, name, args, kwargs, leaves)
 
@@ -224,6 +229,12 @@ class NodeRecorder(SizeReads):
             return self.cuts.call(name, function, args, kwargs, why_demand(name))
         if name in DEMANDS:
             raise refused(why_demand(name))
+        if function in DRAWN_LIKE and self._for_others:  # each run draws
+            made = torch.zeros_like(args[0], **kwargs)
+            if name != "randint_like":
+                return made.normal_() if name == "randn_like" else made.uniform_()
+            low, high = (0, *args[1:])[-2:]
+            return made.random_(high - low).add_(low)
         if function in DRAWN_LIKE:
             like = args[0]
             sizes = Shape(like.shape, functools.partial(self._look, like)).all()

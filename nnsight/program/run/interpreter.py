@@ -12,6 +12,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -253,6 +254,8 @@ class Interpreter:
         if node["name"] in DRAWING:
             check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
             kwargs["generator"] = self.generator
+        if iskeyword(operator._overloadname):  # `random_.from` cannot be written in the code of a graph
+            operator = operator.overloadpacket
         result = operator(*args, **kwargs)
         if node.get("copy"):
             result = pytree.tree_map(torch.clone, result)

@@ -15,7 +15,6 @@ from ..runtime.errors import UncompiledWarning
 from ..tracing.errors import user_position_now
 from .baking import bake
 from .bound import BoundProgram
-from .format.errors import InvalidProgramError, NotExpressibleError
 from .format.payload import Job
 from .record.recorder import record_edits
 from .run.fake_runs import input_key
@@ -95,6 +94,8 @@ class CompiledEdits:
         program = self._general
         if program is None:
             key = input_key(args, kwargs)
+            if key is None and self._by_size:  # sizes in a cache, or in an object of the user
+                return model._call_edited(None, args, kwargs)
             program = self._by_size.get(key) or self._recorded(model, args, kwargs, key)
             if program is None:
                 return model._call_edited(None, args, kwargs)
@@ -104,7 +105,7 @@ class CompiledEdits:
         """Record the edits for these arguments; return ``None`` if they cannot be a program."""
         try:
             job, values, fixed = _record(model, args, kwargs)
-        except (NotExpressibleError, InvalidProgramError) as error:
+        except Exception as error:  # if it is a mistake in an edit, the edit raises it as Python
             self._python = True
             filename, line = user_position_now()
             text = f"The edits of this compiled model run as Python in each call, because they cannot be a program: {error}"

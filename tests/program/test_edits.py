@@ -173,6 +173,34 @@ def test_an_edit_that_cannot_be_a_program_runs_as_python_and_says_so(kind: str) 
     assert all(type(item) is torch.Tensor for item in LIST)
 
 
+def test_a_mistake_in_an_edit_is_raised_as_it_is_as_python() -> None:
+    model, x = NNsight(stack()), torch.randn(3, 6)
+    with model.edit() as edited:
+        model[1].output[:] += torch.ones(5)
+    edited.compile(backend="aot_eager")
+    with pytest.warns(UncompiledWarning, match="cannot be a program"), pytest.raises(RuntimeError, match="size of tensor a"):
+        edited(x)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_an_edit_that_looks_at_sizes_with_a_cache(model: Any) -> None:
+    def made() -> Any:
+        with model.edit() as edited:
+            hidden = model.transformer.h[1].output
+            hidden[:, hidden.shape[1] // 2] = 0.0
+        return edited
+
+    steered, plain = made(), made()
+    steered.compile(backend="eager")
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for length in (4, 2, 3):
+        ids = torch.randint(0, 1000, (1, length))
+        found, expected = (
+            one(ids, past_key_values=cache, use_cache=True).logits for one, cache in zip((steered, plain), caches, strict=True)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_edits_that_come_later_run_too() -> None:
     net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
     steered = edited(NNsight(net), direction)

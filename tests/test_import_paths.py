@@ -73,6 +73,7 @@ def test_documented_paths_are_attributes_without_an_import_of_their_own() -> Non
         "nnsight.envoy.Envoy",
         "nnsight.modeling.vllm.VLLM",
         "nnsight.program.counts.counts",
+        "nnsight.remote.counts.counts",
         "nnsight.remote.protocol.ModelKey",
     ]
     code = "import os, sys, torch, transformers.generation, nnsight\n"  # what is not ours, once for all

@@ -19,6 +19,7 @@ from ..program.record.binding import Recorded
 from ..program.record.recorder import record
 from ..program.run.execution import execute_payload
 from ..program.run.validation import Checked, validate
+from . import counts as counts
 from .client.backend import LocalBackend, ProgramBackend
 from .protocol import ModelKey
 

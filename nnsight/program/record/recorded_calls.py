@@ -72,6 +72,7 @@ class NodeRecorder(SizeReads):
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self._for_others = for_others
+        self.runs_again = for_others  # and not only once, with the sizes that a generation turns out to have
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
         self._called: tuple[str, list[Any]] = "", []  # the function that the block calls, and the leaves of its arguments
         self._paused = False
@@ -156,7 +157,7 @@ class NodeRecorder(SizeReads):
 
     def check_autograd_function(self, kind: type) -> None:
         """Refuse a ``torch.autograd.Function`` in a program for others, to which its own gradient would be lost."""
-        if self.listens and self._for_others and self.gradients.followed and self.gradients.enabled:
+        if self.listens and self.runs_again and self.gradients.followed and self.gradients.enabled:
             raise refused(
                 f"`{kind.__name__}` is an autograd.Function, whose gradient is its own and no part of a program. Write it with operators, "
                 "as in `x + (f(x) - x).detach()`, or record the block under `torch.no_grad()`."
@@ -208,7 +209,7 @@ class NodeRecorder(SizeReads):
         if self.inputs is not None and self.inputs.are_all(tensors):
             return self.inputs.call(function, args, kwargs, lambda: self._record(function, name, args, kwargs, leaves))
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
-            if self._for_others and name in RANDOM:
+            if self.runs_again and name in RANDOM:
                 raise refused(
                     f"`{name}` draws when the block is recorded, and a program would have the same numbers in each run. Use "
                     "`torch.randn_like(value)` with a value of the model, which each run draws anew, or draw before the block."
@@ -229,7 +230,7 @@ class NodeRecorder(SizeReads):
             return self.cuts.call(name, function, args, kwargs, why_demand(name))
         if name in DEMANDS:
             raise refused(why_demand(name))
-        if function in DRAWN_LIKE and self._for_others:  # each run draws
+        if function in DRAWN_LIKE and self.runs_again:  # each run draws
             made = torch.zeros_like(args[0], **kwargs)
             if name != "randint_like":
                 return made.normal_() if name == "randn_like" else made.uniform_()

@@ -99,7 +99,6 @@ class Recorder(NodeRecorder):
 
     def __init__(self, for_others: bool = False, send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> None:
         super().__init__(for_others)
-        self._named = for_others
         self._common: NamedInputs | None = None
         self._inputs: dict[int, NamedInputs] = {}  # of blocks with variables of their own
         self.fixed: dict[str, str] = {}  # names that are no inputs of the program, and why
@@ -117,7 +116,7 @@ class Recorder(NodeRecorder):
 
     def run_trace(self, tracer: Any, function: Callable[[], None]) -> None:
         """Run the block of ``tracer`` on fakes."""
-        if self._named:
+        if self.runs_again:
             self._common = NamedInputs(tracer.info, self._variables(tracer))
         self._outer.update(self._outer_containers(tracer))
         waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]

@@ -74,9 +74,9 @@ class NamedInputs:
                 self._floats[name], self._labels[name] = value, label
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the user, and those made of floats, by name."""
-        return {name: tensor for name, tensor in self._tensors.values() if name not in self.fixed}
+    def names(self) -> set[str]:
+        """The names of its tensors and floats."""
+        return {name for name, _ in self._tensors.values()} | {*self._labels.values()}
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Return the name of a tensor of the block's own, if it has one and may be an input."""

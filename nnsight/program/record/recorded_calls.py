@@ -155,6 +155,14 @@ class NodeRecorder(SizeReads):
             self.gradients.require(fake)
         return fake
 
+    def checked_functions(self) -> contextlib.AbstractContextManager[Any]:
+        """Have each call of an ``autograd.Function`` checked, if the program runs again."""
+        if not self.runs_again:
+            return contextlib.nullcontext()
+        from ...fx.recording.opaque_functions import shown  # slow to import
+
+        return shown
+
     def check_autograd_function(self, kind: type) -> None:
         """Refuse a ``torch.autograd.Function`` in a program for others, to which its own gradient would be lost."""
         if self.listens and self.runs_again and self.gradients.followed and self.gradients.enabled:

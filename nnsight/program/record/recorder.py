@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...fx.recording.opaque_functions import shown
 from ...modeling.generation import Generation
 from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
@@ -133,7 +132,7 @@ class Recorder(NodeRecorder):
     def run_edits(self, tracer: Any) -> None:
         """Run the edits of the model of ``tracer`` on fakes, each as a block."""
         for number, edit in enumerate(tracer._model._edits):
-            taken = {name for inputs in self._inputs.values() for name in inputs.tensors}
+            taken = {name for inputs in self._inputs.values() for name in inputs.names}
             used = {name: edit.module_globals[name] for name in looked_up(edit.block.code) if name in edit.module_globals}
             variables = {**used, **dict(edit.scope.items())}
             self._inputs[number] = NamedInputs(edit.block, variables, taken)
@@ -178,7 +177,7 @@ class Recorder(NodeRecorder):
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
             try:
-                with Operators(self), self, shown, listening(self.prints):
+                with Operators(self), self, self.checked_functions(), listening(self.prints):
                     run()
             finally:
                 del tracer.make_mediator, tracer.make_interleaver

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import linecache
 from collections.abc import Callable, Iterator
 from keyword import iskeyword
@@ -61,7 +62,7 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
     for name, tensor in values.items():
         names[name] = _free_name(baked, f"edit_{name if name.isidentifier() else f'constant_{name[1:]}'}")
         if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
-            baked.register_parameter(names[name], torch.nn.Parameter(tensor))
+            baked.register_parameter(names[name], tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor))
         else:
             baked.register_buffer(names[name], tensor.detach())
     state: dict[str, Any] = {}
@@ -168,7 +169,8 @@ def _lines(job: Job, segment: _Segment, names: dict[str, str]) -> Iterator[str]:
     used = {ref for _, node in segment.nodes for ref, _ in references(node)}
     yield "def edit(value, root, state):"
     yield f"    # at {segment.site}"
-    yield "    device = device_of(value)"
+    if "device" in json.dumps([(node.get("args"), node.get("kwargs")) for _, node in segment.nodes]):
+        yield "    device = device_of(value)"
     for earlier in sorted(used - here):
         yield f"    v{earlier} = state['v{earlier}']"
     line = None
